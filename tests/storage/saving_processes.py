@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
+from oobleck.control.protocol import StateNotSaved, StateSaved
 from oobleck.errors import CorruptCheckpoint
 from oobleck.storage import MANIFEST_VERSION, CheckpointDirectory, Manifest, Slot, checkpoint_name, find_slots
-from oobleck.training.checkpoint.state import FlashSaver, SavedLayers
+from oobleck.training.checkpoint.state import FlashSaver
 
 RUN = "0123abcd"
 STEM = "device0"
@@ -59,8 +60,8 @@ def be_worker(directory: Path, step: int, num_layers: int, pause_s: float, to_ag
     """Save, with pauses that may be too short for the disk; note what is whole in memory, and tell the agent of it."""
     progress = os.open(directory / "sealed", os.O_WRONLY | os.O_CREAT, 0o600)
 
-    def report(saved: SavedLayers) -> None:
-        if saved.problem is None:
+    def report(saved: StateSaved | StateNotSaved) -> None:
+        if isinstance(saved, StateSaved):
             os.pwrite(progress, struct.pack("<Q", saved.state.step), 0)
             os.write(to_agent, struct.pack("<Q", saved.state.step))
 

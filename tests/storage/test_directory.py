@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from oobleck.control.protocol import StateNotSaved, StateSaved
 from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.storage import (
     CheckpointDirectory,
@@ -21,7 +22,7 @@ from oobleck.storage import (
     find_slots,
     read_layer_file,
 )
-from oobleck.training.checkpoint.state import FlashSaver, SavedLayers, StateReader
+from oobleck.training.checkpoint.state import FlashSaver, StateReader
 
 from .saving_processes import RUN, manifest_of, state_after
 
@@ -35,14 +36,14 @@ def _directory(tmp_path: Path) -> CheckpointDirectory:
 
 def save(directory: CheckpointDirectory, step: int) -> Manifest:
     """Save the state after a step, through memory, as a run does."""
-    reports: list[SavedLayers] = []
+    reports: list[StateSaved | StateNotSaved] = []
     memory = directory.path.parent / "memory"
     saver = FlashSaver(memory, "device0", metadata={"config": '{"model_type": "x"}'}, report=reports.append)
     name = checkpoint_name(RUN, step=step, generation=1)
     saver.save(state_after(step, NUM_LAYERS), name=name, step=step, generation=1)
     while not reports:
         pass
-    assert reports[0].problem is None
+    assert isinstance(reports[0], StateSaved)
     slot = max(find_slots(memory, "device0"), key=lambda each: each.sequence)
     manifest = manifest_of(step, NUM_LAYERS, directory.persist(name, slot))
     directory.commit(manifest)
@@ -75,13 +76,13 @@ def test_the_library_reads_our_files_and_we_read_its_own(directory: CheckpointDi
 
 def test_a_slot_that_has_a_newer_state_by_now_is_not_written_under_the_older_name(tmp_path: Path) -> None:
     directory = CheckpointDirectory(tmp_path / "checkpoints")
-    reports: queue.SimpleQueue[SavedLayers] = queue.SimpleQueue()
+    reports: queue.SimpleQueue[StateSaved | StateNotSaved] = queue.SimpleQueue()
     saver = FlashSaver(tmp_path / "memory", "device0", metadata={"config": "{}"}, report=reports.put)
     names = {step: checkpoint_name(RUN, step=step, generation=1) for step in (10, 20, 30)}
 
     def save_in_memory(step: int) -> None:
         saver.save(state_after(step, NUM_LAYERS), name=names[step], step=step, generation=1)
-        assert reports.get(timeout=60.0).problem is None
+        assert isinstance(reports.get(timeout=60.0), StateSaved)
 
     save_in_memory(10)
     (found,) = find_slots(tmp_path / "memory", "device0")

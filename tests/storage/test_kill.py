@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oobleck.storage import CheckpointDirectory, checkpoint_name
+from oobleck.storage import CheckpointDirectory, Manifest, checkpoint_name
 from oobleck.training.checkpoint.state import StateReader
 
 from .saving_processes import RUN, STEM, state_after
@@ -45,8 +45,12 @@ def newest_in_memory(reader: StateReader, num_layers: int) -> int:
     return max(whole, default=0)
 
 
-def newest_on_disk(reader: StateReader, num_layers: int) -> int:
-    whole = [manifest.step for manifest, layers in reader.on_disk() if len(layers) == num_layers]
+def complete(checkpoints: CheckpointDirectory) -> list[Manifest]:
+    return [entry.manifest for entry in checkpoints.find() if entry.manifest is not None]
+
+
+def newest_on_disk(checkpoints: CheckpointDirectory, num_layers: int) -> int:
+    whole = [each.step for each in complete(checkpoints) if len(checkpoints.layers_here(each)) == num_layers]
     return max(whole, default=0)
 
 
@@ -86,16 +90,16 @@ def kill_rounds(zygote: subprocess.Popen, directory: Path, rounds: int, seed: in
         sealed, persisted = read_step(directory / "sealed"), read_step(directory / "persisted")
         for state, layers in reader.in_memory():
             assert_state(reader, state.step, len(layers))
-        for manifest, layers in reader.on_disk():
+        for manifest in complete(checkpoints):
             assert list(checkpoints.faults(manifest)) == []
-            assert len(layers) == len(manifest.layer_names)
-        in_memory, on_disk = newest_in_memory(reader, num_layers), newest_on_disk(reader, num_layers)
+            assert len(checkpoints.layers_here(manifest)) == len(manifest.layer_names)
+        in_memory, on_disk = newest_in_memory(reader, num_layers), newest_on_disk(checkpoints, num_layers)
         if sealed >= step:  # else this round was killed before its first state was whole
             assert in_memory >= sealed
         if persisted >= step:
             assert on_disk >= persisted
             assert_from_disk_alone(checkpoints, on_disk, num_layers)
-        moments.add((in_memory > sealed, on_disk > persisted, len(checkpoints.names()) > len(reader.on_disk())))
+        moments.add((in_memory > sealed, on_disk > persisted, len(checkpoints.names()) > len(complete(checkpoints))))
         step = max(in_memory, on_disk, sealed, step) + 1
     assert step > rounds, "most rounds came to save something"
     assert len(moments) > 1 or rounds < 20, "kills met saves at different moments"

@@ -38,9 +38,9 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
 
-from oobleck.control.protocol import Shard
+from oobleck.control.protocol import Shard, StateNotSaved, StateSaved
 from oobleck.storage import MANIFEST_VERSION, CheckpointDirectory, Manifest, checkpoint_name, find_slots
-from oobleck.training.checkpoint import FlashSaver, LayerTensors, SavedLayers, StateReader, digest_of
+from oobleck.training.checkpoint import FlashSaver, LayerTensors, StateReader, digest_of
 from tools.smoke import parse_arguments
 
 _STEM = "device0"
@@ -194,8 +194,8 @@ class _Flash:
             for name, tensor in tensors.items():
                 tensor.copy_(loaded[name])
 
-    def _note(self, saved: SavedLayers) -> None:
-        assert saved.problem is None, saved.problem
+    def _note(self, saved: StateSaved | StateNotSaved) -> None:
+        assert isinstance(saved, StateSaved), saved
         self._done.set()
 
     def _manifest(self, step: int, shards: tuple[Shard, ...]) -> Manifest:

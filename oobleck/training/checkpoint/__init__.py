@@ -1,10 +1,10 @@
-"""A worker's side of checkpoints: its layers into shared memory, and back from there or from disk."""
+"""A worker's part in checkpoints: its layers into shared memory, and back from there or from disk."""
 
 from __future__ import annotations
 
 from .digests import digest_of
 from .saving import LayerSaver
-from .state import FlashSaver, LayerTensors, SavedLayers, StateReader
+from .state import FlashSaver, LayerTensors, StateReader
 from .trainer_checkpoint import import_trainer_checkpoint, is_trainer_checkpoint
 from .weights import newest_checkpoint, newest_weights, read_weights
 
@@ -12,7 +12,6 @@ __all__ = [
     "FlashSaver",
     "LayerSaver",
     "LayerTensors",
-    "SavedLayers",
     "StateReader",
     "digest_of",
     "import_trainer_checkpoint",

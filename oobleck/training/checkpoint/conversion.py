@@ -1,11 +1,11 @@
-"""Checkpoints to and from directories as transformers' `save_pretrained` writes them.
+"""Converts checkpoints to and from directories in the format of transformers' `save_pretrained`.
 
-    python -m oobleck.training.checkpoint.conversion hf CHECKPOINT DIRECTORY      adapters are taken into the weights
+    python -m oobleck.training.checkpoint.conversion hf CHECKPOINT DIRECTORY      merges adapters into the weights
     python -m oobleck.training.checkpoint.conversion peft CHECKPOINT DIRECTORY    adapters alone
     python -m oobleck.training.checkpoint.conversion import DIRECTORY CHECKPOINTS
 
-A process of its own, so that the command line needs no torch. Exits with 78 for input that cannot be used, and says
-why in the last line on stderr.
+It is a process of its own, so that the command line needs no torch. For unusable input it exits with 78, and the last
+line on stderr gives the reason.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import cast, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -35,12 +35,12 @@ from .state import layer_layout
 from .weights import read_weights
 
 IMPORTED = "imported"
-"""What a run is called that has not been one of ours."""
+"""The name of a run that was not Oobleck's."""
 _TRIAL_LENGTH = 16
 
 
 def main() -> int:
-    """Convert as the arguments say; returns the exit status."""
+    """Convert as the arguments demand, and return the exit status."""
     what, source, target = sys.argv[1:]
     try:
         if what == "import":
@@ -54,10 +54,10 @@ def main() -> int:
 
 
 def export_model(checkpoint: Path, target: Path, *, adapters_alone: bool = False) -> None:
-    """Write a checkpoint's weights as a model directory, which has taken its adapters in, or as one of adapters alone.
+    """Write a checkpoint's weights as a model directory, with adapters merged, or as a directory of adapters alone.
 
-    Every file is verified before. Raises CorruptCheckpoint, ConfigError for a checkpoint of a model that is not of
-    transformers, or that has no adapters to be written alone, or OSError.
+    Verifies every file first. Raises CorruptCheckpoint, OSError, or ConfigError for a checkpoint whose model is not of
+    transformers, or that lacks the adapters to write.
     """
     metadata, weights = read_weights(checkpoint)
     task = metadata.get("task", "causal_lm")
@@ -67,13 +67,16 @@ def export_model(checkpoint: Path, target: Path, *, adapters_alone: bool = False
     if adapters_alone and adapters is None:
         raise ConfigError(f"{checkpoint}: there are no adapters in it; export it as hf")
     config = _config_of(checkpoint, metadata)
-    build = partial(_built, task=cast("Task", task), dtype=_dtype_of(weights), adapters=adapters)
-    model, tuner = build(config)
-    if "tied" in metadata:  # an earlier version wrote none of this
+    dtype = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), torch.float32)
+    build = partial(models.build_model, task=cast("Task", task), dtype=dtype)
+    model = build(config)
+    tuner = None if adapters is None else models.add_adapters(model, adapters)
+    if "tied" in metadata:  # an earlier version did not write it
         tied = json.loads(metadata["tied"])
         if models.tied_parameters(model) != tied:
             config.tie_word_embeddings = not config.tie_word_embeddings
-            model, tuner = build(config)
+            model = build(config)
+            tuner = None if adapters is None else models.add_adapters(model, adapters)
         weights = _tied_as_trained(checkpoint, model, weights, tied) | _buffers(model, weights, metadata)
     aliases = models.tied_parameters(model).keys()
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
@@ -88,19 +91,13 @@ def export_model(checkpoint: Path, target: Path, *, adapters_alone: bool = False
     _save_whole(model.save_pretrained, target)
 
 
-def _built(
-    config: PreTrainedConfig, *, task: Task, dtype: torch.dtype, adapters: models.Adapters | None
-) -> tuple[PreTrainedModel, Any]:
-    """Build a model, and what can take its adapters in."""
-    model = models.build_model(config, task=task, dtype=dtype)
-    return model, None if adapters is None else models.add_adapters(model, adapters)
-
-
 def _tied_as_trained(
     checkpoint: Path, model: PreTrainedModel, weights: Mapping[str, torch.Tensor], tied: Mapping[str, str]
 ) -> dict[str, torch.Tensor]:
-    """Return weights for a model that need not tie what was tied in training: it has copies. Raises ConfigError where
-    it ties what was not."""
+    """Return weights for a model, with copies of tied ones that it does not tie itself.
+
+    Raises ConfigError if the model ties weights that were not tied in training.
+    """
     by_model = models.tied_parameters(model)
     if surplus := sorted(by_model.keys() - tied.keys()):
         raise ConfigError(
@@ -114,7 +111,7 @@ def _tied_as_trained(
 def _buffers(
     model: PreTrainedModel, weights: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> dict[str, torch.Tensor]:
-    """Return the buffers in the types that the model had; one of the script's own becomes one of the model."""
+    """Return the buffers in the model's original types, and register those that the script had added."""
     known = model.state_dict().keys()
     buffers: dict[str, torch.Tensor] = {}
     for name, dtype in json.loads(metadata["buffers"]).items():
@@ -126,16 +123,16 @@ def _buffers(
 
 
 def _save_whole(save: Callable[[Path], object], target: Path) -> None:
-    """Write beside the target, then move there: what a full disk has cut off is never taken for a model."""
+    """Write next to the target, then rename, so that a full disk never leaves half a model at the target."""
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f".{target.name}.unfinished{os.getpid()}")
     try:
         unfinished.mkdir()
         save(unfinished)
         if target.is_dir():
-            target.rmdir()  # it is empty, or the command would not have begun
+            target.rmdir()  # it is empty: the command has checked that
         unfinished.rename(target)
-    # The library has an error of its own for what the disk refuses.
+    # The library has its own error for failed writes.
     except SafetensorError as error:
         raise OSError(f"{target}: {error}") from error
     finally:
@@ -143,9 +140,9 @@ def _save_whole(save: Callable[[Path], object], target: Path) -> None:
 
 
 def import_model(source: Path, target: Path) -> Path:
-    """Write a model directory's weights as a checkpoint of step 0, whose optimizer starts afresh; returns its path.
+    """Write a model directory's weights as a checkpoint of step 0 with a new optimizer, and return its path.
 
-    Layers are read and written one after the other. Raises ConfigError or OSError.
+    Reads and writes one layer after the other. Raises ConfigError or OSError.
     """
     structure = models.ModelStructure.from_spec(
         ModelSpec(path=str(source)), vocab_size=1, sequence_length=_TRIAL_LENGTH
@@ -165,7 +162,7 @@ def _initial_layers(structure: models.ModelStructure) -> Iterator[dict[str, torc
 def write_layers(
     target: Path, structure: models.ModelStructure, layers: Iterable[Mapping[str, torch.Tensor]], *, step: int = 0
 ) -> Path:
-    """Write a checkpoint that no run has saved, layer by layer; returns its path. Raises OSError."""
+    """Write a checkpoint that no run has saved, layer by layer, and return its path. Raises OSError."""
     name = storage.checkpoint_name(IMPORTED, step=step, generation=0)
     directory = storage.CheckpointDirectory(target)
     (target / name).mkdir(parents=True, exist_ok=True)
@@ -204,10 +201,6 @@ def _config_of(checkpoint: Path, metadata: dict[str, str]) -> PreTrainedConfig:
         return AutoConfig.for_model(values.pop("model_type"), **values)
     except (KeyError, ValueError, TypeError) as error:
         raise ConfigError(f"{checkpoint}: not of a model of transformers ({error})") from error
-
-
-def _dtype_of(weights: dict[str, torch.Tensor]) -> torch.dtype:
-    return next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), torch.float32)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Digests of layers: equal for copies that are equal to the last bit.
+"""Digests of layers, equal for bitwise equal copies.
 
-Of what is in the host's memory, the CRC-32. Of what is on a GPU, a sum there, so that nothing but one number leaves it
-and nothing waits until all of them are asked for: words times odd numbers, modulo 2^64. An odd number has an inverse,
-so a word that differs changes the sum, whatever the others are; sums of integers have no order. With numbers drawn at
-random, two states of any difference collide about as rarely as with a random function (Dietzfelbinger, "Universal
-hashing and k-wise independent random variables via integer arithmetic without primes", 1996).
+The digest of a tensor in host memory is its CRC-32. That of a tensor on a GPU is a sum computed there, so that only one
+number leaves the GPU, and only reading all numbers waits for it: the sum of words times odd numbers, modulo 2^64. An
+odd number has an inverse, so a single different word always changes the sum, and integer sums do not depend on order.
+With random odd numbers, two different states collide about as rarely as with a random function (Dietzfelbinger,
+"Universal hashing and k-wise independent random variables via integer arithmetic without primes", 1996).
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import torch
 
 _COLUMNS = 1 << 14
 _ROWS = 1 << 8
-_BASE = 0x9E3779B97F4A7C15  # an odd number: states of several tensors are numbers to this base
+_BASE = 0x9E3779B97F4A7C15  # an odd number; the sums of several tensors are digits to this base
+_BASE_SIGNED = _BASE - (1 << 64)
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 @torch.no_grad()
 def digest_of(tensors: Iterable[torch.Tensor]) -> int:
-    """The digest of tensors, one after the other: it never misses a single flipped bit. O(bytes)."""
+    """Return the digest of a sequence of tensors, which never misses a single flipped bit. O(bytes)."""
     digest = 0
     sums: list[torch.Tensor] = []
     for tensor in tensors:
@@ -34,13 +35,13 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
             sums.append(sum_of_words(tensor))
     for value in torch.stack(sums).tolist() if sums else ():
         digest = (digest * _BASE + value) % (1 << 64)
-    return digest - (1 << 64) if digest >= 1 << 63 else digest  # as the wire has them
+    return digest - (1 << 64) if digest >= 1 << 63 else digest  # signed, as on the wire
 
 
 def sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's words, each times an odd number of its place, as one int64 where the tensor is.
+    """Return the sum of a tensor's words, each times an odd number for its place, as one int64 on the same device.
 
-    Takes memory for 4 million words beside. Does not wait for the device.
+    Needs additional memory for 4 million words. Does not wait for the device.
     """
     words = tensor.detach().contiguous().reshape(-1).view(_WORDS[tensor.element_size()])
     columns, rows = _odd_numbers(_COLUMNS, 1, tensor.device), _odd_numbers(_ROWS + 1, 2, tensor.device)
@@ -53,12 +54,9 @@ def sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-_BASE_SIGNED = _BASE - (1 << 64)
-
-
 @lru_cache(maxsize=4)
 def _odd_numbers(count: int, seed: int, device: torch.device) -> torch.Tensor:
-    """Draw numbers that depend on nothing but what they are for: all workers have the same."""
+    """Draw numbers from a fixed seed, so that all workers have the same."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator) | 1
     return drawn.to(device)

@@ -1,21 +1,24 @@
-"""What each of the devices that share a stage saves of a layer, and the whole layer from all parts.
+"""The part of a layer that each device of a shared stage saves, and the whole layer from all parts.
 
-A device saves its share of what is cut, and of what all of them hold its part of the rows, so that nothing is saved
-twice. Files say along which dimension their parameters are put together; so they can be read on devices that share
-stages otherwise, or not at all.
+A device saves its share of cut tensors, and its part of the rows of replicated ones, so that nothing is saved twice.
+Files record the dimension along which to join each parameter, so devices that share stages differently, or not at all,
+can read them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
+from oobleck import storage
 from oobleck.training.model import ModelStructure, Share
+from oobleck.training.tensor_bytes import as_tensor
 
 Tensors = Mapping[str, torch.Tensor]
-"""A layer's, by the names that files have them under: NAME, optimizer.KIND.NAME or training.WHAT."""
+"""A layer's tensors, keyed by their names in files: NAME, optimizer.KIND.NAME or training.WHAT."""
 
 _JOINED_ALONG = "joined_along"
 _OPTIMIZER = "optimizer."
@@ -23,7 +26,7 @@ _TRAINING = "training."
 
 
 def model_metadata(structure: ModelStructure) -> dict[str, str]:
-    """What every layer's file says of the model."""
+    """Return the metadata about the model in every layer's file."""
     adapters = {} if structure.adapters is None else {"adapters": structure.adapters.as_json()}
     tied = json.dumps(dict(sorted(structure.anatomy.tied.items())))
     buffers = json.dumps({name: str(dtype).removeprefix("torch.") for name, dtype in structure.buffers.items()})
@@ -32,7 +35,7 @@ def model_metadata(structure: ModelStructure) -> dict[str, str]:
 
 
 def part_metadata(share: Share) -> dict[str, str]:
-    """What a part's file says of itself; nothing where devices have stages for themselves."""
+    """Return a part's own metadata, empty where devices do not share stages."""
     if share.degree == 1:
         return {}
     along = {name: dimension for name, dimension in share.cut_dimensions.items() if dimension}
@@ -40,14 +43,30 @@ def part_metadata(share: Share) -> dict[str, str]:
 
 
 def part_to_save(share: Share, state: Tensors) -> dict[str, torch.Tensor]:
-    """Return what this device saves of its state of a layer: views, nothing is copied."""
-    return {name: _part_to_save(share, name, tensor) for name, tensor in state.items()}
+    """Return the part of a layer's state that this device saves, as views."""
+    part = dict(state)
+    for name, tensor in state.items():
+        is_cut = _parameter_of(name) in share.cut_dimensions
+        if share.degree > 1 and not is_cut and not _is_everywhere(name, tensor):
+            part[name] = torch.tensor_split(tensor, share.degree)[share.rank]
+    return part
+
+
+def shards_of(manifest: storage.Manifest, layer: int) -> list[storage.Shard]:
+    """Return the files of a layer's parts, in order."""
+    return sorted((shard for shard in manifest.shards if shard.layer == layer), key=lambda shard: shard.part)
+
+
+def read_part(path: Path) -> tuple[Mapping[str, str], Tensors]:
+    """Return the metadata and the tensors of a layer file, as views of it. Raises CorruptCheckpoint."""
+    file = storage.read_layer_file(path)
+    return file.metadata, {name: as_tensor(spec, data) for name, (spec, data) in file.tensors.items()}
 
 
 def join_parts(parts: Sequence[tuple[Mapping[str, str], Tensors]]) -> Tensors:
-    """Put a layer together from its parts in order, each with its file's metadata; a single one is returned as it is.
+    """Join a layer from its parts in order, each with its file's metadata. Returns a single part itself.
 
-    Raises ValueError or KeyError for what are no parts of one layer.
+    Raises ValueError or KeyError unless they are the parts of one layer.
     """
     if len(parts) == 1:
         return parts[0][1]
@@ -71,15 +90,8 @@ def cut_state(share: Share, state: Tensors) -> Tensors:
     }
 
 
-def _part_to_save(share: Share, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    is_share = _parameter_of(name) in share.cut_dimensions
-    if share.degree == 1 or is_share or _is_everywhere(name, tensor):
-        return tensor
-    return torch.tensor_split(tensor, share.degree)[share.rank]
-
-
 def _is_everywhere(name: str, tensor: torch.Tensor) -> bool:
-    """Whether all parts have the same of it: a number, or what is no state of a parameter."""
+    """Return whether every part has all of it: it is a number, or not the state of a parameter."""
     return tensor.ndim == 0 or name.startswith(_TRAINING)
 
 

@@ -1,6 +1,6 @@
-"""What a worker does about checkpoints: save its share when the commit says so, look for states, and restore layers.
+"""A worker's part in checkpoints: saves its share when a commit asks for it, finds states, and restores layers.
 
-The wish to save is raised here and travels with the commit of a step, so that all workers save after the same one.
+The request to save is raised here and travels with the commit of a step, so that all workers save after the same one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -24,10 +24,10 @@ from oobleck.training.model import Share
 from oobleck.training.worker_log import WorkerLog
 
 from .parts import cut_state, model_metadata, part_metadata, part_to_save
-from .state import FlashSaver, LayerTensors, SavedLayers, StateReader
+from .state import FlashSaver, LayerTensors, StateReader
 
-_IMPORTED = "imported"  # the tag of what `oobleck checkpoint import` has written: it belongs to no run yet
-_ANY_DEVICE = "device*"  # what other workers of the node have saved can be read here too
+_IMPORTED = "imported"  # the tag of the output of `oobleck checkpoint import`, which belongs to no run yet
+_ANY_DEVICE = "device*"  # the states of the node's other workers can be read too
 
 Report = Callable[[protocol.WorkerReport], None]
 
@@ -41,8 +41,15 @@ class _Share:
     layers: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Findings:
+    found: list[protocol.FoundState] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    misfits: list[str] = field(default_factory=list)
+
+
 class LayerSaver:
-    """One worker's. `want` and `find` are the control thread's to call, all else the training thread's."""
+    """The checkpoints of one worker. The control thread calls `want` and `find`, the training thread the rest."""
 
     def __init__(
         self,
@@ -54,10 +61,7 @@ class LayerSaver:
         tag: str,
         device: torch.device,
     ) -> None:
-        """`tag` is the job's: a directory of checkpoints may be shared with other jobs, whose states are not ours.
-
-        `device` is what the layers are on.
-        """
+        """`tag` is the job's, since jobs may share a directory of checkpoints. `device` holds the layers."""
         structure = share.structure
         self._tag = tag
         self._part = share
@@ -66,13 +70,13 @@ class LayerSaver:
         self._structure = structure
         self._report = report
         self._memory = Path(paths.memory)
-        self._stem = f"device{worker_id.device}"
         self._checkpoints = storage.CheckpointDirectory(Path(paths.checkpoints))
         self._saver = FlashSaver(
             self._memory,
-            self._stem,
+            f"device{worker_id.device}",
             metadata={**model_metadata(structure), **part_metadata(share)},
             report=self._saved,
+            number=worker_id.device,
             device=device,
         )
         self._log = WorkerLog(__name__, worker_id)
@@ -87,27 +91,27 @@ class LayerSaver:
     # --- control thread ------------------------------------------------------------------------------------
 
     def want(self, message: protocol.SaveState) -> None:
-        """Raise the wish; one that a save has answered already is ignored."""
+        """Request a save, unless a save has answered this request already."""
         if message.step > self._last_step:
             self._wanted = message.step
 
     def find(self, message: protocol.FindCheckpoints) -> None:
-        """Look for states on a thread of its own, since disks may be slow."""
+        """Look for states, on a thread of its own, since disks may be slow."""
         threading.Thread(target=lambda: self._find(message), daemon=True, name="find checkpoints").start()
 
     # --- training thread -----------------------------------------------------------------------------------
 
     def is_wanted(self, step: int) -> bool:
-        """Whether this worker wants the state saved after `step`."""
+        """Return whether this worker requests a save after `step`."""
         wanted = self._wanted
         return wanted is not None and step >= wanted
 
     def prepare(self, plan: ExecutionPlan, tensors_of: Callable[[int], Mapping[str, torch.Tensor]]) -> None:
-        """Have memory made for what this worker would save under a plan, in the background."""
+        """Allocate memory for this worker's share under a plan, in the background."""
         if self._share is None or self._share.plan is not plan or self._share.lost:
-            layers = self._take_share(plan, ())
+            layers = self._take_share(plan, (), tensors_of)
             if layers:
-                self._saver.prepare({layer: part_to_save(self._part, tensors_of(layer)) for layer in layers})
+                self._saver.prepare(layers)
 
     def save(
         self,
@@ -121,72 +125,56 @@ class LayerSaver:
     ) -> None:
         """Save this worker's share of the state after a committed step, among the nodes that are not lost.
 
-        The state must not change until `settle` has returned. `position` is where in its shards the run is.
+        The state must not change until `settle` has returned. `position` is the run's position in its shards.
         """
         self._last_step, self._wanted = step, None
-        layers: LayerTensors = {
-            layer: part_to_save(self._part, tensors_of(layer)) for layer in self._take_share(plan, lost)
-        }
+        layers = self._take_share(plan, lost, tensors_of)
         if layers:
             name = storage.checkpoint_name(self._run, step=step, generation=generation)
             self._saver.save(layers, name=name, step=step, generation=generation, position=position)
 
     def settle(self) -> None:
-        """Wait until what is being saved may be changed."""
+        """Wait until the state that is being saved may change."""
         self._saver.settle()
 
     def load(self, restore: protocol.Restore, layer: int) -> Mapping[str, torch.Tensor]:
         """Return this worker's share of a layer's tensors from a checkpoint, verified. Raises CorruptCheckpoint."""
+        elsewhere = None if restore.directory is None else storage.CheckpointDirectory(Path(restore.directory))
         try:
-            return cut_state(self._part, self._reader(restore.directory).load(restore.name, layer))
+            return cut_state(self._part, self._reader(elsewhere or self._checkpoints).load(restore.name, layer))
         except OSError as error:
             raise CorruptCheckpoint(f"layer {layer} of {restore.name}: {error}") from error
 
-    def _take_share(self, plan: ExecutionPlan, lost: Collection[str]) -> tuple[int, ...]:
+    def _take_share(
+        self, plan: ExecutionPlan, lost: Collection[str], tensors_of: Callable[[int], Mapping[str, torch.Tensor]]
+    ) -> LayerTensors:
         share = self._share
         if share is None or share.plan is not plan or share.lost != frozenset(lost):
             part = self._part
             dealt = saving_shares(plan, self._sizes, lost=lost, rank=part.rank, degree=part.degree)
             layers = dealt.get(self._worker_id, ())
             self._share = share = _Share(plan=plan, lost=frozenset(lost), layers=layers)
-        return share.layers
+        return {layer: part_to_save(self._part, tensors_of(layer)) for layer in share.layers}
 
     # --- other threads -------------------------------------------------------------------------------------
 
-    def _saved(self, saved: SavedLayers) -> None:
-        device = self._worker_id.device
-        if saved.problem is not None:
-            self._log.warning("its share of %s is not saved: %s", saved.state.name, saved.problem)
-            self._report(
-                protocol.StateNotSaved(
-                    device=device, name=saved.state.name, step=saved.state.step, reason=saved.problem
-                )
+    def _saved(self, saved: protocol.StateSaved | protocol.StateNotSaved) -> None:
+        if isinstance(saved, protocol.StateNotSaved):
+            self._log.warning("its share of %s is not saved: %s", saved.name, saved.reason)
+        else:
+            self._log.info(
+                "has %d layers of %s in memory: %.1f MB, training waited %.3f s",
+                len(saved.layers),
+                saved.state.name,
+                saved.size_bytes / 1e6,
+                saved.pause_s,
             )
-            return
-        self._log.info(
-            "has %d layers of %s in memory: %.1f MB, training waited %.3f s",
-            len(saved.layers),
-            saved.state.name,
-            saved.size_bytes / 1e6,
-            saved.pause_s,
-        )
-        self._report(
-            protocol.StateSaved(
-                device=device,
-                state=saved.state,
-                layers=saved.layers,
-                size_bytes=saved.size_bytes,
-                pause_s=saved.pause_s,
-                copy_s=saved.copy_s,
-            )
-        )
+        self._report(saved)
 
     def _find(self, message: protocol.FindCheckpoints) -> None:
-        found: list[protocol.FoundState] = []
-        problems: list[str] = []
-        misfits: list[str] = []
-        for state, layers in self._reader(None).in_memory(fits=self._fits):
-            found.append(
+        findings = _Findings()
+        for state, layers in self._reader(self._checkpoints).in_memory(fits=self._fits):
+            findings.found.append(
                 protocol.FoundState(
                     name=state.name,
                     run=storage.run_of(state.name),
@@ -197,61 +185,61 @@ class LayerSaver:
                     position=state.position,
                 )
             )
-        self._look_into(self._checkpoints, None, found, problems, misfits)
+        self._look_into(self._checkpoints, findings)
         if message.directory is not None:
-            self._look_elsewhere(Path(message.directory), found, problems)
+            self._look_elsewhere(Path(message.directory), findings)
         unfinished = tuple(name for name in self._checkpoints.names() if self._checkpoints.is_unfinished(name))
         self._report(
             protocol.CheckpointsFound(
                 device=self._worker_id.device,
                 request=message.request,
-                found=tuple(found),
-                problems=tuple(problems),
+                found=tuple(findings.found),
+                problems=tuple(findings.problems),
                 unfinished=unfinished,
-                misfits=tuple(misfits),
+                misfits=tuple(findings.misfits),
             )
         )
 
-    def _look_elsewhere(self, path: Path, found: list[protocol.FoundState], problems: list[str]) -> None:
-        """Look where the user says: at one checkpoint, or at a directory of them."""
+    def _look_elsewhere(self, path: Path, findings: _Findings) -> None:
+        """Look at the path that the user names, which is one checkpoint or a directory of them."""
         try:
             path = expand_user(path)
         except ConfigError as error:
-            problems.append(str(error))
+            findings.problems.append(str(error))
             return
         if (path / "manifest.json").exists():
-            self._look_into(
-                storage.CheckpointDirectory(path.parent), str(path.parent), found, problems, [], only=path.name
-            )
+            directory, only = path.parent, path.name
         else:
-            self._look_into(storage.CheckpointDirectory(path), str(path), found, problems, [])
+            directory, only = path, None
+        self._look_into(storage.CheckpointDirectory(directory), findings, elsewhere=str(directory), only=only)
 
     def _look_into(
         self,
         directory: storage.CheckpointDirectory,
-        told: str | None,
-        found: list[protocol.FoundState],
-        problems: list[str],
-        misfits: list[str],
+        findings: _Findings,
+        *,
+        elsewhere: str | None = None,
         only: str | None = None,
     ) -> None:
+        """Look at the checkpoints of a directory; `elsewhere` is its path if it is not this run's."""
         for entry in directory.find():
             if only is not None and entry.name != only:
                 continue
             if entry.manifest is None:
-                # Of our own saves, those that were never finished say nothing new: they are removed.
-                if entry.is_damaged or told is not None:
-                    problems.append(f"{entry.problem}")
+                # Unfinished saves of our own are reported separately, and removed.
+                if entry.is_damaged or elsewhere is not None:
+                    findings.problems.append(f"{entry.problem}")
                 continue
-            if told is None and entry.manifest.tag not in (self._tag, _IMPORTED):
+            if elsewhere is None and entry.manifest.tag not in (self._tag, _IMPORTED):
                 continue  # another job's
             problem = self._misfit(directory, entry.manifest)
             if problem is not None:
                 text = f"{directory.path / entry.name}: {problem}"
-                problems.append(text)
-                misfits.append(text)
+                findings.problems.append(text)
+                if elsewhere is None:
+                    findings.misfits.append(text)
                 continue
-            found.append(
+            findings.found.append(
                 protocol.FoundState(
                     name=entry.name,
                     run=entry.manifest.run,
@@ -259,7 +247,7 @@ class LayerSaver:
                     saved_at=entry.manifest.saved_at,
                     layers=directory.layers_here(entry.manifest),
                     in_memory=False,
-                    directory=told,
+                    directory=elsewhere,
                     position=entry.manifest.position,
                     origin=entry.manifest.origin,
                     is_final=entry.manifest.is_final,
@@ -267,7 +255,7 @@ class LayerSaver:
             )
 
     def _misfit(self, directory: storage.CheckpointDirectory, manifest: storage.Manifest) -> str | None:
-        """Why a checkpoint is not one of our model; None when it is."""
+        """Return why a checkpoint is of another model; None if it is of ours."""
         if manifest.layer_names != self._structure.layer_names:
             ours = self._structure.layer_names
             other = next((name for name in manifest.layer_names if name not in ours), None)
@@ -280,17 +268,14 @@ class LayerSaver:
         return None
 
     def _fits(self, layout: storage.Layout) -> bool:
-        """Whether a state in memory is one of our model: the job may have been changed since it was saved."""
+        """Return whether a state in memory is of our model: the job may have changed since it was saved."""
         specs: dict[int, list[storage.TensorSpec]] = {}
         for entry in layout.entries:
             specs.setdefault(entry.layer, []).append(entry.spec)
         return all(self._layer_misfit(layer, specs[layer], layout.num_parts) is None for layer in specs)
 
     def _layer_misfit(self, layer: int, specs: Sequence[storage.TensorSpec], num_parts: int) -> str | None:
-        """Why these tensors are not those of a layer of our model; None when they are.
-
-        Parts of layers have shapes of their own.
-        """
+        """Return why tensors are not those of a layer of our model; None if they are."""
         if layer not in range(self._structure.num_layers):
             return f"of another model, with a layer {layer}; ours has {self._structure.num_layers}"
         shapes = {spec.name: spec.shape for spec in specs}
@@ -298,13 +283,12 @@ class LayerSaver:
             ours = tuple(self._structure.shapes[name])
             if name not in shapes:
                 return f"of another model, without {name} in layer {layer}"
-            if num_parts == 1 and shapes[name] != ours:
+            if num_parts == 1 and shapes[name] != ours:  # parts of layers have shapes of their own
                 return f"of another model, whose {name} is {_size_text(shapes[name])}; ours is {_size_text(ours)}"
         return None
 
-    def _reader(self, directory: str | None) -> StateReader:
-        elsewhere = None if directory is None else storage.CheckpointDirectory(Path(directory))
-        return StateReader(self._memory, _ANY_DEVICE, elsewhere or self._checkpoints)
+    def _reader(self, directory: storage.CheckpointDirectory) -> StateReader:
+        return StateReader(self._memory, _ANY_DEVICE, directory)
 
 
 def _size_text(shape: Sequence[int]) -> str:

@@ -1,14 +1,13 @@
-"""A worker's side of checkpoints: its layers into shared memory, and back from there or from disk.
+"""A worker's layers into shared memory, and back from there or from disk.
 
-    training thread    save: says what is to be copied; settle: waits until it is, before anything of it changes
-    background thread  makes the memory beforehand, copies, takes the checksums, and reports
+    training thread    save: names the state to copy; settle: waits for the copy, before the state changes
+    background thread  allocates memory beforehand, copies, computes checksums, and reports
 
-State changes only when the next step is applied, so the copy is made beside that step's forward and backward passes.
+The state changes only when the next step is applied, so the copy runs during that step's forward and backward passes.
+On a GPU the copy has its own stream and pinned host memory: otherwise it would delay computation, and run at a
+fraction of the bus's speed.
 
-On a GPU the copy has a stream of its own, and its memory here is pinned: else it would hold up what is computed, and
-run at a fraction of the bus's speed.
-
-What lies in memory is on its way to the disk: the agent, which outlives this process, sees to that.
+The agent, which outlives this process, writes the state in memory to disk.
 """
 
 from __future__ import annotations
@@ -18,54 +17,28 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
 from oobleck import storage
-from oobleck.control.protocol import DataPosition
+from oobleck.control.protocol import DataPosition, StateNotSaved, StateSaved
 from oobleck.errors import CorruptCheckpoint, PeerError
 from oobleck.training.comm import DeviceSave, start_thread
 from oobleck.training.tensor_bytes import DTYPE_NAMES, as_tensor, no_room
 from oobleck.wire import decode_json, encode_json
 
-from .parts import Tensors, join_parts
+from .parts import Tensors, join_parts, read_part, shards_of
 
 LayerTensors = Mapping[int, Mapping[str, torch.Tensor]]
-"""For each layer, its tensors by the names that files have them under."""
+"""Each layer's tensors, keyed by their names in files."""
 
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedLayers:
-    """A save that is whole in memory, or was given up."""
-
-    state: storage.SavedState
-    layers: tuple[int, ...]
-    size_bytes: int
-    pause_s: float
-    """How long training waited."""
-    copy_s: float = 0.0
-    """How long the copy took, most of it beside training."""
-    problem: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """Memory for what this worker saves, and the tensors that lie over each slot."""
-
-    memory: storage.FlashMemory
-    over: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
-
-
 class FlashSaver:
-    """Saves the layers that this worker is to save. One thread calls it; `report` is called on another.
-
-    What is saved must not be changed until `settle` returns.
-    """
+    """Saves a worker's share of the layers. One thread calls it, and another calls `report`."""
 
     def __init__(
         self,
@@ -73,18 +46,20 @@ class FlashSaver:
         stem: str,
         *,
         metadata: Mapping[str, str],
-        report: Callable[[SavedLayers], None],
+        report: Callable[[StateSaved | StateNotSaved], None],
+        number: int = 0,
         device: torch.device = _CPU,
     ) -> None:
-        """Memory files are `<directory>/<stem>.<n>`; `metadata` goes into every layer's file.
-
-        `device` is what the layers are on.
+        """Memory files are `<directory>/<stem>.<n>`, with `metadata` for every layer. `device` holds the layers, and
+        is the worker's device `number` in reports.
         """
         self._directory = directory
         self._stem = stem
         self._metadata = dict(metadata)
         self._report = report
-        self._share: _Share | None = None
+        self._number = number
+        self._memory: storage.FlashMemory | None = None
+        self._targets: tuple[tuple[torch.Tensor, ...], ...] = ()  # the tensors in each slot
         self._problem = "no memory was made"
         self._layout: storage.Layout | None = None
         self._busy = threading.Semaphore(1)
@@ -96,7 +71,7 @@ class FlashSaver:
         start_thread(self._work, name="checkpoint", device=device)
 
     def prepare(self, layers: LayerTensors) -> None:
-        """Have memory made for these layers, in the background; nothing when it is there already."""
+        """Allocate memory for these layers in the background, unless it exists already."""
         layout = layer_layout(layers, metadata=self._metadata)
         if layout != self._layout:
             self._layout = layout
@@ -105,9 +80,10 @@ class FlashSaver:
     def save(
         self, layers: LayerTensors, *, name: str, step: int, generation: int, position: DataPosition | None = None
     ) -> None:
-        """Begin to copy these layers, which `settle` ends. What came of it is reported later."""
+        """Begin to copy these layers, which must not change until `settle` returns. Reports the outcome later."""
         began_s = time.monotonic()
-        state = storage.SavedState(name=name, step=step, generation=generation, saved_at=_now(), position=position)
+        saved_at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        state = storage.SavedState(name=name, step=step, generation=generation, saved_at=saved_at, position=position)
         if not self._busy.acquire(blocking=False):
             self._give_up(state, "the save before is still being checked")
             return
@@ -121,7 +97,7 @@ class FlashSaver:
         self._tasks.put(lambda: self._carry_out(state, sources, called_s))
 
     def settle(self) -> None:
-        """Wait until what is being saved may be changed again."""
+        """Wait until the state that is being saved may change."""
         if not self._copied.is_set():
             self._waits_since_s = time.monotonic()
             self._copied.wait()
@@ -137,31 +113,31 @@ class FlashSaver:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             memory = storage.FlashMemory.create(storage.next_memory_file(self._directory, self._stem), layout)
         except OSError as error:
-            self._share, self._problem = None, no_room(self._directory, layout, error)
-            self._layout = None  # to be tried again
+            self._memory, self._problem = None, no_room(self._directory, layout, error)
+            self._layout = None  # so that the next `prepare` tries again
         else:
             slots = memory.slots()
-            if self._device_save is not None:  # slots begin with a page, which no two of what is pinned may share
+            if self._device_save is not None:  # pinned ranges must not share a page, and slots begin with one
                 self._device_save.pin(torch.frombuffer(slot.data, dtype=torch.uint8) for slot in slots if slot.data)
-            self._share = _Share(memory, (_tensors_over(slots[0]), _tensors_over(slots[1])))
+            self._memory, self._targets = memory, tuple(map(_tensors_over, slots))
 
     def _carry_out(self, state: storage.SavedState, sources: list[torch.Tensor], called_s: float) -> None:
-        share = self._share
-        if share is None:
+        if self._memory is None:
             self._copied.set()
             self._busy.release()
             self._give_up(state, self._problem)
             return
-        slot = share.memory.next_slot()
+        slot = self._memory.next_slot()
         slot.begin()
-        copy_s, waited_s = self._copy(sources, share.over[slot.number])
+        copy_s, waited_s = self._copy(sources, self._targets[slot.number])
         slot.seal(encode_json(state))
         if len(slot.memory.valid_slots()) == len(slot.memory.slots()):
-            self._forget_older_than(slot.memory)
+            self._forget_older_than(slot.memory)  # until then, a file of a former share has the second newest state
         self._busy.release()
         layout = slot.memory.layout
         self._report(
-            SavedLayers(
+            StateSaved(
+                device=self._number,
                 state=state,
                 layers=layout.layers,
                 size_bytes=layout.size_bytes,
@@ -171,7 +147,7 @@ class FlashSaver:
         )
 
     def _copy(self, sources: list[torch.Tensor], targets: Sequence[torch.Tensor]) -> tuple[float, float]:
-        """Copy, and let training change what is copied; returns how long that took, and how long training waited."""
+        """Copy, then let training change the sources; return the duration, and how long training waited."""
         began_s = time.monotonic()
         try:
             with torch.no_grad():
@@ -181,30 +157,29 @@ class FlashSaver:
                     self._device_save.copy(targets, sources)
         finally:
             copied_s = time.monotonic()
-            self._copied.set()  # whatever went wrong: training must not wait for ever
-        sources.clear()  # nothing is held longer than it must be
+            self._copied.set()  # also after an error: training must not wait forever
+        sources.clear()  # sealing the slot takes long, and does not need them
         since_s = self._waits_since_s
         return copied_s - began_s, max(0.0, copied_s - since_s) if since_s is not None else 0.0
 
     def _forget_older_than(self, memory: storage.FlashMemory) -> None:
-        """Remove the files of former shares: both slots of this one hold a state by now."""
         for path in storage.memory_files(self._directory, self._stem):
             if path != memory.path:
                 with suppress(FileNotFoundError):
                     path.unlink()
 
     def _give_up(self, state: storage.SavedState, problem: str) -> None:
-        self._report(SavedLayers(state=state, layers=(), size_bytes=0, pause_s=0.0, problem=problem))
+        self._report(StateNotSaved(device=self._number, name=state.name, step=state.step, reason=problem))
 
 
 class StateReader:
-    """What a worker can restore, from its node's memory and from the directory of checkpoints.
+    """Reads whole layers from a node's memory and from a directory of checkpoints.
 
-    Layers are whole here: where devices shared stages, what each of them saved is put together.
+    Where devices shared stages, it joins the parts that each of them saved.
     """
 
     def __init__(self, directory: Path, stem: str, checkpoints: storage.CheckpointDirectory) -> None:
-        """Memory is that of files `<directory>/<stem>.<n>`; `stem` may be a pattern, for those of several workers."""
+        """Memory files are `<directory>/<stem>.<n>`; `stem` may be a pattern that matches several workers'."""
         self._directory = directory
         self._stem = stem
         self._checkpoints = checkpoints
@@ -213,10 +188,7 @@ class StateReader:
     def in_memory(
         self, *, fits: Callable[[storage.Layout], bool] = lambda _: True
     ) -> tuple[tuple[storage.SavedState, tuple[int, ...]], ...]:
-        """The states in this node's memory, each with the layers that are there whole; newest first.
-
-        What does not fit, by its layout, is left out.
-        """
+        """Return the states in memory, newest first, each with its complete layers, if its layout `fits`."""
         parts: dict[str, dict[int, set[int]]] = {}
         states: dict[str, tuple[storage.SavedState, int]] = {}
         for state, slot in self._slots():
@@ -230,18 +202,11 @@ class StateReader:
             for name, (state, num_parts) in states.items()
         )
 
-    def on_disk(self) -> tuple[tuple[storage.Manifest, tuple[int, ...]], ...]:
-        """The complete checkpoints that this node sees, each with the layers whose files are there; newest first."""
-        found = self._checkpoints.find()
-        return tuple(
-            (said.manifest, self._checkpoints.layers_here(said.manifest)) for said in found if said.manifest is not None
-        )
-
     def load(self, name: str, layer: int) -> Tensors:
-        """Return a layer of a checkpoint: from memory where it is whole there, else from disk. O(size).
+        """Return a layer of a checkpoint, from memory if it is complete there, else from disk. O(size).
 
-        Every byte is compared with its checksum before. The tensors may lie over the memory or the file itself: copy
-        them before anything is saved again. Raises CorruptCheckpoint that names what is wrong.
+        Verifies every checksum. The tensors may be views of the memory or the file itself: copy them before the next
+        save. Raises CorruptCheckpoint.
         """
         try:
             return self._load_from_memory(name, layer)
@@ -258,12 +223,15 @@ class StateReader:
                 parts.setdefault(slot.memory.layout.part, slot)
         num_parts = max((slot.memory.layout.num_parts for slot in parts.values()), default=1)
         if len(parts) < num_parts:
-            found = f"{len(parts)} of {num_parts} parts" if parts else "nothing"
-            raise CorruptCheckpoint(f"layer {layer} of {name} is not in memory: {found}")
+            present = f"{len(parts)} of {num_parts} parts" if parts else "nothing"
+            raise CorruptCheckpoint(f"layer {layer} of {name} is not in memory: {present}")
         return self._joined(layer, name, [self._part_in(slot, layer) for _, slot in sorted(parts.items())])
 
     def _part_in(self, slot: storage.Slot, layer: int) -> tuple[Mapping[str, str], Tensors]:
-        self._verify(slot)
+        key = (slot.memory.path, slot.number, slot.sequence)
+        if key not in self._verified:  # a checksum covers a whole slot, and layers are loaded one by one
+            slot.verify()
+            self._verified.add(key)
         layout = slot.memory.layout
         return layout.metadata, {
             entry.spec.name: as_tensor(entry.spec, slot.data[entry.offset : entry.stop])
@@ -272,15 +240,14 @@ class StateReader:
 
     def _load_from_disk(self, name: str, layer: int) -> Tensors:
         manifest = self._checkpoints.manifest(name)
-        shards = sorted((shard for shard in manifest.shards if shard.layer == layer), key=lambda shard: shard.part)
+        shards = shards_of(manifest, layer)
         if len(shards) != manifest.num_parts:
             raise CorruptCheckpoint(f"{self._checkpoints.path / name}: its manifest has no layer {layer}")
         for shard in shards:
             if (fault := self._checkpoints.fault_of(manifest, shard)) is not None:
                 raise CorruptCheckpoint(str(fault))
-        return self._joined(
-            layer, name, [_part_on_disk(self._checkpoints.path / name / shard.file) for shard in shards]
-        )
+        parts = [read_part(self._checkpoints.path / name / shard.file) for shard in shards]
+        return self._joined(layer, name, parts)
 
     def _joined(self, layer: int, name: str, parts: Sequence[tuple[Mapping[str, str], Tensors]]) -> Tensors:
         try:
@@ -288,29 +255,17 @@ class StateReader:
         except (ValueError, KeyError, RuntimeError) as error:
             raise CorruptCheckpoint(f"layer {layer} of {name}: its parts do not fit together ({error})") from error
 
-    def _verify(self, slot: storage.Slot) -> None:
-        """Verify a slot once, not for every layer in it."""
-        key = (slot.memory.path, slot.number, slot.sequence)
-        if key not in self._verified:
-            slot.verify()
-            self._verified.add(key)
-
     def _slots(self) -> list[tuple[storage.SavedState, storage.Slot]]:
-        """The newest first, as files and slots are counted."""
-        found: list[tuple[storage.SavedState, storage.Slot]] = []
+        """Return the slots of memory files, newest first."""
+        slots: list[tuple[storage.SavedState, storage.Slot]] = []
         for slot in storage.find_slots(self._directory, self._stem):
             with suppress(PeerError):  # of another version
-                found.append((decode_json(storage.SavedState, slot.note), slot))
-        return found
-
-
-def _part_on_disk(path: Path) -> tuple[Mapping[str, str], Tensors]:
-    file = storage.read_layer_file(path)
-    return file.metadata, {key: as_tensor(spec, data) for key, (spec, data) in file.tensors.items()}
+                slots.append((decode_json(storage.SavedState, slot.note), slot))
+        return slots
 
 
 def layer_layout(layers: LayerTensors, *, metadata: Mapping[str, str]) -> storage.Layout:
-    """The layout of a slot for these tensors."""
+    """Return the layout of a slot for these tensors."""
     specs = {
         layer: [
             storage.TensorSpec(name=name, dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape))
@@ -322,9 +277,4 @@ def layer_layout(layers: LayerTensors, *, metadata: Mapping[str, str]) -> storag
 
 
 def _tensors_over(slot: storage.Slot) -> tuple[torch.Tensor, ...]:
-    """Tensors whose memory is the slot's."""
     return tuple(as_tensor(entry.spec, slot.data[entry.offset : entry.stop]) for entry in slot.memory.layout.entries)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,7 +1,7 @@
-"""A checkpoint of transformers' Trainer, made one of Oobleck's: its weights, its optimizer's state and its step.
+"""Converts a checkpoint of transformers' Trainer into one of Oobleck: weights, optimizer state and step.
 
-The optimizer's state is that of torch: numbers stand for parameters, in the order of the optimizer's groups, which are
-the decayed parameters of the model and the others. Where it is not laid out like that, it is refused.
+Torch's optimizer state numbers the parameters in the order of the optimizer's groups, which are the model's decayed
+parameters and the others. A state with another layout is an error.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def is_trainer_checkpoint(directory: Path) -> bool:
 
 
 def import_trainer_checkpoint(directory: Path, model: nn.Module, decayed: Collection[str]) -> Path:
-    """Write a checkpoint of ours beside a Trainer's, and return its path: `DIRECTORY/oobleck/step-…`.
+    """Write a checkpoint of ours next to a Trainer's, and return its path: `DIRECTORY/oobleck/step-…`.
 
-    `model` has the weights already, and `decayed` names those of its parameters that are decayed. Raises ConfigError
-    for an optimizer's state that is not laid out as transformers does, CorruptCheckpoint or OSError.
+    `model` has the weights already, and `decayed` names its decayed parameters. Raises CorruptCheckpoint, OSError, or
+    ConfigError for an optimizer state without transformers' layout.
     """
     try:
         step = int(json.loads((directory / _STATE).read_text())["global_step"])
@@ -57,49 +57,47 @@ def write_checkpoint(
     *,
     step: int,
 ) -> Path:
-    """Write a checkpoint of a model's `state`, with the optimizer's `states` by tensors' ids; returns its path.
+    """Write a checkpoint of a model's `state` and the optimizer's `states`, keyed by tensor ids; return its path.
 
     Raises OSError.
     """
-    return write_layers(target, structure, _layers(structure, state, states), step=step)
 
-
-def _layers(
-    structure: ModelStructure, state: Mapping[str, torch.Tensor], states: Mapping[int, Mapping[str, torch.Tensor]]
-) -> Iterator[dict[str, torch.Tensor]]:
-    for layer in range(structure.num_layers):
+    def tensors_of(layer: int) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
         for each in structure.layer_parameters(layer):
             tensors[each] = state[each].detach().cpu()
             for key, value in states.get(id(state[each]), {}).items():
                 tensors[f"optimizer.{key}.{each}"] = value
-        yield tensors
+        return tensors
+
+    return write_layers(target, structure, map(tensors_of, range(structure.num_layers)), step=step)
 
 
 def _states(
     directory: Path, model: nn.Module, decayed: Collection[str], saved: Mapping[str, Any], step: int
 ) -> Iterator[tuple[int, Mapping[str, torch.Tensor]]]:
-    """The state of each trained parameter, by the parameter's id."""
+    """Yield the id and the optimizer state of each trained parameter."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     groups: list[list[nn.Parameter]] = [
         [parameter for name, parameter in trained.items() if (name in decayed) == is_decayed]
         for is_decayed in (True, False)
     ]
-    found: Sequence[Sequence[int]] = [group["params"] for group in saved["param_groups"]]
-    if [len(group) for group in groups] != [len(numbers) for numbers in found]:
+    saved_groups: Sequence[Sequence[int]] = [group["params"] for group in saved["param_groups"]]
+    sizes, saved_sizes = [len(group) for group in groups], [len(group) for group in saved_groups]
+    if sizes != saved_sizes:
         raise ConfigError(
-            f"{directory / _OPTIMIZER}: its groups have {[len(numbers) for numbers in found]} parameters, and the "
-            f"model's {[len(group) for group in groups]}; continue with the model and the optimizer that saved it"
+            f"{directory / _OPTIMIZER}: its groups have {saved_sizes} parameters, and the model's {sizes}; continue "
+            "with the model and the optimizer that saved it"
         )
-    for group, numbers in zip(groups, found, strict=True):
+    for group, numbers in zip(groups, saved_groups, strict=True):
         for parameter, number in zip(group, numbers, strict=True):
             state = dict(saved["state"].get(number, {}))
             taken = int(state.pop("step", step))
             if taken != step or any(value.shape not in ((), parameter.shape) for value in state.values()):
+                shapes = [tuple(value.shape) for value in state.values()]
                 raise ConfigError(
                     f"{directory / _OPTIMIZER}: the state of parameter {number} is of step {taken} and the shapes "
-                    f"{[tuple(value.shape) for value in state.values()]}, not of step {step} and "
-                    f"{tuple(parameter.shape)}; "
-                    "continue from a checkpoint of the same model, no step of which was skipped"
+                    f"{shapes}, not of step {step} and {tuple(parameter.shape)}; continue from a checkpoint of the "
+                    "same model, no step of which was skipped"
                 )
             yield id(parameter), state

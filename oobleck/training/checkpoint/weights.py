@@ -1,17 +1,15 @@
-"""The weights of a whole checkpoint, for those who want a model: exports, and scripts that go on after training."""
+"""Reads the weights of a whole checkpoint, for exports, and for scripts that continue after training."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from oobleck.errors import CorruptCheckpoint
-from oobleck.storage import CheckpointDirectory, read_layer_file
-from oobleck.training.tensor_bytes import as_tensor
+from oobleck.storage import CheckpointDirectory
 
-from .parts import Tensors, join_parts
+from .parts import Tensors, join_parts, read_part, shards_of
 
 _SHARED = (
     "where the nodes save to disks of their own, bring their files here and start the same command again, or set "
@@ -22,9 +20,9 @@ _NOT_WEIGHTS = ("optimizer.", "training.")
 
 def newest_checkpoint(directory: Path) -> tuple[str, int]:
     """Return the name and the step of the newest checkpoint in a directory. Raises CorruptCheckpoint."""
-    for found in CheckpointDirectory(directory).find():
-        if found.manifest is not None:
-            return found.name, found.manifest.step
+    for entry in CheckpointDirectory(directory).find():
+        if entry.manifest is not None:
+            return entry.name, entry.manifest.step
     raise CorruptCheckpoint(f"{directory}: there is no checkpoint; {_SHARED}")
 
 
@@ -38,10 +36,7 @@ def newest_weights(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def read_weights(checkpoint: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """Return what is said about a checkpoint's model, and its weights. Every file is verified before.
-
-    Raises CorruptCheckpoint.
-    """
+    """Return the metadata and the weights of a checkpoint's model. Verifies every file. Raises CorruptCheckpoint."""
     directory = CheckpointDirectory(checkpoint.parent)
     manifest = directory.manifest(checkpoint.name)
     faults = list(directory.faults(manifest))
@@ -50,16 +45,11 @@ def read_weights(checkpoint: Path) -> tuple[dict[str, str], dict[str, torch.Tens
     weights: dict[str, torch.Tensor] = {}
     metadata: dict[str, str] = {}
     for layer in range(len(manifest.layer_names)):
-        shards = sorted((shard for shard in manifest.shards if shard.layer == layer), key=lambda shard: shard.part)
-        parts = [_weights_in(checkpoint / shard.file) for shard in shards]
+        parts = [read_part(checkpoint / shard.file) for shard in shards_of(manifest, layer)]
         metadata = dict(parts[0][0])
-        weights |= join_parts(parts)
+        weights |= join_parts([(text, _without_states(tensors)) for text, tensors in parts])
     return metadata, weights
 
 
-def _weights_in(path: Path) -> tuple[Mapping[str, str], Tensors]:
-    """Return a layer file's metadata, and of its tensors the parameters."""
-    file = read_layer_file(path)
-    return file.metadata, {
-        name: as_tensor(spec, data) for name, (spec, data) in file.tensors.items() if not name.startswith(_NOT_WEIGHTS)
-    }
+def _without_states(tensors: Tensors) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(_NOT_WEIGHTS)}

@@ -1,4 +1,4 @@
-"""Communication between workers: groups, sums, messages, and layers that change hands."""
+"""Communication between workers: groups, sums, messages, and transfers of layers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .group import LARGE_SUM, Group, Reduction
 from .groups import GroupTable
 from .inbox import Inbox, Post
 from .link_timing import time_link
+from .listening import probe_all
 from .network import open_device
 from .peer_links import PeerLinks
-from .reachability_probe import probe_all
 from .rendezvous import RendezvousStore, RendezvousTable
 from .staging import DeviceSave, HostCopy, Pending
 from .transfer import LayerState, exchange_layers, fill_state

@@ -1,7 +1,7 @@
-"""What all of a committee agree on, over links between workers: sends what `control.commit.agreement` wants sent.
+"""What a committee agrees on, over links between workers: sends the letters that `control.steps.Agreements` returns.
 
-Messages of others are passed on by the thread that reads them: a commit comes through a worker whose training thread
-computes. Only this worker's own part waits for that.
+The thread that reads the links forwards the messages of other workers, so a commit passes through a worker whose
+training thread computes. Only this worker's own part waits for that thread.
 """
 
 from __future__ import annotations
@@ -15,30 +15,27 @@ from oobleck.planner import WorkerId
 
 from .waiter import Waiter
 
-Send = Callable[[WorkerId, CommitMessage], None]
-
 
 class PeerAgreements:
     """This worker's part in agreements, and its waits for them."""
 
-    def __init__(self, worker_id: WorkerId, waiter: Waiter, send: Send) -> None:
-        """`send` takes a message to another worker. It never blocks; it may raise PeerLost."""
+    def __init__(self, worker_id: WorkerId, waiter: Waiter, send: Callable[[WorkerId, CommitMessage], None]) -> None:
+        """`send` sends a message to another worker. It must not block, and may raise PeerLost."""
         self._agreements = Agreements(worker_id, lock=threading.Lock())
         self._waiter = waiter
         self._send = send
         self._lock = threading.Lock()
-        self._lost: frozenset[WorkerId] = frozenset()
-        """Peers whose links have ended since the newest committee was joined."""
+        self._lost: frozenset[WorkerId] = frozenset()  # peers whose links have ended since the newest `join`
 
     # --- the thread that reads the links ---------------------------------------------------------------------
 
     def hear(self, source: WorkerId, message: CommitMessage) -> None:
-        """Take another worker's message, and pass on what follows from it. Never blocks."""
+        """Take another worker's message, and send what follows from it. Never blocks."""
         self._carry(self._agreements.receive(source, message))
         self._waiter.announce()
 
     def note_lost(self, worker_id: WorkerId) -> None:
-        """Note that messages from or for another worker may be lost: who waits for it waits in vain."""
+        """Note that messages from or to another worker may be lost, so waiting for it is futile."""
         with self._lock:
             self._lost |= {worker_id}
         self._waiter.announce()
@@ -46,17 +43,17 @@ class PeerAgreements:
     # --- the training thread ---------------------------------------------------------------------------------
 
     def join(self, committee: Committee) -> None:
-        """Take part in a committee from now on: what was lost before it is of no concern."""
+        """Take part in a committee, and disregard peers that were lost before."""
         self._agreements.neighbours(committee)
         with self._lock:
             self._lost = frozenset()
 
     def bring(self, committee: Committee, subject: Subject, part: Totals) -> None:
-        """Bring this worker's part."""
+        """Contribute this worker's part."""
         self._carry(self._agreements.post(committee, subject, part))
 
     def is_done(self, committee: Committee, subject: Subject) -> bool:
-        """Return whether all parts are here, added up, or a peer is lost that has to send one: `wait` does not wait."""
+        """Return whether `wait` would not block: all parts are summed, or a peer is lost that has to send one."""
         return self._agreements.is_here(committee, subject) or self._failed(committee, subject) is not None
 
     def others(self, committee: Committee) -> tuple[WorkerId, ...]:
@@ -66,7 +63,7 @@ class PeerAgreements:
         return (*neighbours.children, *parent)
 
     def wait(self, committee: Committee, subject: Subject, interrupted: Callable[[], bool]) -> Totals:
-        """Wait for what all have brought, and take it. Raises Interrupted or PeerLost."""
+        """Wait for the total of all parts. Raises Interrupted or PeerLost."""
         self._waiter.wait(lambda: self.is_done(committee, subject), interrupted, self.others(committee))
         total = self._agreements.take(committee, subject)
         if total is None:
@@ -75,12 +72,12 @@ class PeerAgreements:
         return total
 
     def total(self, committee: Committee, subject: Subject, part: Totals, interrupted: Callable[[], bool]) -> Totals:
-        """Bring a part, and wait for what all have brought. Raises Interrupted or PeerLost."""
+        """Contribute a part, and wait for the total. Raises Interrupted or PeerLost."""
         self.bring(committee, subject, part)
         return self.wait(committee, subject, interrupted)
 
     def _failed(self, committee: Committee, subject: Subject) -> WorkerId | None:
-        """Return a peer that is lost and that has to send something next."""
+        """Return a lost peer that has to send something next, if any."""
         lost = self._lost
         awaited = self._agreements.awaited(committee, subject) if lost else ()
         return next((worker_id for worker_id in awaited if worker_id in lost), None)

@@ -1,7 +1,4 @@
-"""Where a worker computes: which device is its own, what it has, and what can carry sums between such devices.
-
-The one module that asks torch about GPUs for the sake of training; where there are none, all of it is about the CPU.
-"""
+"""The device that a worker computes on: its choice, its memory, and what can carry sums between devices."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 from typing import Any
 
 import torch
@@ -21,34 +17,24 @@ from oobleck.errors import ConfigError
 from .listening import interface_of
 
 DEVICE_FAILURES = (torch.AcceleratorError, torch.OutOfMemoryError)
-"""What torch raises about this worker's own device: no peer is to blame, and a device that has failed once computes
-nothing more in this process. Both are RuntimeErrors, as those of groups are."""
+"""Errors of this worker's own device, for which no peer is to blame. A failed device computes nothing more in this
+process. Both are RuntimeErrors, like those of groups."""
 
 _QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-"""The most that a GPU has. Of streams that share a queue one waits for another's kernels, and CUDA's 8 queues are fewer
-than the streams in use: a message could wait for a sum that spins until its receiver has gone on."""
+"""The maximum. CUDA's default of 8 queues is less than the number of streams in use, and streams that share a queue
+wait for each other's kernels: a message could wait for a sum that spins until the message's receiver has continued."""
 _GIB = 1 << 30
-_MEMORY_LEFT = 0.1
-"""Share of a GPU's memory that is left to its contexts, libraries and torch's allocator."""
-
-
-class Carrier(StrEnum):
-    """What sums tensors over the members of a group."""
-
-    GLOO = "gloo"
-    """Through the host's memory: any devices, shared ones too."""
-    NCCL = "nccl"
-    """Between GPUs, one a member."""
+_MEMORY_LEFT = 0.1  # share of a GPU's memory that contexts, libraries and torch's allocator need
 
 
 def choose_device(kind: str, number: int, *, num_devices: int | None = None) -> torch.device:
-    """Return the device of a worker: the CPU, or the GPU that its machine counts as `number`.
+    """Return the device of a worker: the CPU, or its machine's GPU `number`.
 
-    Raises ConfigError where there is no such GPU; `num_devices` is how many there are, which torch is asked for.
+    `num_devices` replaces torch's count of GPUs. Raises ConfigError if there is no such GPU.
     """
     if kind == "cpu":
         return torch.device("cpu")
-    os.environ.setdefault(*_QUEUES)  # read when CUDA is first used
+    os.environ.setdefault(*_QUEUES)  # CUDA reads it on its first use
     count = torch.cuda.device_count() if num_devices is None else num_devices
     if count == 0:
         raise ConfigError("device: there is no CUDA device here that torch can use")
@@ -61,28 +47,27 @@ def choose_device(kind: str, number: int, *, num_devices: int | None = None) -> 
 
 
 def use_device(device: torch.device) -> None:
-    """Have this thread compute on a device where none is named."""
+    """Make a device the default of this thread."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def device_memory_bytes(device: torch.device, *, num_sharing: int, wanted_bytes: int | None = None) -> int | None:
-    """Return what one of `num_sharing` workers on a GPU may use of its memory; None for a CPU, of which others know.
+    """Return how much memory one of `num_sharing` workers on a GPU may use; None for a CPU.
 
-    A worker that is alone there may use what is free: what other programs hold is not the job's. Those that share a
-    GPU cannot tell these from each other, and divide all of it. Whole GiB, so that a little more or less that is free
-    changes no plan. With `wanted_bytes`, which a job asks for, it is that much. Raises ConfigError where it is not
-    there.
+    Returns `wanted_bytes` if the job asks for them, else whole GiB, so that small changes of free memory change no
+    plan. Raises ConfigError if the GPU does not have that much.
     """
     if device.type == "cpu":
         return None
     free, total = torch.cuda.mem_get_info(device)
-    there = free if num_sharing == 1 else total // num_sharing
-    usable = there - int(total * _MEMORY_LEFT) // num_sharing
-    if (wanted_bytes or _GIB) > (there if wanted_bytes else usable):
+    # Workers that share a GPU cannot tell other programs' memory from each other's, so they divide all of it.
+    available = free if num_sharing == 1 else total // num_sharing
+    usable = available - int(total * _MEMORY_LEFT) // num_sharing
+    if (wanted_bytes or _GIB) > (available if wanted_bytes else usable):
         asked = f"device_memory_bytes asks for {_gib(wanted_bytes)}" if wanted_bytes else "there is no room for a model"
         raise ConfigError(
-            f"device: {asked}, and a worker on {device} can have {_gib(there)} of its {_gib(total)}, of which "
+            f"device: {asked}, and a worker on {device} can have {_gib(available)} of its {_gib(total)}, of which "
             f"{_gib(free)} are free; end what else runs there (nvidia-smi names it), or choose other devices with "
             "devices="
         )
@@ -94,40 +79,38 @@ def _gib(num_bytes: int) -> str:
 
 
 def device_identity(device: torch.device) -> str | None:
-    """Return what identifies a GPU among all in the world; None for what NCCL cannot reach from here."""
+    """Return a GPU's globally unique id, or None for a device that NCCL cannot reach from here."""
     if device.type != "cuda" or not dist.is_nccl_available():
         return None
     properties: Any = torch.cuda.get_device_properties(device)
     return str(properties.uuid)
 
 
-def carrier_of(identities: Sequence[str | None]) -> Carrier:
-    """Say what carries the sums of a group whose members compute on these devices.
+def can_use_nccl(identities: Sequence[str | None]) -> bool:
+    """Return whether NCCL, rather than Gloo, can connect the members that compute on these devices.
 
-    NCCL wants each member to have a GPU of its own; all members come to the same answer, as they look at the same list.
+    NCCL requires a GPU of its own for each member. All members see the same list, and so choose alike.
     """
-    is_distinct = len(set(identities)) == len(identities)
-    return Carrier.NCCL if identities and None not in identities and is_distinct else Carrier.GLOO
+    return bool(identities) and None not in identities and len(set(identities)) == len(identities)
 
 
 def prepare_nccl(address: str) -> None:
-    """Have NCCL's groups leave it to us what is done about lost peers; before the first of them is made.
+    """Set the environment for NCCL's groups, before the first of them is made.
 
-    Torch's watchdog would end the process when a peer is gone, or when a sum takes long. NCCL connects over the
-    interface of this worker's `address`, unless its own variable says otherwise.
+    NCCL connects over the interface of this worker's `address`, unless its own variable says otherwise.
     """
     if (interface := interface_of(address)) is not None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    # Torch's watchdog would end the process when a peer exits or a sum takes long.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
 
 
 class DeviceWork:
-    """What one thread gives a GPU to compute: whether it is done, and how long the GPU took, by the GPU's own clock.
+    """One thread's launches on a GPU: whether they are done, and how long the GPU took, by the GPU's own clock.
 
-    The host only launches it: what the host's clock says of that is mostly how long the launches took, or how long
-    others were waited for while the GPU computed.
+    The host's clock would mostly measure the launches, or waits for other workers while the GPU computed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -137,34 +120,32 @@ class DeviceWork:
 
     @classmethod
     def on(cls, device: torch.device) -> DeviceWork | None:
-        """Return that of a GPU; None for a CPU, where everything is done when the call returns."""
+        """Return the work of a GPU, or None for a CPU, where everything is done when the call returns."""
         return cls(device) if device.type == "cuda" else None
 
     def begin(self) -> None:
-        """Forget what was timed before."""
+        """Forget all timed pieces."""
         self._pieces.clear()
 
     @contextmanager
     def piece(self) -> Iterator[None]:
-        """What is launched in the block is timed."""
+        """Time the launches within the block."""
         began = self._event(is_timed=True)
         yield
         self._pieces.append((began, self._event(is_timed=True)))
 
     def mark(self) -> None:
-        """Look for what was launched so far from now on, on this thread's stream alone.
-
-        Waiting for the whole device would wait for NCCL's kernels as well, which spin when a peer is lost until they
-        are aborted (NVIDIA/nccl issue 585).
-        """
+        """Have `is_done` ask about the launches so far, on this thread's stream alone."""
+        # A wait for the whole device would include NCCL's kernels, which spin after a peer is lost until they are
+        # aborted (NVIDIA/nccl issue 585).
         self._mark = self._event(is_timed=False)
 
     def is_done(self) -> bool:
-        """Return whether all that was launched before the mark is done. Never blocks."""
+        """Return whether all launches before the mark are done. Never blocks."""
         return bool(self._mark.query())
 
     def seconds(self) -> float:
-        """Return how long the GPU took for the pieces, once they are done."""
+        """Return how long the GPU took for the timed pieces, which must be done."""
         return float(sum(began.elapsed_time(ended) for began, ended in self._pieces)) / 1e3
 
     def _event(self, *, is_timed: bool) -> Any:
@@ -175,7 +156,7 @@ class DeviceWork:
 
 @contextmanager
 def blaming_peers(what: str) -> Iterator[None]:
-    """Within the block, a failure of torch's groups is a PeerLost that says `what` failed; one of the device is not."""
+    """Within the block, turn failures of torch's groups, but not of the device, into a PeerLost that names `what`."""
     try:
         yield
     except DEVICE_FAILURES:
@@ -185,9 +166,9 @@ def blaming_peers(what: str) -> Iterator[None]:
 
 
 def start_thread(target: Callable[[], None], *, name: str, device: torch.device) -> None:
-    """Start a thread that does not keep the process, and that computes on this worker's device where none is named.
+    """Start a daemon thread whose default device is this worker's.
 
-    In a thread that is not told, CUDA's is the first: a context there takes half a gigabyte of another worker's GPU.
+    Otherwise it would be CUDA's first device, where a context takes half a gigabyte of another worker's GPU.
     """
 
     def run() -> None:

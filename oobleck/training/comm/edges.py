@@ -1,20 +1,20 @@
-"""Hidden states and their gradients from one GPU to the next, carried by NCCL: one way between two stages.
+"""Hidden states and their gradients from one GPU to the next, carried by NCCL in one direction between two stages.
 
-A kernel of NCCL's that sends or receives spins until the other side's runs as well. Where it is launched early, it
-spins for as long as the other side computes: it takes a part of the GPU meanwhile, and whatever waits for the device
-as a whole (CUDA does, when it loads a kernel for the first time or gives memory back) waits for the peer, which may be
-waiting for what this worker computes next. So both sides launch at once, and only what needs nothing more:
+An NCCL kernel that sends or receives spins until the other side's kernel runs as well. A kernel that is launched early
+spins for as long as the other side computes. It occupies a part of the GPU meanwhile, and whatever waits for the device
+as a whole (as CUDA does when it loads a kernel or returns memory) waits for the peer, which may be waiting for what
+this worker computes next. So both sides launch at the same time, and only what depends on nothing else:
 
-    receiver   makes room ──> "room" ─┐                    ┌─> launches ──> all is there ──> announces it
-    sender     has computed it ───────┴──> "coming" ───────┴─> launches ──> all is sent ──> lets go of it
+    receiver   makes room ──> "room" ─┐                    ┌─> launches ──> all has arrived ──> announces it
+    sender     has computed it ───────┴──> "coming" ───────┴─> launches ──> all is sent ──> releases it
 
-The two words are messages of a byte, with the message's tag, which Gloo carries. A receiver makes room for messages
-ahead, so that only "coming" is waited for. Messages of one way leave one after the other; a receive is launched for a
-message that the sender has named, so none can take another's place.
+Gloo carries the two words, as messages of one byte with the message's tag. A receiver makes room for messages ahead,
+so that a transfer waits for "coming" only. Messages in one direction leave one after the other. A receive is launched
+for a message that the sender has named, so none can take another's place.
 
-All this is the work of helper threads. The training thread posts what it has launched, not computed, and launches what
-uses a message only once all of it is there: what an aborted receive has left is never computed with, and so never
-summed with what other workers hold.
+Helper threads do all this. The training thread posts tensors that it has launched, not computed. It launches the use
+of a message only once the whole message has arrived, so the remains of an aborted receive are never computed with, and
+never summed with other workers' tensors.
 """
 
 from __future__ import annotations
@@ -31,30 +31,26 @@ from .devices import DEVICE_FAILURES
 from .nccl import NcclGroup
 from .staging import CopyStreams, Courier, Pending
 
-
-@dataclass(frozen=True, slots=True)
-class Words:
-    """What one neighbour says to the other and hears from it about the message with a tag. Both may raise."""
-
-    say: Callable[[int], Pending]
-    hear: Callable[[int], Pending]
+Word = Callable[[int], Pending]
+"""Sends a word to the neighbour about the message with a tag, or receives one. May raise."""
 
 
 class EdgeSender:
-    """The end of a way at which tensors are sent. One thread posts."""
+    """The sending end of an edge. One thread posts."""
 
-    def __init__(self, name: str, nccl: NcclGroup, streams: CopyStreams, words: Words) -> None:
+    def __init__(self, name: str, nccl: NcclGroup, streams: CopyStreams, *, say: Word, hear: Word) -> None:
         self._name = name
         self._nccl = nccl
         self._streams = streams
-        self._words = words
+        self._say = say
+        self._hear = hear
         self._courier = Courier(name, nccl.device)
-        self._failure: str | None = None  # an error would hold on to what it was raised by
+        self._failure: str | None = None  # text, since an error would keep its frames' tensors alive
 
     def send(self, tensor: torch.Tensor, tag: int) -> None:
-        """Send a contiguous tensor once it is computed, and keep it until it is sent. Raises PeerLost.
+        """Send a contiguous tensor once it is computed, and keep it until it is sent.
 
-        The failure of an earlier message is raised; that of the last is left to the receiver, which waits for it.
+        Raises PeerLost for the failure of an earlier message. The receiver reports a failure of the last one.
         """
         if self._failure is not None:
             raise PeerLost(f"{self._name}: {self._failure}")
@@ -62,61 +58,59 @@ class EdgeSender:
         self._courier.take(lambda: self._carry(tensor, tag, computed))
 
     def close(self) -> None:
-        """Send nothing more; the thread ends unless it is stuck."""
+        """Send no more messages. The thread ends unless it is stuck."""
         self._courier.close()
 
     def _carry(self, tensor: torch.Tensor, tag: int, computed: Any) -> None:
         try:
             computed.synchronize()
-            self._words.hear(tag).wait()
-            coming = self._words.say(tag)
+            self._hear(tag).wait()
+            coming = self._say(tag)
             with self._streams.outward():
-                under_way = self._nccl.send(tensor)
-            under_way.finish()
+                sending = self._nccl.send(tensor)
+            sending.finish()
             coming.wait()
         except DEVICE_FAILURES:
             raise
-        except Interrupted:  # who has it aborted expects nothing more of it
-            pass
+        except Interrupted:
+            pass  # whoever aborts an edge expects no more of it
         except RuntimeError as error:
             self._failure = str(error)
             self._nccl.abort()
 
 
+@dataclass(frozen=True, slots=True)
 class EdgeReceiver:
-    """The end of a way at which tensors are received."""
+    """The receiving end of an edge."""
 
-    def __init__(self, nccl: NcclGroup, streams: CopyStreams, words: Words) -> None:
-        self._nccl = nccl
-        self._streams = streams
-        self._words = words
+    nccl: NcclGroup
+    streams: CopyStreams
+    say: Word
+    hear: Word
 
     def post(self, shape: tuple[int, ...], dtype: torch.dtype, tag: int) -> tuple[EdgeReceive, torch.Tensor]:
-        """Make room for a message, and say so; returns what to wait for, and the room. Raises RuntimeError."""
-        room = self._streams.room(shape, dtype)
-        return EdgeReceive(room, self._words.hear(tag), self._words.say(tag), self._nccl, self._streams), room
+        """Make room for a message and say so; return what to wait for, and the room. Raises RuntimeError."""
+        room = self.streams.room(shape, dtype)
+        return EdgeReceive(self, room, coming=self.hear(tag), has_room=self.say(tag)), room
 
 
+@dataclass(frozen=True, slots=True)
 class EdgeReceive:
-    """A message that is expected. One thread waits for those of a way, in their order."""
+    """An expected message. One thread waits for those of an edge, in their order."""
 
-    def __init__(
-        self, room: torch.Tensor, coming: Pending, has_room: Pending, nccl: NcclGroup, streams: CopyStreams
-    ) -> None:
-        self._room = room
-        self._coming = coming
-        self._has_room = has_room
-        self._nccl = nccl
-        self._streams = streams
+    end: EdgeReceiver
+    room: torch.Tensor
+    coming: Pending
+    has_room: Pending
 
     def wait(self) -> object:
-        """Block until all of it is there. Raises RuntimeError, or Interrupted once the way is aborted."""
-        self._coming.wait()
-        with self._streams.inward():
-            under_way = self._nccl.receive(self._room)
-        under_way.finish()
-        return self._has_room.wait()
+        """Block until the whole message has arrived. Raises RuntimeError, or Interrupted once the edge is aborted."""
+        self.coming.wait()
+        with self.end.streams.inward():
+            receiving = self.end.nccl.receive(self.room)
+        receiving.finish()
+        return self.has_room.wait()
 
     def join(self) -> None:
-        """Have its memory kept until what this thread launches next has used it."""
-        self._streams.keep(self._room)
+        """Keep its memory until this thread's next launches have used it."""
+        self.end.streams.keep(self.room)

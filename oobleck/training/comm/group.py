@@ -1,16 +1,15 @@
 """A group of workers, seen from one of its members: messages, sums, and what carries them.
 
-Gloo carries messages, those of tensors on a GPU through the host's memory (`staging.py`). Where each member of a group
-has a GPU of its own, NCCL sums tensors there (`nccl.py`), and carries those that a pipeline's stages send each other
-(`edges.py`); the kernels of what is given up are aborted at once, and those that a fence stops with the fence, since
-they would hold up what the GPU does next.
+Gloo carries messages; those of tensors on a GPU pass through host memory (`staging.py`). Where each member of a group
+has a GPU of its own, NCCL carries the sums (`nccl.py`) and the messages between a pipeline's stages (`edges.py`).
+NCCL's kernels would hold up what the GPU does next, so giving up a wait aborts them at once, and a fence aborts those
+that it stops.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,14 +21,18 @@ from oobleck.planner import WorkerId
 
 from . import staging
 from .devices import blaming_peers
-from .edges import EdgeReceiver, EdgeSender, Words
+from .edges import EdgeReceiver, EdgeSender
 from .inbox import Inbox
-from .nccl import NcclGroup
-from .sums import GlooSum, StagedSum, Sum
+from .nccl import NcclGroup, NcclWork
 from .waiter import Waiter
 
 LARGE_SUM = 2 << 20
-"""Elements that are summed at once where there are many: enough to use a link well, few enough to begin early."""
+"""Elements per sum when there are many: enough to fill a link, few enough to start early."""
+
+
+Sum = staging.GlooSum | staging.StagedSum | NcclWork
+"""A sum in progress: `is_done` never blocks, and `conclude`, once it is done, makes the result visible to later
+computation or raises RuntimeError. It is polled every `poll_s` seconds, or wakes its waiter if that is None."""
 
 
 class Group:
@@ -46,10 +49,7 @@ class Group:
         stages: bool = False,
         streams: staging.CopyStreams | None = None,
     ) -> None:
-        """With `stages`, tensors of any device go through the host's memory, whether they need it or not.
-
-        `streams` are a GPU's own for that.
-        """
+        """With `stages`, tensors of every device pass through host memory, on a GPU by means of `streams`."""
         self.key = key
         self.waiter = waiter
         self.rank = key.members.index(worker_id)
@@ -65,7 +65,6 @@ class Group:
         self._senders: dict[int, EdgeSender] = {}
         self._receivers: dict[int, EdgeReceiver] = {}
         self._communicators: list[NcclGroup] = []
-        """Of the sums, or of the ways to neighbours."""
         self._nccl_lock = threading.Lock()
         self._is_given_up = False
 
@@ -85,9 +84,9 @@ class Group:
             return self._send(tensor, target, tag)
 
     def send_off(self, tensor: torch.Tensor, target: int, tag: int) -> staging.Pending | None:
-        """Post a send that nobody waits for; returns what must be kept, with the tensor, until the receiver has it.
+        """Post a send that no caller waits for. Raises PeerLost.
 
-        None where the group keeps it, as long as it must be. Raises PeerLost.
+        Returns what the caller must keep, with the tensor, until the receiver has it; None if the group keeps it.
         """
         if (sender := self._senders.get(target)) is not None:
             sender.send(tensor, tag)
@@ -107,73 +106,78 @@ class Group:
     def post_receive_ahead(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, source: int, tag: int
     ) -> tuple[staging.Pending, torch.Tensor]:
-        """Begin to receive, beside what is computed; returns what to wait for, and the tensor. Raises PeerLost.
+        """Begin to receive during computation; returns what to wait for, and the tensor. Raises PeerLost.
 
-        Where what is returned can be joined, who uses the tensor joins it first.
+        If the first has a `join`, the thread that uses the tensor must call it before.
         """
+        blaming = blaming_peers(f"receive from {self.key.members[source]}")
         if (receiver := self._receivers.get(source)) is not None:
-            with blaming_peers(f"receive from {self.key.members[source]}"):
+            with blaming:
                 return receiver.post(shape, dtype, tag)
         if self._streams is None:
             tensor = torch.empty(shape, dtype=dtype, device=device)
             return self.post_receive(tensor, source, tag), tensor
         room = self._streams.room(shape, dtype)
-        with blaming_peers(f"receive from {self.key.members[source]}"):
+        with blaming:
             return staging.StagedReceive(room, lambda copy: self._receive(copy, source, tag), self._streams), room
 
     def post_receive(self, tensor: torch.Tensor, source: int, tag: int) -> staging.Pending:
-        """Begin to fill a tensor; its contents are there once what is returned was waited for."""
+        """Begin to fill a tensor, whose contents are valid once the returned object's `wait` has returned."""
         with blaming_peers(f"receive from {self.key.members[source]}"):
             if self._is_staged(tensor):
                 return staging.StagedReceive(tensor, lambda room: self._receive(room, source, tag))
             return self._receive(tensor, source, tag)
 
     def inbox(self, source: int) -> Inbox:
-        """Return the one inbox for what `source` sends."""
+        """Return the one inbox for messages from `source`."""
         if source not in self._inboxes:
             self._inboxes[source] = Inbox(self.key.members[source], self.waiter)
         return self._inboxes[source]
 
     def close(self) -> None:
-        """Let go of the helper threads; those that are stuck end with the group's network."""
-        for inbox in self._inboxes.values():
-            inbox.close()
-        for courier in (self._courier, self._sweeper):
-            if courier is not None:
-                courier.close()
-        for sender in self._senders.values():
-            sender.close()
+        """Release the helper threads. Those that are stuck end with the group's network."""
+        helpers = [*self._inboxes.values(), self._courier, self._sweeper, *self._senders.values()]
+        for helper in helpers:
+            if helper is not None:
+                helper.close()
         self.abort()
 
     def all_reduce(self, tensor: torch.Tensor) -> Reduction:
-        """Post a sum over the members, in place. Raises PeerLost, or Interrupted where a fence has ended such sums."""
+        """Post a sum over the members, in place. Raises PeerLost, or Interrupted after a fence aborted such sums."""
         with blaming_peers(f"all-reduce in {self.key.name}"):
             return Reduction(self, self._sum(tensor, self.waiter.announce))
 
     def use_nccl(self, nccl: NcclGroup, timeout_s: float) -> None:
-        """Have sums of tensors on NCCL's device carried there from now on. Blocks while its members connect.
+        """Have NCCL carry sums of tensors on its device from now on. Blocks while its members connect.
 
-        On a thread that can be left behind: what was given up meanwhile is aborted as soon as it can be. Raises
-        RuntimeError, TimeoutError or Interrupted.
+        To be called on a thread that can be left behind. If the group is given up meanwhile, the communicator is
+        aborted as soon as possible. Raises RuntimeError, TimeoutError or Interrupted.
         """
         self._hold(nccl)
         self._nccl = nccl
         nccl.connect(LARGE_SUM, timeout_s)
 
     def use_way(self, nccl: NcclGroup, source: int, target: int, timeout_s: float) -> None:
-        """Have what is sent off from one member to another carried by NCCL from now on. As `use_nccl`."""
+        """Have NCCL carry `send_off` from one member to another from now on. Otherwise as `use_nccl`."""
         self._hold(nccl)
         sends, peer = self.rank == source, target if self.rank == source else source
         nccl.connect_way(sends=sends, timeout_s=timeout_s)
         assert self._streams is not None, "NCCL carries tensors of GPUs"
-        words = Words(say=partial(self._say, peer), hear=partial(self._hear, peer))
+
+        def say(tag: int) -> staging.Message:
+            return self._send(torch.zeros(1, dtype=torch.uint8), peer, tag)
+
+        def hear(tag: int) -> staging.Message:
+            return self._receive(torch.empty(1, dtype=torch.uint8), peer, tag)
+
         if sends:
-            self._senders[peer] = EdgeSender(f"send to {self.key.members[peer]}", nccl, self._streams, words)
+            name = f"send to {self.key.members[peer]}"
+            self._senders[peer] = EdgeSender(name, nccl, self._streams, say=say, hear=hear)
         else:
-            self._receivers[peer] = EdgeReceiver(nccl, self._streams, words)
+            self._receivers[peer] = EdgeReceiver(nccl, self._streams, say, hear)
 
     def abort(self) -> None:
-        """Wait no more for anything that NCCL carries in this group: end what runs on the GPU. Any thread may."""
+        """Abort everything that NCCL carries in this group. Any thread may call this."""
         with self._nccl_lock:
             self._is_given_up = True
             communicators = list(self._communicators)
@@ -181,33 +185,26 @@ class Group:
             nccl.abort()
 
     def abort_open_sums(self) -> None:
-        """End sums that run on the GPU, if any may. Any thread may."""
+        """Abort sums that may be running on the GPU. Any thread may call this."""
         nccl = self._nccl
         if nccl is not None and nccl.has_open_work:
             self.abort()
 
     def _hold(self, nccl: NcclGroup) -> None:
-        """Have a communicator aborted with this group."""
+        """Register a communicator, so that `abort` aborts it."""
         with self._nccl_lock:
             self._communicators.append(nccl)
             is_given_up = self._is_given_up
         if is_given_up:
             nccl.abort()
 
-    def _say(self, peer: int, tag: int) -> staging.Message:
-        return self._send(torch.zeros(1, dtype=torch.uint8), peer, tag)
-
-    def _hear(self, peer: int, tag: int) -> staging.Message:
-        return self._receive(torch.empty(1, dtype=torch.uint8), peer, tag)
-
     def _sum(self, tensor: torch.Tensor, announce: Callable[[], None]) -> Sum:
         if self._nccl is not None and tensor.device == self._nccl.device:
             return self._nccl.all_reduce(tensor)
         if self._is_staged(tensor):
-            return StagedSum(
-                staging.HostCopy(tensor, self._streams), tensor, self._courier_of(), self._all_reduce, announce
-            )
-        return GlooSum(self._all_reduce(tensor), announce)
+            copy = staging.HostCopy(tensor, self._streams)
+            return staging.StagedSum(copy, tensor, self._courier_of(), self._all_reduce, announce)
+        return staging.GlooSum(self._all_reduce(tensor), announce)
 
     def _post(self, tensor: torch.Tensor, target: int, tag: int) -> staging.Posting:
         posting = staging.Posting(staging.HostCopy(tensor, self._streams), lambda copy: self._send(copy, target, tag))
@@ -228,7 +225,7 @@ class Group:
         return self._stages or tensor.is_cuda
 
     def _courier_of(self) -> staging.Courier:
-        with self._courier_lock:  # layers are sent by threads of their own
+        with self._courier_lock:  # transfers of layers send on threads of their own
             if self._courier is None:
                 self._sweeper = staging.Courier(f"sent in {self.key.name}", self.waiter.device)
                 self._courier = staging.Courier(f"post in {self.key.name}", self.waiter.device)
@@ -236,28 +233,28 @@ class Group:
 
 
 class Reduction:
-    """An all-reduce under way. The waiting is interruptible: a frozen peer never answers."""
+    """An all-reduce in progress. Waiting is interruptible, since a frozen peer never answers."""
 
-    def __init__(self, group: Group, under_way: Sum) -> None:
+    def __init__(self, group: Group, in_progress: Sum) -> None:
         self._group = group
-        self._sum = under_way
+        self._sum = in_progress
 
     @property
     def others(self) -> tuple[WorkerId, ...]:
-        """The members whose part it waits for."""
+        """The members whose parts it waits for."""
         return self._group.others
 
     @property
     def poll_s(self) -> float | None:
-        """How often it must be looked at; None where its waiter is woken."""
+        """The interval for polling `is_done`, or None if it wakes its waiter."""
         return self._sum.poll_s
 
     def is_done(self) -> bool:
-        """Return whether the sum is there, or has failed: `wait` does not block then."""
+        """Return whether the sum has completed or failed, so that `wait` does not block."""
         return self._sum.is_done()
 
     def give_up(self) -> None:
-        """Wait for it no more, nor for any other of its group."""
+        """Abandon this sum and all others of its group."""
         self._group.abort()
 
     def wait(self, interrupted: Callable[[], bool]) -> None:

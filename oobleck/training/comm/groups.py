@@ -1,13 +1,13 @@
-"""Process groups of one worker: made when a plan needs them, dropped when it no longer does.
+"""The process groups of one worker: formed when a plan needs them, dropped when no plan does.
 
-A group is known by its purpose, the generation it was made in, and its members, so that the members agree on
-it without talking. Each has a network of its own (`network.py`) and ends with it, so those that lost nobody outlive
-others. What is put aside is never waited for, whatever is stuck in it; it ends by itself.
+A key (purpose, generation, members) identifies a group, so the members agree on it without exchanging anything. Each
+group has its own network (`network.py`) and ends with it, so groups without a lost member outlive the others. Dropping
+a group never waits for whatever is stuck in it.
 
-Sums go round rings, so that a member of a group that only sums connects to two others, however many there are.
+Sums travel around rings, so a member of a group that only sums connects to two others, whatever the group's size.
 
-What carries messages and sums in a group is the group's affair (`group.py`); which communicators of NCCL's are opened
-for it, and in which order, that of `nccl_groups.py`.
+`group.py` decides what carries messages and sums. `nccl_groups.py` decides which NCCL communicators a group opens, and
+in which order.
 """
 
 from __future__ import annotations
@@ -41,27 +41,20 @@ from .waiter import Calls, Waiter
 _FORMING_TIMEOUT_S = 60.0
 _MAX_PARALLEL = 8
 _SPARE_DESCRIPTORS = 16
-"""For what is opened now and then."""
-_NETWORK_DESCRIPTORS = 5
-"""What a network has of its own."""
+_NETWORK_DESCRIPTORS = 5  # what a network opens besides its connections
 _PURPOSES_FENCED = ("reduce", "evaluation")
-"""Groups in which nobody waits for a sum any more once a fence has come; `GroupKey` has the words."""
+"""Purposes of groups whose sums no worker awaits after a fence."""
 _PURPOSES_OF_A_PIPELINE = ("stage",)
-"""Those whose sums a pipeline needs that finishes its microbatches through a fence."""
+"""Purposes of groups whose sums a whole pipeline still needs after a fence, to finish its microbatches."""
 _RING_TAG = (1 << 31) - 1
-"""Of the messages with which neighbours in a ring connect."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Forming:
-    """Groups that are being formed, under the plan update of a generation."""
-
     generation: int
     networks: dict[GroupKey, Network]
     formed: list[Group]
-    """Those that are formed; the thread that forms them adds them."""
     calls: Calls[None]
-    """What forms them."""
 
 
 class GroupTable:
@@ -80,9 +73,9 @@ class GroupTable:
         library: NcclLibrary | None = None,
         forming_timeout_s: float = _FORMING_TIMEOUT_S,
     ) -> None:
-        """`stages` as in `Group`; `degree` is how many devices share a stage, `owns_device` if no other worker computes
-        on this one's; `library` stands for torch's NCCL. A member that has not come to a group within the time is lost.
-        Raises ConfigError for a useless address.
+        """`stages` as in `Group`. `degree` is the number of devices that share a stage. `owns_device` says that no
+        other worker computes on this device. `library` replaces torch's NCCL. A member that has not joined a group
+        within `forming_timeout_s` is lost. Raises ConfigError for an unusable address.
         """
         self._forming_timeout_s = forming_timeout_s
         self.waiter = waiter
@@ -93,36 +86,29 @@ class GroupTable:
         self._streams = CopyStreams.on(waiter.device)
         self._worker_id = worker_id
         self._links = links
-        self._told = RendezvousTable()
+        self._received = RendezvousTable()
         self._log = WorkerLog(__name__, worker_id)
         self._address = address
         self._groups: dict[GroupKey, Group] = {}
         self._networks: dict[GroupKey, Network] = {}
-        """Of these groups."""
         self._forming: _Forming | None = None
-        """What is formed beside what is computed."""
-        open_device(address)  # a useless address is found at the start, not in the first plan
-
-    @property
-    def device(self) -> torch.device:
-        """Where this worker computes."""
-        return self.waiter.device
+        open_device(address)  # an unusable address fails at the start, not in the first plan
 
     def __getitem__(self, key: GroupKey) -> Group:
         return self._groups[key]
 
     def find(self, key: GroupKey) -> Group | None:
-        """Return a group that was formed; None for one of this worker alone."""
+        """Return a formed group, or None for a group of this worker alone."""
         return self._groups[key] if len(key.members) > 1 else None
 
     def take(self, value: GroupValue) -> None:
-        """Take in what a member of a group tells the others. Any thread may."""
-        self._told.put(value.key, value.value, generation=value.generation)
+        """Store a rendezvous value from another member of a group. Any thread may call this."""
+        self._received.put(value.key, value.value, generation=value.generation)
 
     @property
-    def num_told(self) -> int:
-        """How much of what members have told is kept, for groups that are not formed yet."""
-        return len(self._told)
+    def num_received(self) -> int:
+        """The number of stored rendezvous values, all of groups that are not formed yet."""
+        return len(self._received)
 
     def form(
         self,
@@ -132,15 +118,14 @@ class GroupTable:
         generation: int,
         beside: Iterable[GroupKey] = (),
     ) -> bool:
-        """Form those of the groups that are not there yet, all at once, under the plan update of a generation.
+        """Form the groups that do not exist yet, all at once, under the plan update of a generation.
 
-        Those that are formed `beside` what follows can be used once `await_formed` has returned; returns whether there
-        are any. Where NCCL may carry their sums, there are none: it would open its communicators in the midst of
-        messages between stages.
+        Groups in `beside` form in the background and are usable once `await_formed` has returned. Returns whether
+        there are any. Where NCCL may carry sums there are none: it would open communicators amid messages between
+        stages.
 
-        Each forming is a barrier among the group's members; in parallel no order of theirs can deadlock.
-        Raises Interrupted, or PeerLost when a member does not come; ConfigError where this process may not open as
-        many sockets, for Gloo would end it.
+        Raises Interrupted, PeerLost when a member does not join, or ConfigError when this process may not open enough
+        sockets.
         """
         missing = self._missing(keys)
         later = [key for key in self._missing(beside) if key not in missing]
@@ -149,6 +134,7 @@ class GroupTable:
         connections = sum(len(self._neighbours(key)) + _NETWORK_DESCRIPTORS for key in [*missing, *later])
         if connections:
             _require_descriptors(connections)
+        # Forming is a barrier among a group's members. All groups form in parallel, so no order can deadlock.
         if later:
             assert self._forming is None, "one plan's groups at a time"
             self._forming = self._begin(later, generation)
@@ -158,57 +144,51 @@ class GroupTable:
         return bool(later)
 
     def await_formed(self, interrupted: Callable[[], bool]) -> None:
-        """Wait, once, until those groups are formed that are formed beside what is computed. Raises as `form`."""
+        """Wait, once, for the groups that form in the background. Raises as `form`."""
         forming, self._forming = self._forming, None
         assert forming is not None, "nothing is being formed"
         self._finish(forming, interrupted)
 
     def abandon_forming(self) -> None:
-        """Give up what is being formed beside what was computed, if anything is."""
+        """Give up the groups that form in the background, if any."""
         forming, self._forming = self._forming, None
         if forming is not None:
             self._give_up_forming(forming)
 
     def abort_fenced(self, *, is_pipeline_stopped: bool) -> None:
-        """End what a fence stops on the GPU: sums over pipelines, and all of a pipeline that has lost a node.
+        """Abort what a fence stops on the GPU: sums across pipelines, and everything of a pipeline that lost a node.
 
-        Any thread may: the training thread may be stuck behind it. A whole pipeline finishes its microbatches through
-        the fence, and so needs its sums and its edges.
+        Any thread may call this, since the training thread may be stuck behind such work.
         """
         self.abort_sums(_PURPOSES_FENCED)
         if is_pipeline_stopped:
             self.abort_sums(_PURPOSES_OF_A_PIPELINE)
             for group in list(self._groups.values()):
                 if group.key.purpose == "pipeline":
-                    group.abort()  # with what is not open: the other end may be about to launch something
+                    group.abort()  # even without open work: the other end may be about to launch some
 
     def abort_sums(self, purposes: Collection[str] = PURPOSES_THAT_SUM) -> None:
-        """End sums of groups of these purposes on the GPU: nobody waits for them any more. Any thread may.
+        """Abort open sums on the GPU, in groups of these purposes. Any thread may call this.
 
-        What no sum is open in is left as it is: the plan that follows may keep it.
+        Groups without an open sum stay intact, since the next plan may keep them.
         """
         for group in list(self._groups.values()):
             if group.key.purpose in purposes:
                 group.abort_open_sums()
 
     def keep_only(self, keys: Iterable[GroupKey], *, generation: int) -> None:
-        """Let go of every other group, and of what is known of groups of older generations: none is formed any more."""
+        """Drop all other groups, and the rendezvous values of older generations."""
         self.put_aside(sorted(self._groups.keys() - set(keys)))
-        self._told.forget_before(generation)
+        self._received.forget_before(generation)
 
     def put_aside(self, keys: Iterable[GroupKey]) -> None:
-        """Let go of groups that were formed, and of the links that nothing has gone over since groups were last."""
-        unwanted = [key for key in keys if key in self._groups]
-        for key in unwanted:
-            self._log.debug("puts %s aside", key.name)
-        self._give_up([self._groups.pop(key) for key in unwanted])
+        """Drop groups, and the links that have carried nothing since groups were last dropped."""
+        for key in keys:
+            if (group := self._groups.pop(key, None)) is not None:
+                self._log.debug("puts %s aside", key.name)
+                group.close()
+                self._networks.pop(key).end()
         self._links.trim()
-
-    def _give_up(self, groups: Iterable[Group]) -> None:
-        """Close groups, and end their networks."""
-        for group in groups:
-            group.close()
-            self._networks.pop(group.key).end()
 
     # --- forming ---------------------------------------------------------------------------------------------
 
@@ -216,7 +196,6 @@ class GroupTable:
         return sorted({key for key in keys if key not in self._groups and len(key.members) > 1})
 
     def _begin(self, keys: Sequence[GroupKey], generation: int) -> _Forming:
-        """Begin to form groups, on threads that may be left behind."""
         networks = {key: Network(self._address, is_lazy=_is_ring(key)) for key in keys}
         formed: list[Group] = []
 
@@ -230,7 +209,7 @@ class GroupTable:
         return _Forming(generation, networks, formed, self.waiter.begin([form_all]))
 
     def _finish(self, forming: _Forming, interrupted: Callable[[], bool]) -> None:
-        """Wait until groups are formed, and have them used. Raises as `form`; then they are given up."""
+        """Wait until groups are formed and register them, or give them up and raise as `form`."""
         others = {worker_id for key in forming.networks for worker_id in key.members} - {self._worker_id}
         try:
             self.waiter.end(forming.calls, interrupted, sorted(others))
@@ -244,17 +223,16 @@ class GroupTable:
             self._log.debug("has formed %s with %s", group.key.name, ", ".join(map(str, group.others)))
         self._groups.update((group.key, group) for group in forming.formed)
         self._networks |= forming.networks
-        self._told.forget([group.key.name for group in forming.formed])
+        self._received.forget([group.key.name for group in forming.formed])
 
     def _give_up_forming(self, forming: _Forming) -> None:
         for group in forming.formed:
             group.close()
         for network in forming.networks.values():
             network.end()
-        self._told.wake()
+        self._received.wake()
 
     def _neighbours(self, key: GroupKey) -> list[WorkerId]:
-        """The members that this one connects to."""
         rank, size = key.members.index(self._worker_id), len(key.members)
         if _is_ring(key):
             return sorted({key.members[rank - 1], key.members[(rank + 1) % size]})
@@ -275,11 +253,11 @@ class GroupTable:
             if _is_ring(key):
                 _connect(process_group, [key.members.index(each) for each in self._neighbours(key)])
             process_group.set_timeout(timedelta(seconds=TRAFFIC_TIMEOUT_S))
-            network.close_door()  # here: it may be long until somebody waits for the group
+            network.close_door()  # already here, since the training thread may be late to wait for the group
         return group
 
     def _open_nccl(self, group: Group, wanted: Communicator, network: Network, generation: int) -> None:
-        """Have NCCL carry what a communicator is wanted for, where it can. A barrier among its members."""
+        """Open a communicator for a group, if NCCL can carry its traffic. A barrier among the members."""
         nccl = self._opener.join(wanted, lambda others: self._store_of(network, generation, readers=others))
         if nccl is None:
             return
@@ -290,12 +268,12 @@ class GroupTable:
             group.use_nccl(nccl, self._forming_timeout_s)
 
     def _store_of(self, network: Network, generation: int, readers: Iterable[WorkerId]) -> RendezvousStore:
-        def tell(name: str, value: bytes) -> None:
+        def push(name: str, value: bytes) -> None:
             for worker_id in readers:
                 self._links.send(worker_id, GroupValue(generation=generation, key=name, value=value))
 
         return RendezvousStore(
-            self._told, tell, self._forming_timeout_s, generation=generation, is_over=lambda: network.is_over
+            self._received, push, self._forming_timeout_s, generation=generation, is_over=lambda: network.is_over
         )
 
 
@@ -304,18 +282,16 @@ def _is_ring(key: GroupKey) -> bool:
 
 
 def _connect(process_group: Any, ranks: Sequence[int]) -> None:
-    """Exchange a message with each neighbour: a lazy device connects when something is sent."""
-    words = [torch.zeros(1) for _ in range(2 * len(ranks))]
-    under_way = [process_group.send([word], rank, _RING_TAG) for word, rank in zip(words, ranks, strict=False)]
-    under_way += [
-        process_group.recv([word], rank, _RING_TAG) for word, rank in zip(words[len(ranks) :], ranks, strict=True)
-    ]
-    for each in under_way:
+    """Exchange a message with each neighbour: a lazy device connects on the first send."""
+    outgoing, incoming = [torch.zeros(1) for _ in ranks], [torch.zeros(1) for _ in ranks]
+    posted = [process_group.send([word], rank, _RING_TAG) for word, rank in zip(outgoing, ranks, strict=True)]
+    posted += [process_group.recv([word], rank, _RING_TAG) for word, rank in zip(incoming, ranks, strict=True)]
+    for each in posted:
         each.wait()
 
 
 def _require_descriptors(num_connections: int) -> None:
-    """Raise ConfigError where so many connections more cannot be made: Gloo ends the process in the middle of it."""
+    """Raise ConfigError if the process may not open so many more connections: Gloo would end it half-way."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = len(os.listdir("/proc/self/fd")) + num_connections + _SPARE_DESCRIPTORS
     if limit != resource.RLIM_INFINITY and limit < needed:

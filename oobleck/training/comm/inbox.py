@@ -1,8 +1,8 @@
-"""What one peer sends: received on a thread of its own, in an order that is known beforehand.
+"""The messages of one peer, received on a thread of its own, in an order that is known beforehand.
 
-A wait for a message cannot be interrupted, so the training thread does not wait for it: a helper does, and
-announces what has arrived. It lives as long as its group and receives ahead, so that messages are on their way
-into their buffers before they are asked for.
+A wait for a message cannot be interrupted, so a helper thread waits in place of the training thread and announces each
+arrival. It lives as long as its group and receives ahead, so that messages are already on their way into their buffers
+when the training thread takes them.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from .staging import Pending, StagedReceive
 from .waiter import Waiter
 
 RECEIVES_AHEAD = 2
-"""Messages of one peer that are received before they are taken, at most: what they cost in memory."""
+"""The most messages of one peer that are received before they are taken, which bounds the memory they use."""
 
 Post = Callable[[int], tuple[Pending, torch.Tensor]]
 """Begins to receive the message with a tag; returns what to wait for, and the buffer. May raise PeerLost."""
 
 
 class Inbox:
-    """Messages of one peer. After an interrupted `take` the peer's group is not used any more, nor is this."""
+    """The messages of one peer. After an interrupted `take`, neither the peer's group nor this is used again."""
 
     def __init__(self, source: WorkerId, waiter: Waiter) -> None:
         self.source = source
         self._waiter = waiter
         self._expected: SimpleQueue[tuple[int, Post] | None] = SimpleQueue()
         self._ready: deque[tuple[Pending, torch.Tensor]] = deque()
-        self._failure: str | None = None  # an error would hold on to what it was raised by
+        self._failure: str | None = None  # text, since an error would keep its frames' tensors alive
         self._room = threading.Semaphore(RECEIVES_AHEAD)
         start_thread(self._receive_all, name=f"receive from {source}", device=waiter.device)
 
     def expect(self, tag: int, post: Post) -> None:
-        """Receive this message after those that are expected already."""
+        """Receive this message after those that are already expected."""
         self._expected.put((tag, post))
 
     def has_arrived(self) -> bool:
-        """Return whether `take` has nothing to wait for."""
+        """Return whether `take` would not block."""
         return bool(self._ready) or self._failure is not None
 
     def take(self, interrupted: Callable[[], bool]) -> torch.Tensor:
@@ -63,7 +63,7 @@ class Inbox:
         return tensor
 
     def close(self) -> None:
-        """Expect nothing more; the thread ends unless it is stuck in a receive."""
+        """Expect no more messages. The thread ends unless it is stuck in a receive."""
         self._expected.put(None)
         self._room.release()
 
@@ -79,11 +79,11 @@ class Inbox:
         except PeerLost as error:
             self._failure = str(error)
             self._waiter.announce()
-        except Interrupted:  # what aborted it also interrupts those who wait for it
-            pass
+        except Interrupted:
+            pass  # whatever aborted the receive also interrupts the thread that waits for it
 
     def _post_ahead(self, posted: deque[tuple[Pending, torch.Tensor]]) -> bool:
-        """Post as many receives as there is room for, at least one; False when no more are expected."""
+        """Post receives while there is room, at least one. Returns False when no more are expected."""
         while not posted or not self._expected.empty():
             if not self._room.acquire(blocking=not posted):
                 break

@@ -1,8 +1,8 @@
-"""How long messages of several sizes take from one worker to another, over what carries them in training.
+"""The time that messages of several sizes take from one worker to another, over the same carrier as in training.
 
-One of the two leads: it says how many messages of which size come next, sends them, and has each sent back. It takes
-larger ones as long as they fit in the time, so that a slow link is not filled for long, and of each size the quickest:
-what else the machines do only ever adds to that.
+One of the two leads: it announces the number and size of the next messages and sends them, and the other sends each
+back. Sizes grow as long as they fit in the time, so that a slow link is not filled for long. The quickest message of
+each size counts, since other work on the machines only ever adds to its time.
 """
 
 from __future__ import annotations
@@ -19,16 +19,11 @@ from oobleck.planner import WorkerId
 from .group import Group
 from .groups import GroupTable
 
-_SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26)
-"""Bytes."""
-_NEEDED_SIZES = 2
-"""That are timed however long they take."""
-_SIZE_S = 0.06
-"""For one size."""
-_LEAST_TIMES, _MOST_TIMES = 3, 8
-"""That a message goes there and back: once to warm up, and the others count."""
-_GENERATION = 0
-"""Before that of any plan."""
+_SIZES_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26)
+_NEEDED_SIZES = 2  # timed however long they take
+_SIZE_S = 0.06  # the time for one size
+_LEAST_TIMES, _MOST_TIMES = 3, 8  # round trips of a message, of which the first warms up and does not count
+_GENERATION = 0  # older than that of any plan
 
 
 def time_link(
@@ -40,10 +35,10 @@ def time_link(
     timeout_s: float,
     interrupted: Callable[[], bool],
 ) -> dict[int, float]:
-    """Return the seconds of one message by its bytes, where this worker leads, else nothing.
+    """Return the seconds of one message by its size in bytes, or nothing unless this worker leads.
 
-    The peer has to call it too. For the training thread. Raises PeerLost where the two have not come together and are
-    done within `timeout_s`, or Interrupted.
+    The peer has to call this too. For the training thread. Raises Interrupted, or PeerLost unless the two have met and
+    finished within `timeout_s`.
     """
     until_s = time.monotonic() + timeout_s
     wake = threading.Timer(timeout_s, groups.waiter.announce)
@@ -68,7 +63,7 @@ def time_link(
 
 
 class _End:
-    """One of the two: messages go as those between stages of a pipeline do."""
+    """One of the two ends. Messages travel like those between a pipeline's stages."""
 
     def __init__(self, group: Group, peer: WorkerId, interrupted: Callable[[], bool]) -> None:
         self._group = group
@@ -77,14 +72,13 @@ class _End:
         self._device = group.waiter.device
         self._num_sent = 0
         self._num_expected = 0
-        self._sent: list[object] = []
-        """Must be kept until the peer has it."""
+        self._sent: list[object] = []  # must live until the peer has received it
 
     def lead(self) -> dict[int, float]:
         """Time messages of growing sizes."""
         seconds: dict[int, float] = {}
         at_most_s = _SIZE_S / (2 * _MOST_TIMES)
-        for size in _SIZES:
+        for size in _SIZES_BYTES:
             at_most_s *= size / max(seconds, default=size)
             fitting = int(_SIZE_S / (2 * at_most_s))
             if len(seconds) >= _NEEDED_SIZES and fitting < _LEAST_TIMES:
@@ -94,7 +88,7 @@ class _End:
         return seconds
 
     def follow(self) -> dict[int, float]:
-        """Send back what comes, until the other has what it wants, and closes the group."""
+        """Send every message back, until the other end closes the group."""
         try:
             while True:
                 self._expect(2, torch.int64)
@@ -107,7 +101,7 @@ class _End:
             return {}
 
     def _there_and_back(self, size: int, *, times: int) -> list[float]:
-        """Return the seconds of all messages but the first, for which buffers are made."""
+        """Return the seconds of all round trips but the first, which allocates buffers."""
         payload = torch.zeros(size, dtype=torch.uint8, device=self._device)
         for _ in range(times):
             self._expect(size, torch.uint8)
@@ -136,10 +130,10 @@ class _End:
         self._num_expected += 1
 
     def _take(self) -> torch.Tensor:
-        # The device is not waited for: what is sent back is sent once it is there, and a peer may die meanwhile.
+        # Without a wait for the device: what is sent back leaves once it has arrived, and a peer may die meanwhile.
         return self._group.inbox(self._rank).take(self._interrupted)
 
 
 def _tag(number: int, sender: int) -> int:
-    """Of a message: each way has its own, or what edges say of their messages would be taken for the other's."""
+    # Each direction has its own tags, so that the words of edges about their messages are not confused.
     return 2 * number + sender

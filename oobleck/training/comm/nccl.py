@@ -1,19 +1,18 @@
-"""A communicator of NCCL's, seen from one of its members: sums and messages on GPUs, until it is aborted.
+"""An NCCL communicator, seen from one of its members: sums and messages on GPUs, until it is aborted.
 
-What torch's sources say of it (`ProcessGroupNCCL.cpp`, alike from 2.9 to 2.13), and what is done about that here:
+Torch's sources (`ProcessGroupNCCL.cpp`, alike from 2.9 to 2.13) have consequences here:
 
-- What runs in a communicator that was aborted completes, without an error, with whatever was there by then
-  (`WorkNCCL::isCompleted` looks for errors only while the communicator is not aborted). So a communicator remembers
-  that it was aborted, before it is, and nothing that was not seen complete before that is ever used.
-- An error of NCCL's own is raised by `WorkNCCL::wait`, which does not block here: it puts the work before what the
-  stream does next. `is_success` is refused, and `exception` is deprecated.
-- A communicator that is being made is known to `abort` only once it is made. So a thread that made one too late aborts
-  it itself.
-- Aborting one communicator may wait for the kernels of another (pytorch issue 119797), and `abort` works on a thread
-  of torch's own, which a group of NCCL's calls (`ncclGroupStart`, which counts for one thread) does not reach. So each
-  abort has a thread, and none waits for another to begin. It may also raise what went wrong with the communicator.
-- Everything that two members send each other, either way, takes turns in one communicator on one stream
-  (`getKeySendRecv`): what goes one way would wait for what goes the other. So each way has a communicator.
+- Work in an aborted communicator completes without an error, with partial data (`WorkNCCL::isCompleted` looks for
+  errors only while the communicator is not aborted). So `NcclGroup` records an abort before it happens, and never uses
+  work that was not seen complete before.
+- `WorkNCCL::wait` raises NCCL's own errors. It does not block here: it orders the work before the stream's next
+  launches. `is_success` is refused, and `exception` is deprecated.
+- `abort` knows a communicator only once it is made. So a thread that makes one too late aborts it itself.
+- An abort may wait for the kernels of another communicator (pytorch issue 119797), and works on a thread of torch's
+  own, which `ncclGroupStart` (it counts for one thread) does not reach. So each abort has a thread, and none waits for
+  another to begin. An abort may also raise the communicator's error.
+- All messages between two members, in both directions, take turns on one stream of a communicator (`getKeySendRecv`).
+  So each direction has a communicator.
 """
 
 from __future__ import annotations
@@ -34,12 +33,11 @@ from oobleck.training.worker_log import WorkerLog
 
 from .devices import DEVICE_FAILURES, start_thread
 
-_SOURCE, _TARGET = 0, 1
-"""The members of a communicator of two that carries messages one way."""
+_SOURCE, _TARGET = 0, 1  # ranks in the communicator of a way
 
 
 class NcclWork:
-    """A sum or a message on a GPU. Nothing announces that it is done, so the waiter polls."""
+    """A sum or a message on a GPU. Nothing announces its completion, so the waiter polls."""
 
     poll_s = 2e-4
 
@@ -52,7 +50,7 @@ class NcclWork:
         return bool(self._work.is_completed())
 
     def conclude(self) -> None:
-        """As `Sum` says. Raises Interrupted if the communicator was aborted meanwhile."""
+        """Conclude it as a `Sum`. Raises Interrupted if the communicator was aborted meanwhile."""
         if self._group.is_aborted:
             raise Interrupted
         self._work.wait()
@@ -61,7 +59,7 @@ class NcclWork:
     def finish(self, *, until_s: float = math.inf) -> None:
         """Block until it is done, on a thread that can be left behind, and conclude it.
 
-        Raises TimeoutError at `until_s` of the monotonic clock, else what `conclude` raises.
+        Raises TimeoutError at `until_s` of the monotonic clock, and otherwise as `conclude`.
         """
         while not self.is_done():
             if self._group.is_aborted:
@@ -73,7 +71,7 @@ class NcclWork:
 
 
 class NcclGroup:
-    """Any thread may abort it; one thread uses it. After that, whatever is asked of it raises Interrupted."""
+    """A communicator that one thread uses. Any thread may abort it, and all later calls raise Interrupted."""
 
     def __init__(
         self, name: str, worker_id: WorkerId, device: torch.device, process_group: object, store: Store
@@ -92,20 +90,20 @@ class NcclGroup:
 
     @property
     def has_open_work(self) -> bool:
-        """Return whether a GPU may wait for peers in it."""
+        """Whether a GPU may be waiting for peers in it."""
         return bool(self._open)
 
     def all_reduce(self, tensor: torch.Tensor) -> NcclWork:
-        """Post a sum over the members, in place. The first one of its kind connects, and blocks while it does.
+        """Post a sum over the members, in place. The first one blocks while it connects.
 
-        Raises RuntimeError, or Interrupted.
+        Raises RuntimeError or Interrupted.
         """
         return self._post(lambda group: group.allreduce([tensor], dist.AllreduceOptions()), tensor)
 
     def send(self, tensor: torch.Tensor) -> NcclWork:
-        """Post a message from the first of two members to the second, in the order of all of them.
+        """Post a message from the first of two members to the second, after all earlier ones.
 
-        It is ordered after what the stream in use has computed. Connects and raises as a sum does.
+        It is ordered after the current stream's launches. Connects and raises as `all_reduce`.
         """
         return self._post(lambda group: group.send([tensor], _TARGET, 0), tensor)
 
@@ -118,7 +116,7 @@ class NcclGroup:
         if process_group is None:
             raise Interrupted
         try:
-            under_way = NcclWork(self, post(process_group), tensor)
+            work = NcclWork(self, post(process_group), tensor)
         except DEVICE_FAILURES:
             raise
         except RuntimeError:
@@ -127,39 +125,40 @@ class NcclGroup:
             raise
         with self._lock:
             if not self.is_aborted:
-                self._open.add(under_way)
-                return under_way
-        self._end([process_group, self._store, under_way])  # it may have had no communicator yet when it was aborted
+                self._open.add(work)
+                return work
+        self._end([process_group, self._store, work])  # it may have had no communicator yet when it was aborted
         raise Interrupted
 
     def connect(self, num_elements: int, timeout_s: float) -> None:
-        """Make all connections that sums of up to so many numbers need: NCCL makes those of a way to sum with its
-        first use, and large sums go other ways than small ones.
+        """Make all connections that sums of up to `num_elements` need.
 
-        Blocks, in torch as well: on a thread that can be left behind. Raises RuntimeError, TimeoutError or Interrupted.
+        Blocks, in torch as well, so it needs a thread that can be left behind. Raises RuntimeError, TimeoutError or
+        Interrupted.
         """
         until_s = time.monotonic() + timeout_s
+        # NCCL connects an algorithm on its first use, and large sums use other algorithms than small ones.
         for count in sorted({1, num_elements}):
             self._connect_by(self.all_reduce(torch.zeros(count, device=self.device)), until_s)
 
     def connect_way(self, *, sends: bool, timeout_s: float) -> None:
-        """Make the connection that messages need, for the member that `sends`, or the other. As `connect`."""
+        """Make the connection that messages need, from the member that `sends`. Otherwise as `connect`."""
         until_s, word = time.monotonic() + timeout_s, torch.zeros(1, device=self.device)
         self._connect_by(self.send(word) if sends else self.receive(word), until_s)
 
-    def _connect_by(self, under_way: NcclWork, until_s: float) -> None:
+    def _connect_by(self, first: NcclWork, until_s: float) -> None:
         try:
-            under_way.finish(until_s=until_s)
+            first.finish(until_s=until_s)
         except TimeoutError as error:
             raise TimeoutError(f"NCCL has not connected {self._name} in time") from error
 
-    def forget(self, under_way: NcclWork) -> None:
-        """A sum or a message is over."""
+    def forget(self, work: NcclWork) -> None:
+        """Note that a sum or a message is over."""
         with self._lock:
-            self._open.discard(under_way)
+            self._open.discard(work)
 
     def abort(self) -> None:
-        """End what it has on the GPU, on a thread of its own: it may take its time. May be called again."""
+        """End its work on the GPU, on a thread of its own, since that may take long. May be called again."""
         with self._lock:
             process_group, self._process_group = self._process_group, None
             open_work, self._open = self._open, set()
@@ -167,14 +166,14 @@ class NcclGroup:
             self._end([process_group, self._store, open_work])
 
     def _end(self, held: list[Any]) -> None:
-        """End a communicator, before the store that it may still use and the tensors that it may still write to."""
+        """Abort a communicator, before its store and tensors are released: it may still use them."""
 
         def end() -> None:
             try:
                 held[0].abort()
             except DEVICE_FAILURES:
                 raise
-            except RuntimeError as error:  # what ended it, or that it took too long: others do without it anyway
+            except RuntimeError as error:  # its own error, or a timeout: no other part depends on it any more
                 self._log.warning("NCCL has not ended %s well: %s", self._name, error)
             held.pop(0)
 

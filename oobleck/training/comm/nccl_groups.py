@@ -1,12 +1,11 @@
-"""Which communicators of NCCL's a worker takes part in, and in which order it opens them.
+"""The NCCL communicators that a worker takes part in, and the order in which it opens them.
 
-To open one is a barrier among its members. Each worker opens its own one after the other, in an order of all
-communicators that is the same everywhere. So of those that are not open yet, the first in that order has nothing to
-wait for: all of its members are at it, or on their way to it, and none can be stuck. A group is formed by all of its
-members or given up by all, and what is given up ends with its network.
+Opening one is a barrier among its members. Each worker opens its own one after the other, in a global order of all
+communicators. So the first unopened one in that order never waits in vain: all its members are at it, or on their way
+to it. All members form a group or all give it up, and a group that is given up ends with its network.
 
-The ways between stages are ordered by whether the stage before is an even one, so that each worker is in one pair at a
-time: all edges of a pipeline open in the time of four communicators, however many stages it has.
+Ways between stages are ordered by the parity of the earlier stage, so that each worker is in one pair at a time: all
+edges of a pipeline open in the time of four communicators, however many stages it has.
 """
 
 from __future__ import annotations
@@ -24,29 +23,29 @@ from oobleck.control.steps import GroupKey
 from oobleck.planner import WorkerId
 from oobleck.training.worker_log import WorkerLog
 
-from .devices import Carrier, carrier_of, device_identity, prepare_nccl
+from .devices import can_use_nccl, device_identity, prepare_nccl
 from .nccl import NcclGroup
 from .staging import TRAFFIC_TIMEOUT_S
 
 PURPOSES_THAT_SUM = ("stage", "evaluation", "reduce")
 _PURPOSES_WITH_WAYS = ("pipeline", "link")
 _EDGE_CTAS = 2
-"""Blocks of a GPU that carry a message between stages, at most: enough for a link, and few for what computes."""
+"""The most blocks of a GPU that carry a message between stages: enough for a link, and few beside a computation."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Communicator:
-    """One that is to be opened. The order is that in which all workers open them."""
+    """A communicator to open. All workers open them in their sort order."""
 
     key: GroupKey
     turn: tuple[int, int, int, int]
-    """Among those of the group: the first stage's parity, that stage, the device's rank in it, and the way."""
+    """The earlier stage's parity, that stage, the device's rank in it, and the direction."""
     ranks: tuple[int, ...]
-    """Its members, as the group counts them; of a way, the sender first."""
+    """Its members' ranks in the group; those of a way begin with the sender."""
 
     @property
     def is_way(self) -> bool:
-        """Whether it carries messages, from its first member to its second."""
+        """Whether it carries messages, from its first member to its second, instead of sums."""
         return self.key.purpose in _PURPOSES_WITH_WAYS
 
     @property
@@ -56,18 +55,18 @@ class Communicator:
 
 
 def communicators_of(keys: Iterable[GroupKey], worker_id: WorkerId, *, degree: int) -> list[Communicator]:
-    """Return those of a worker that its groups ask for, in their order; `degree` is how many devices share a stage."""
-    found: list[Communicator] = []
+    """Return a worker's communicators for some groups, in order; `degree` is the number of devices per stage."""
+    communicators: list[Communicator] = []
     for key in keys:
         if key.purpose in _PURPOSES_WITH_WAYS:
-            found += _ways(key, key.members.index(worker_id), 1 if key.purpose == "link" else degree)
+            communicators += _ways(key, key.members.index(worker_id), 1 if key.purpose == "link" else degree)
         elif key.purpose in PURPOSES_THAT_SUM:
-            found.append(Communicator(key, (0, 0, 0, 0), tuple(range(len(key.members)))))
-    return sorted(found)
+            communicators.append(Communicator(key, (0, 0, 0, 0), tuple(range(len(key.members)))))
+    return sorted(communicators)
 
 
 def _ways(key: GroupKey, rank: int, degree: int) -> Iterator[Communicator]:
-    """Both ways to the device of like rank in the stage before, and in the stage after."""
+    """Yield both ways to the devices of equal rank in the previous and in the next stage."""
     for first in (rank - degree, rank):
         second = first + degree
         if first >= 0 and second < len(key.members):
@@ -77,14 +76,14 @@ def _ways(key: GroupKey, rank: int, degree: int) -> Iterator[Communicator]:
 
 
 class NcclLibrary(Protocol):
-    """What is asked of NCCL and CUDA: torch's, or a fake."""
+    """The operations of NCCL and CUDA that an opener needs."""
 
     def identity(self, device: torch.device) -> str | None:
-        """Return what identifies a GPU among all in the world; None for what NCCL cannot reach from here."""
+        """Return a GPU's globally unique id, or None for a device that NCCL cannot reach from here."""
         ...
 
     def join(self, name: str, store: Store, rank: int, size: int, *, is_way: bool) -> object:
-        """Return a member's process group, which connects when it is first used."""
+        """Return a member's process group, which connects on its first use."""
         ...
 
 
@@ -92,7 +91,6 @@ class TorchNccl:
     """Torch's ProcessGroupNCCL."""
 
     def __init__(self, address: str) -> None:
-        """`address` is where this worker listens."""
         self._address = address
 
     def identity(self, device: torch.device) -> str | None:
@@ -101,7 +99,7 @@ class TorchNccl:
     def join(self, name: str, store: Store, rank: int, size: int, *, is_way: bool) -> object:
         prepare_nccl(self._address)
         kind: Any = vars(dist)["ProcessGroupNCCL"]  # torch without CUDA has none
-        options = kind.Options(is_high_priority_stream=is_way)  # as `CopyStreams`: no sum shares its stream
+        options = kind.Options(is_high_priority_stream=is_way)  # so that no sum shares its stream, as in `CopyStreams`
         options._timeout = timedelta(seconds=TRAFFIC_TIMEOUT_S)
         if is_way:
             options.config.max_ctas = _EDGE_CTAS
@@ -114,7 +112,6 @@ class NcclOpener:
     def __init__(
         self, worker_id: WorkerId, device: torch.device, library: NcclLibrary, *, degree: int, owns_device: bool
     ) -> None:
-        """`owns_device` if no other worker computes there."""
         self._worker_id = worker_id
         self._device = device
         self._library = library
@@ -124,18 +121,18 @@ class NcclOpener:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether this worker opens communicators at all, as far as it can tell alone."""
+        """Whether this worker may open communicators at all, as far as it knows alone."""
         return self._device.type == "cuda"
 
     def wanted(self, keys: Iterable[GroupKey]) -> list[Communicator]:
-        """Return what to open for some groups, in this order."""
+        """Return the communicators to open for some groups, in order."""
         return communicators_of(keys, self._worker_id, degree=self._degree) if self.is_wanted else []
 
     def join(self, wanted: Communicator, store_for: Callable[[tuple[WorkerId, ...]], Store]) -> NcclGroup | None:
-        """Return this worker's end of a communicator, to be connected; None where Gloo carries what it would.
+        """Return this worker's unconnected end of a communicator, or None where Gloo has to carry its traffic.
 
-        A barrier among its members, each of which tells the others what it computes on. `store_for` some workers has
-        what is written there told to them. Raises RuntimeError or TimeoutError.
+        A barrier among its members, which exchange their devices' ids. `store_for(workers)` returns a store that
+        pushes its values to them. Raises RuntimeError or TimeoutError.
         """
         members = [wanted.key.members[rank] for rank in wanted.ranks]
         own = members.index(self._worker_id)
@@ -143,8 +140,8 @@ class NcclOpener:
         prefixed = PrefixStore(wanted.name, store)
         identity = self._library.identity(self._device) if self._owns_device else None
         prefixed.set(f"gpu/{own}", identity or "")
-        told = [prefixed.get(f"gpu/{rank}").decode() or None for rank in range(len(members))]
-        if carrier_of(told) is not Carrier.NCCL:
+        identities = [prefixed.get(f"gpu/{rank}").decode() or None for rank in range(len(members))]
+        if not can_use_nccl(identities):
             return None
         self._log.debug("has NCCL carry %s", wanted.name)
         process_group = self._library.join(wanted.name, prefixed, own, len(members), is_way=wanted.is_way)

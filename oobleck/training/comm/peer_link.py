@@ -1,4 +1,4 @@
-"""One connection between two workers: its proofs, and what waits to be written. Nothing here blocks."""
+"""One connection between two workers: its proofs, and its queue of outgoing bytes. Nothing here blocks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ from oobleck.errors import PeerError
 from oobleck.wire import MAX_FRAME_BYTES, FrameDecoder, encode_frame
 
 _NONCE_BYTES = 16
-_MAX_STRANGE_BYTES = 1024
-"""The longest frame of a side that has not proved itself."""
-_MAX_WAITING_BYTES = 64 << 20
-"""What may wait for a peer that does not read; the link is broken then."""
+_MAX_STRANGE_BYTES = 1024  # the longest frame of a caller without a proof
+_MAX_WAITING_BYTES = 64 << 20  # more than this, for a peer that does not read, breaks the link
 _READ_BYTES = 1 << 16
 
 
 class Link:
-    """A connection, as one side sees it. Its owner sees to it that one thread at a time uses it."""
+    """A connection, as one side sees it. Its owner ensures that only one thread at a time uses it."""
 
     def __init__(
         self,
@@ -33,22 +31,22 @@ class Link:
         callee: protocol.WorkerAddress | None = None,
         until_s: float = math.inf,
     ) -> None:
-        """`own` is where this worker listens; `callee` who is called, None on the listener's side.
+        """`own` is this worker's address, and `callee` that of the listener, None on the listener's side.
 
-        A caller has until `until_s` to prove itself, for its owner to watch.
+        A caller has until `until_s` to prove itself, which the owner enforces.
         """
         sock.setblocking(False)
         self.fd = sock.fileno()
         self.until_s = until_s
         self.worker_id = None if callee is None else callee.worker_id
         self.is_proven = False
-        """Whether the other side is known to belong to the run."""
+        """Whether the other side has proved that it belongs to the run."""
         self.is_broken = False
-        """Whether nothing can be sent or received any more."""
+        """Whether it cannot carry anything any more."""
         self.is_ending = False
-        """Whether this side has said its last word."""
+        """Whether this side has sent its LinkEnd."""
         self.is_used = True
-        """Whether it has carried anything; the owner takes that back."""
+        """Whether it has carried anything since the owner reset this."""
         self._sock = sock
         self._poll = poll
         self._own = own
@@ -56,8 +54,7 @@ class Link:
         self._peer = None if callee is None else (callee.host, callee.port)
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
         self._out = bytearray()
-        self._held = bytearray()
-        """What is to be said once both have proved themselves."""
+        self._held = bytearray()  # messages that have to wait for the proofs
         self._waits_to_write = False
         self._their_nonce = b""
         limit = _MAX_STRANGE_BYTES if callee is None else MAX_FRAME_BYTES
@@ -65,18 +62,23 @@ class Link:
 
     @property
     def is_stranger(self) -> bool:
-        """Whether it is a caller that has not proved itself."""
+        """Whether the other side is a caller without a proof."""
         return self._callee is None and not self.is_proven
 
     def is_with(self, address: protocol.WorkerAddress) -> bool:
-        """Return whether the other side is the process that listens there."""
+        """Return whether the other side is the process that listens at an address."""
         return self._peer == (address.host, address.port)
 
     def open(self) -> None:
-        """Call, or greet the caller."""
+        """Connect, or challenge the caller."""
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._callee is not None:
-            self._connect(self._callee)
+            try:
+                self._sock.connect((self._callee.host, self._callee.port))
+            except BlockingIOError:
+                pass  # the outcome shows in a later read
+            except OSError:
+                self.is_broken = True
         self._poll.register(self.fd, select.EPOLLIN)
         if self._callee is None:
             self._say(protocol.LinkChallenge(nonce=self._nonce))
@@ -91,13 +93,13 @@ class Link:
             self._check_waiting()
 
     def end(self) -> None:
-        """Say the last word; what the other side says until it has said its own can still be read."""
+        """Send a LinkEnd. Messages of the other side can still be read until it has sent its own."""
         if not self.is_ending:
             self.is_ending = True
             self._say(protocol.LinkEnd())
 
     def flush(self) -> None:
-        """Write what can be written."""
+        """Write as many waiting bytes as possible."""
         try:
             while self._out:
                 del self._out[: self._sock.send(self._out)]
@@ -113,12 +115,12 @@ class Link:
             self._poll.modify(self.fd, select.EPOLLIN | (select.EPOLLOUT if self._out else 0))
 
     def read(self) -> list[protocol.PeerMessage | protocol.LinkEnd]:
-        """Read what there is, and see to the proofs. What arrives too late, or is not understood, breaks the link."""
+        """Read the available messages, and handle the proofs. A message that is invalid here breaks the link."""
         try:
             data = self._sock.recv(_READ_BYTES)
             if not data:
                 self.is_broken = True
-            return [heard for message in self._decoder.feed(data) for heard in self._take(message)]
+            return [taken for message in self._decoder.feed(data) for taken in self._take(message)]
         except BlockingIOError:
             return []
         except (OSError, PeerError):
@@ -126,21 +128,9 @@ class Link:
             return []
 
     def close(self) -> None:
-        """End the connection at once."""
         with suppress(OSError):
             self._poll.unregister(self.fd)
         self._sock.close()
-
-    # --- words -----------------------------------------------------------------------------------------------
-
-    def _connect(self, callee: protocol.WorkerAddress) -> None:
-        """Begin to connect; how that ends is read later."""
-        try:
-            self._sock.connect((callee.host, callee.port))
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.is_broken = True
 
     def _say(self, message: protocol.LinkMessage) -> None:
         self._out += encode_frame(message)
@@ -152,7 +142,7 @@ class Link:
             self.is_broken = True
 
     def _take(self, message: protocol.LinkMessage) -> list[protocol.PeerMessage | protocol.LinkEnd]:
-        """Take one message; returns it if it is for others. Raises PeerError for what has no place here."""
+        """Handle one message; return it if it is for the owner. Raises PeerError for one that is invalid here."""
         match message:
             case protocol.LinkChallenge(nonce=nonce) if self._callee is not None and not self._their_nonce:
                 self._introduce(self._callee, nonce)
@@ -189,18 +179,18 @@ class Link:
 
     def _begin(self) -> None:
         self.is_proven = True
-        if self._callee is None:  # nothing follows a hello before it is answered
+        if self._callee is None:  # the decoder is empty: a caller sends nothing between its hello and the answer
             self._decoder = FrameDecoder(protocol.LinkMessage)
         self._out += self._held
         self._held.clear()
         self.flush()
 
-    def _check(self, found: bytes, expected: bytes) -> None:
-        if not hmac.compare_digest(found, expected):
-            raise PeerError(f"{self._peer} does not know the ticket that it was told")
+    def _check(self, proof: bytes, expected: bytes) -> None:
+        if not hmac.compare_digest(proof, expected):
+            raise PeerError(f"{self._peer} does not know the ticket that the master has sent it")
 
 
 def _proof(ticket: bytes, role: str, nonces: tuple[bytes, bytes], caller: protocol.WorkerAddress) -> bytes:
-    """Return what shows that a side knows the listener's ticket, for this connection alone."""
-    told = (role, caller.worker_id, caller.host, caller.port)
-    return hmac.digest(ticket, repr((*told, *nonces)).encode(), "sha256")
+    """Return the proof that a side knows the listener's ticket, valid for this connection alone."""
+    identity = (role, caller.worker_id, caller.host, caller.port)
+    return hmac.digest(ticket, repr((*identity, *nonces)).encode(), "sha256")

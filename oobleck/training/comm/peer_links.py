@@ -1,16 +1,16 @@
-"""Messages from worker to worker: a listener each, and connections that are made when somebody has something to say.
+"""Messages from worker to worker, over a listener for each worker and connections that are made on demand.
 
     caller ── connects ──> listener
            <── LinkChallenge ──       a nonce
-           ── LinkHello ──>           who calls, its own nonce, and an HMAC of both with the listener's ticket
+           ── LinkHello ──>           the caller, its own nonce, and an HMAC of both with the listener's ticket
            <── LinkProof ──           an HMAC of both with the same ticket
            <── messages ──>
 
-Tickets travel with addresses, through the master alone; so each side knows that the other belongs to the run. What
-follows is neither encrypted nor authenticated, like all else that workers exchange.
+Tickets travel with addresses, through the master alone, so each side knows that the other belongs to the run. Later
+messages are neither encrypted nor authenticated, like all traffic between workers.
 
-One thread reads all connections. Messages to one peer arrive in their order, or the link is lost. A link that has
-carried nothing since the last `trim` is ended with a last word, so that what the other side sends meanwhile arrives.
+One thread reads all connections. Messages to one peer arrive in order, or the link is lost. `trim` ends a link that has
+carried nothing since the last `trim` with a LinkEnd, so that messages the other side sends meanwhile still arrive.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ from .peer_link import Link
 
 _TICKET_BYTES = 16
 _PROOF_TIMEOUT_S = 10.0
-_MAX_STRANGERS = 128
-"""Callers that have proved nothing yet; the oldest is dropped for one more."""
+_MAX_STRANGERS = 128  # callers without a proof; one more replaces the oldest
 _READ_BYTES = 1 << 12
-_REST_S = 0.1
+_PAUSE_S = 0.1
 
 
 class PeerLinks:
-    """This worker's links to its peers. Every method may be called by any thread, and none of them blocks."""
+    """This worker's links to its peers. Any thread may call any method, and none of them blocks."""
 
     def __init__(
         self,
@@ -53,9 +52,9 @@ class PeerLinks:
     ) -> None:
         """Listen at an address, a host name or a network interface of this machine, until `close`.
 
-        `handle(sender, message)` is called for each message that arrives, and `lost(peer)` when a link ends that
-        neither side has ended on purpose, or cannot be made; both on the thread that reads, so they must not block.
-        Raises ConfigError where no process can listen at the address.
+        The reading thread calls `handle(sender, message)` for each message, and `lost(peer)` when a link cannot be
+        made, or ends without either side intending it. Neither may block. Raises ConfigError where no process can
+        listen at the address.
         """
         self._worker_id = worker_id
         self._handle = handle
@@ -66,13 +65,10 @@ class PeerLinks:
         self.address = WorkerAddress(
             worker_id=worker_id, host=host, port=port, ticket=secrets.token_bytes(_TICKET_BYTES)
         )
-        """What peers must be told to reach this worker."""
         self._lock = threading.RLock()
         self._addresses: dict[WorkerId, WorkerAddress] = {}
-        self._links: dict[int, Link] = {}
-        """All connections, by descriptor."""
-        self._bound: dict[WorkerId, Link] = {}
-        """By which connection a peer is spoken to."""
+        self._links: dict[int, Link] = {}  # all connections, keyed by descriptor
+        self._bound: dict[WorkerId, Link] = {}  # the connection on which messages to a peer are sent
         self._is_closed = False
         self._poll = select.epoll()
         self._wake_read, wake_write = os.pipe()
@@ -85,26 +81,19 @@ class PeerLinks:
     # --- for all threads -------------------------------------------------------------------------------------
 
     def know(self, addresses: Iterable[WorkerAddress]) -> None:
-        """Take in where peers listen. One that listens elsewhere than before is another process: its links end."""
+        """Take peers' addresses. A peer with a new address is another process, so the links to the old one end."""
         with self._lock:
             for address in addresses:
                 worker_id = address.worker_id
                 if worker_id == self._worker_id or self._addresses.get(worker_id) == address:
                     continue
                 self._addresses[worker_id] = address
-                for link in self._links_of({worker_id}):
-                    if not link.is_with(address):
-                        self._drop(link)
-
-    def knows(self, worker_id: WorkerId) -> bool:
-        """Return whether it is known where a peer listens."""
-        with self._lock:
-            return worker_id in self._addresses
+                self._drop_all(link for link in self._links_of({worker_id}) if not link.is_with(address))
 
     def send(self, worker_id: WorkerId, message: PeerMessage) -> None:
-        """Send a message, over a link that is made if need be. `lost` is called if it may not have arrived.
+        """Send a message, over a new link if necessary. `lost` is called if it may not have arrived.
 
-        Raises PeerLost where no address of the peer is known.
+        Raises PeerLost if the peer's address is not known.
         """
         with self._lock:
             link = self._bound.get(worker_id) or self._dial(worker_id)
@@ -114,23 +103,21 @@ class PeerLinks:
             self._wake()
 
     def forget(self, nodes: Collection[str]) -> None:
-        """Forget where the workers of lost nodes listen, and end their links at once."""
+        """Forget the addresses of lost nodes' workers, and close their links at once."""
         with self._lock:
             lost = frozenset(nodes)
             gone = {worker_id for worker_id in self._addresses if worker_id.node in lost}
             for worker_id in gone:
                 del self._addresses[worker_id]
-            for link in self._links_of(gone):
-                self._drop(link)
+            self._drop_all(self._links_of(gone))
 
     def renew(self) -> None:
-        """Drop all links, for one of them may carry nothing though nobody was told of an error; others are made."""
+        """Close all links, since one may have failed without an error. New ones are made on demand."""
         with self._lock:
-            for link in list(self._links.values()):
-                self._drop(link)
+            self._drop_all(list(self._links.values()))
 
     def trim(self) -> None:
-        """End the links that have carried nothing since the last call; one that is needed again is made again."""
+        """End the links that have carried nothing since the last call. New ones are made on demand."""
         with self._lock:
             for link in list(self._bound.values()):
                 if link.is_used or not link.is_proven:
@@ -140,12 +127,12 @@ class PeerLinks:
 
     @property
     def num_links(self) -> int:
-        """How many connections there are, of strangers as well."""
+        """The number of connections, including those of strangers."""
         with self._lock:
             return len(self._links)
 
     def close(self) -> None:
-        """Listen no more, and end all links at once. The thread ends."""
+        """Stop listening, close all links at once, and end the thread."""
         with self._lock:
             self._is_closed = True
         self._wake()
@@ -158,7 +145,7 @@ class PeerLinks:
     def _dial(self, worker_id: WorkerId) -> Link:
         callee = self._addresses.get(worker_id)
         if callee is None or self._is_closed:
-            raise PeerLost(f"{worker_id} cannot be spoken to: it is not known where it listens")
+            raise PeerLost(f"{worker_id} cannot be reached: its address is not known")
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         link = self._bound[worker_id] = Link(sock, self._poll, own=self.address, callee=callee)
         self._open(link)
@@ -168,23 +155,23 @@ class PeerLinks:
         self._links[link.fd] = link
         link.open()
 
-    def _drop(self, link: Link) -> None:
-        """Close a connection."""
-        self._unbind(link)
-        if self._links.pop(link.fd, None) is not None:
-            link.close()
+    def _drop_all(self, links: Iterable[Link]) -> None:
+        for link in links:
+            self._unbind(link)
+            if self._links.pop(link.fd, None) is not None:
+                link.close()
 
     def _unbind(self, link: Link) -> None:
         if link.worker_id is not None and self._bound.get(link.worker_id) is link:
             del self._bound[link.worker_id]
 
     def _end(self, link: Link) -> None:
-        """Say the last word, and read on until the other side has said its own."""
+        """Send a LinkEnd, and continue to read until the other side has sent its own."""
         self._unbind(link)
         link.end()
 
     def _bind(self, link: Link) -> None:
-        """Speak to a peer by a link that it has made, unless there is one, or another process of its made it."""
+        """Send messages to a peer on the link that it has made, unless there is one, or an older process made it."""
         if link.worker_id is None or not link.is_proven or link.is_ending:
             return
         known = self._addresses.get(link.worker_id)
@@ -204,8 +191,7 @@ class PeerLinks:
                     self._serve(fd, events)
             self._drop_broken()
         with self._lock:
-            for link in list(self._links.values()):
-                self._drop(link)
+            self._drop_all(list(self._links.values()))
             self._listener.close()
             self._poll.close()
             os.close(self._wake_read)
@@ -222,8 +208,8 @@ class PeerLinks:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # the caller is gone, or there are no descriptors left: take a rest
-            time.sleep(_REST_S)
+        except OSError:  # the caller has hung up, or there are no descriptors left: pause
+            time.sleep(_PAUSE_S)
             return
         with self._lock:
             self._open(Link(sock, self._poll, own=self.address, until_s=time.monotonic() + _PROOF_TIMEOUT_S))
@@ -235,34 +221,30 @@ class PeerLinks:
                 return
             if events & select.EPOLLOUT:
                 link.flush()
-            heard = link.read() if events & ~select.EPOLLOUT else []
-            if any(isinstance(message, LinkEnd) for message in heard):
+            messages = link.read() if events & ~select.EPOLLOUT else []
+            if any(isinstance(message, LinkEnd) for message in messages):
                 self._end(link)
             self._bind(link)
-        for message in heard:
+        for message in messages:
             if not isinstance(message, LinkEnd):
                 assert link.worker_id is not None
                 self._handle(link.worker_id, message)
 
     def _drop_broken(self) -> None:
-        """Close the links that are broken, and say whose ends were not wanted."""
+        """Close broken links, and report those that no side has ended."""
         with self._lock:
             broken = [link for link in self._links.values() if link.is_broken]
-            for link in broken:
-                self._drop(link)
+            self._drop_all(broken)
         for link in broken:
             if link.worker_id is not None and not link.is_ending:
                 self._log.debug("has lost its link to %s", link.worker_id)
                 self._lost(link.worker_id)
 
     def _drop_strangers(self) -> float | None:
-        """Drop callers that have not proved themselves in time; returns when the next is due, in seconds from now."""
+        """Drop callers whose proof is late, and return the seconds until the next is due."""
         now_s = time.monotonic()
         with self._lock:
             strangers = [link for link in self._links.values() if link.is_stranger]  # the oldest first
-            for link in strangers[: max(0, len(strangers) - _MAX_STRANGERS)]:
-                self._drop(link)
-            for link in strangers:
-                if link.until_s <= now_s:
-                    self._drop(link)
+            self._drop_all(strangers[: max(0, len(strangers) - _MAX_STRANGERS)])
+            self._drop_all(link for link in strangers if link.until_s <= now_s)
         return min((link.until_s - now_s for link in strangers if link.until_s > now_s), default=None)

@@ -1,8 +1,8 @@
-"""How members of a group that is being formed find each other: a `torch.distributed.Store` that opens no port.
+"""How the members of a group find each other while it is formed: a `torch.distributed.Store` that opens no port.
 
-Every key is written once, by one rank, and read by ranks that can be named beforehand. So there is no server:
-a value is pushed to those who will read it, and each worker reads from its own table. A key begins with the name of its
-group: it is forgotten once the group is formed, or once a plan newer than the one that it was said under is in force.
+One rank writes each key, once, and its readers are known beforehand. So there is no server: a value is pushed to its
+readers, and each worker reads its own table. A key begins with its group's name. The table drops it once the group is
+formed, or once a plan newer than the key's is in force.
 """
 
 from __future__ import annotations
@@ -15,45 +15,40 @@ from torch._C._distributed_c10d import Store
 
 
 class RendezvousTable:
-    """All values that this worker was told, and its own."""
+    """The values of all members that this worker has received, and its own."""
 
     def __init__(self) -> None:
-        self._values: dict[str, tuple[int, bytes]] = {}
-        """With the generation under which each was said."""
-        self._oldest = 0
-        """Values of older generations are of no use to anybody."""
+        self._values: dict[str, tuple[int, bytes]] = {}  # with their generations
+        self._oldest = 0  # the oldest generation whose values are kept
         self._changed = threading.Condition()
 
     def put(self, key: str, value: bytes, *, generation: int) -> None:
-        """Note a value. Any thread may."""
+        """Store a value. Any thread may call this."""
         with self._changed:
             if generation >= self._oldest:
                 self._values[key] = generation, value
                 self._changed.notify_all()
 
-    def wait(self, keys: list[str], timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Block until all keys are there. Raises TimeoutError naming those that are not, also once `is_over`."""
+    def wait(self, keys: list[str], timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> list[bytes]:
+        """Block until all keys have values, and return these. Raises TimeoutError that names missing keys, also once
+        `is_over`."""
         with self._changed:
             self._changed.wait_for(lambda: is_over() or all(key in self._values for key in keys), timeout_s)
             if missing := [key for key in keys if key not in self._values]:
                 end = "before it was given up" if is_over() else f"within {timeout_s} s"
                 raise TimeoutError(f"no rendezvous key {', '.join(missing)} {end}")
+            return [self._values[key][1] for key in keys]
 
     def wake(self) -> None:
-        """Have those who wait see that it is over."""
+        """Have waiters check whether they are over."""
         with self._changed:
             self._changed.notify_all()
 
     def __len__(self) -> int:
         return len(self._values)
 
-    def get(self, key: str) -> bytes:
-        """Return a value that is there. Raises KeyError."""
-        with self._changed:
-            return self._values[key][1]
-
     def has(self, keys: list[str]) -> bool:
-        """Return whether all keys are there."""
+        """Return whether all keys have values."""
         with self._changed:
             return all(key in self._values for key in keys)
 
@@ -63,7 +58,7 @@ class RendezvousTable:
             self._values = {key: value for key, value in self._values.items() if _group_of(key) not in groups}
 
     def forget_before(self, generation: int) -> None:
-        """Drop what was said under older generations, and what of it still comes."""
+        """Drop the values of older generations, also those that arrive later."""
         with self._changed:
             self._oldest = generation
             self._values = {key: value for key, value in self._values.items() if value[0] >= generation}
@@ -74,33 +69,33 @@ def _group_of(key: str) -> str:
 
 
 class RendezvousStore(Store):
-    """What a process group sees of the table: the store's interface, as far as Gloo uses it."""
+    """A process group's view of the table: the part of the store's interface that Gloo uses."""
 
     def __init__(
         self,
         table: RendezvousTable,
-        tell: Callable[[str, bytes], None],
+        push: Callable[[str, bytes], None],
         timeout_s: float,
         *,
         generation: int = 0,
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`tell` has all readers of a key told its value. Waits end once `is_over`, when the table is woken."""
+        """`push` sends a key and its value to all readers. Waits end once `is_over`, when the table is woken."""
         super().__init__()
         self._table = table
-        self._tell = tell
+        self._push = push
         self._timeout_s = timeout_s
         self._generation = generation
         self._is_over = is_over
 
     def set(self, key: str, value: str | bytes) -> None:
-        told = value.encode() if isinstance(value, str) else bytes(value)
-        self._table.put(key, told, generation=self._generation)
-        self._tell(key, told)
+        raw = value.encode() if isinstance(value, str) else bytes(value)
+        self._table.put(key, raw, generation=self._generation)
+        self._push(key, raw)
 
     def get(self, key: str) -> bytes:
-        self._table.wait([key], self._timeout_s, self._is_over)
-        return self._table.get(key)
+        (value,) = self._table.wait([key], self._timeout_s, self._is_over)
+        return value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()

@@ -1,10 +1,10 @@
-"""Messages of tensors on a GPU, carried by Gloo through pinned memory of the host.
+"""Messages and sums of tensors on a GPU, which Gloo carries through pinned host memory.
 
-Gloo's sends and receives read and write a tensor's address as memory of the host, and its sums copy tensors of a GPU
-on streams that are waited for in no way that could be given up. So tensors are copied here, on streams of their own
-beside the one that computes (`CopyStreams`): a `Courier` waits for the copy on a thread of its own, since the training
-thread has to launch what is computed next, and hands it to Gloo. Nothing is kept longer than until the receiver has
-it. Everything works on the CPU's tensors too, where nothing needs it.
+Gloo's sends and receives access a tensor's address as host memory, and its sums copy a GPU's tensors on streams whose
+waits cannot be interrupted. So this module copies tensors itself, on streams separate from the computing one
+(`CopyStreams`). A `Courier` waits for each copy on its own thread, since the training thread must launch the next
+computation, and then hands the copy to Gloo. Nothing is kept longer than until the receiver has it. All of this also
+works, needlessly, for tensors on the CPU.
 """
 
 from __future__ import annotations
@@ -21,101 +21,97 @@ from torch._C._distributed_c10d import Work
 
 from .devices import DEVICE_FAILURES, start_thread
 
-_MESSAGE_PRIORITY = -1
-"""Of streams for messages: CUDA's high one."""
+_MESSAGE_PRIORITY = -1  # CUDA's high priority
 TRAFFIC_TIMEOUT_S = 24 * 3600.0
 """Upper bound for any transfer or reduction; deliberately never the first timeout to fire."""
 
 
 class Pending(Protocol):
-    """A message under way."""
+    """A message in progress."""
 
     def wait(self) -> object:
-        """Block until it is there, or its tensor may change again. Raises RuntimeError when a peer is gone."""
+        """Block until it has arrived, or its tensor may change again. Raises RuntimeError when a peer is gone."""
         ...
 
 
 class Message:
-    """A message that Gloo carries, and its tensor, which must live as long."""
+    """A message that Gloo carries, with its tensor, which must live as long."""
 
     def __init__(self, work: Work, tensor: torch.Tensor) -> None:
         self._work = work
         self._tensor = tensor
 
     def wait(self) -> object:
-        """As `Pending` says. Peers are declared lost by the control plane, never by a timeout down here.
-
-        Gloo's own is that with which its connections were made: `set_timeout` changes that of sums alone.
-        """
+        # The control plane declares peers lost, never a timeout down here. Without an argument, Gloo would use the
+        # timeout of its connections: `set_timeout` changes that of sums alone.
         return self._work.wait(timedelta(seconds=TRAFFIC_TIMEOUT_S))
 
 
 def host_room(tensor: torch.Tensor) -> torch.Tensor:
-    """Make room for a tensor's values in the host's memory, pinned if they come from or go to a GPU."""
+    """Allocate host memory for a tensor's values, pinned if the tensor is on a GPU."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 class CopyStreams:
-    """A GPU's streams for copies out of its memory, and into it: they run beside what it computes, and each other.
-
-    What is copied out must not be changed before that is done: what computes does not wait for it. Memory that is used
-    on another stream than the one it was given out for is not given out again before (`record_stream`).
-    """
+    """A GPU's streams for copies out of its memory and into it, concurrent with computation and with each other."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Torch gives out 32 streams of each priority in turn, to sums as well. With this one no message ever shares the
-        # stream of a sum, behind which it would wait for workers that may be waiting for it.
+        # Torch hands out 32 streams of each priority in turn, to sums as well. With a priority of their own, messages
+        # never share a stream with a sum, behind which they would wait for workers that may be waiting for them.
         self._outward: Any = torch.cuda.Stream(device, priority=_MESSAGE_PRIORITY)  # type: ignore[no-untyped-call]
         self._inward: Any = torch.cuda.Stream(device, priority=_MESSAGE_PRIORITY)  # type: ignore[no-untyped-call]
 
     @classmethod
     def on(cls, device: torch.device) -> CopyStreams | None:
-        """Return those of a GPU; None for a CPU."""
+        """Return the streams of a GPU, or None for a CPU."""
         return cls(device) if device.type == "cuda" else None
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Make room for what will be copied in: memory that nothing computed so far still uses."""
+        """Allocate the target of a copy in, in memory that no earlier computation still uses."""
         with torch.cuda.stream(self._inward):
             return torch.empty(shape, dtype=dtype, device=self._device)
 
     def outward(self) -> AbstractContextManager[object]:
-        """What is launched in the block comes after what was copied out, and after nothing that computes."""
+        """Within the block, order launches after copies out, and after no computation."""
         return torch.cuda.stream(self._outward)
 
     def inward(self) -> AbstractContextManager[object]:
-        """What is launched in the block comes after what was copied in, and after nothing that computes."""
+        """Within the block, order launches after copies in, and after no computation."""
         return torch.cuda.stream(self._inward)
 
     def mark(self) -> Any:
-        """Return an event of the end of what this thread has launched so far; to wait for it takes no processor."""
+        """Return an event at the end of this thread's launches so far. Waiting for it takes no processor."""
         computed: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         computed.record(torch.cuda.current_stream(self._device))
         return computed
 
     def copy_out(self, source: torch.Tensor, target: torch.Tensor) -> Any:
-        """Copy what was launched so far has computed; returns the event of its end."""
+        """Copy the result of the launches so far; return an event at the copy's end.
+
+        The source must not change before that event: computation does not wait for it.
+        """
         self._outward.wait_stream(torch.cuda.current_stream(self._device))
         copied = self._copy(self._outward, source, target)
+        # The allocator reuses memory in the order of the stream that allocated it, unless it knows of other users.
         source.record_stream(self._outward)
         return copied
 
     def copy_in(self, source: torch.Tensor, target: torch.Tensor) -> Any:
-        """Copy into a `room`; returns the event of its end, for `join`."""
+        """Copy into a `room`; return an event at the copy's end, for `join`."""
         return self._copy(self._inward, source, target)
 
     def join(self, copied: Any, target: torch.Tensor) -> None:
-        """Have what this thread launches next see what was copied in."""
-        computing = torch.cuda.current_stream(self._device)
-        computing.wait_event(copied)
+        """Order this thread's next launches after a copy in."""
+        torch.cuda.current_stream(self._device).wait_event(copied)
         self.keep(target)
 
     def keep(self, room: torch.Tensor) -> None:
-        """Have a room's memory not given out again before what this thread launches next has used it."""
+        """Delay the reuse of a room's memory until this thread's next launches have used it."""
         room.record_stream(torch.cuda.current_stream(self._device))
 
     def _copy(self, stream: Any, source: torch.Tensor, target: torch.Tensor) -> Any:
-        # Waiters sleep: a host has fewer cores than threads that wait.
+        # Waiters sleep, since a host has fewer cores than waiting threads.
         copied: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream), torch.no_grad():
             target.copy_(source, non_blocking=True)
@@ -124,9 +120,9 @@ class CopyStreams:
 
 
 class DeviceSave:
-    """Copies of a GPU's state into memory of the host that is there to stay, beside what the GPU computes.
+    """Copies of a GPU's state into permanent host memory, concurrent with the GPU's computation.
 
-    The state must not change meanwhile. One thread marks, another does the rest.
+    The state must not change meanwhile. One thread calls `mark`, another the rest.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -137,29 +133,27 @@ class DeviceSave:
 
     @classmethod
     def on(cls, device: torch.device) -> DeviceSave | None:
-        """Return that of a GPU; None for a CPU."""
+        """Return the copies of a GPU's state, or None for a CPU."""
         return cls(device) if device.type == "cuda" else None
 
     def mark(self) -> None:
-        """Say that the state is as it is to be saved once what this thread launched so far is computed."""
+        """Declare that the state to save is the result of this thread's launches so far."""
         self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._ready.record(torch.cuda.current_stream(self._device))
 
     def pin(self, targets: Iterable[torch.Tensor]) -> None:
-        """Pin memory that will be copied to, in place of what was pinned before.
-
-        Where CUDA refuses, copies are slower and nothing else: memory that may be locked has a limit (`ulimit -l`).
-        """
+        """Pin the targets of later copies, and unpin those of the previous call."""
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         for address in self._pinned:
             runtime.cudaHostUnregister(address)
         self._pinned = []
         for target in targets:
+            # A refusal only makes copies slower: locked memory has a limit (`ulimit -l`).
             if int(runtime.cudaHostRegister(target.data_ptr(), target.nbytes, 0)) == 0:
                 self._pinned.append(target.data_ptr())
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Copy what was marked, and block until it is there."""
+        """Copy the marked state, and block until the copy is complete."""
         copied: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._stream.wait_event(self._ready)
         with torch.cuda.stream(self._stream):
@@ -169,10 +163,10 @@ class DeviceSave:
 
 
 class HostCopy:
-    """The values of a tensor in the host's memory, as they are at this point of the stream that computes them."""
+    """A copy of a tensor's values in host memory, taken at this point of the computing stream."""
 
     def __init__(self, tensor: torch.Tensor, streams: CopyStreams | None = None) -> None:
-        """Without `streams` the copy is made in the order of the stream that computes: for what may change at once."""
+        """Without `streams`, copy on the computing stream itself, for tensors that may change at once."""
         self.tensor = host_room(tensor)
         self._copied: Any = None
         if streams is not None:
@@ -185,16 +179,16 @@ class HostCopy:
             self._copied.record(torch.cuda.current_stream(tensor.device))
 
     def wait(self) -> torch.Tensor:
-        """Block until the values are there, and return them."""
+        """Block until the copy is complete, and return it."""
         if self._copied is not None:
             self._copied.synchronize()
         return self.tensor
 
 
 class Posting:
-    """A message that is posted as soon as it is in the host's memory, and kept until it was sent.
+    """A message that is posted as soon as its copy is in host memory, and kept until it was sent.
 
-    One thread calls `run`, and another `sweep`: a send that its receiver does not take yet holds up no other.
+    One thread calls `run` and another `sweep`, so that a send whose receiver is slow does not delay others.
     """
 
     def __init__(self, copy: HostCopy, post: Callable[[torch.Tensor], Pending]) -> None:
@@ -205,7 +199,7 @@ class Posting:
         self._posted = threading.Event()
 
     def run(self) -> None:
-        """Post it; what fails is raised where it is waited for."""
+        """Post it. `wait` raises the failure, if any."""
         try:
             self._work = self._post(self._copy.wait())
         except RuntimeError as error:
@@ -213,13 +207,13 @@ class Posting:
         self._posted.set()
 
     def sweep(self) -> None:
-        """Let go of it once it was sent, or never will be. A device's own failure is raised."""
+        """Release it once it was sent, or never will be. Raises a failure of the device itself."""
         try:
             self.wait()
         except DEVICE_FAILURES:
             raise
         except RuntimeError:
-            pass  # of a peer that is lost: who waits for it is told by something else
+            pass  # a peer is lost, which the threads that wait for it learn by other means
 
     def wait(self) -> object:
         """Block until it was sent. Raises RuntimeError."""
@@ -231,12 +225,12 @@ class Posting:
 
 
 class StagedReceive:
-    """A message that is received in the host's memory, and copied to where it belongs once it is waited for."""
+    """A message that Gloo receives in host memory, and that `wait` copies to its target."""
 
     def __init__(
         self, target: torch.Tensor, post: Callable[[torch.Tensor], Pending], streams: CopyStreams | None = None
     ) -> None:
-        """With `streams`, the target is a room of theirs."""
+        """With `streams`, the target is one of their rooms."""
         self._target = target
         self._streams = streams
         self._copied: Any = None
@@ -244,7 +238,7 @@ class StagedReceive:
         self._work = post(self._room)
 
     def wait(self) -> object:
-        """Block until it is there and on its way to the device. Who uses it calls `join` first."""
+        """Block until it has arrived and is being copied. A thread that uses it must call `join` first."""
         outcome = self._work.wait()
         if self._streams is not None:
             self._copied = self._streams.copy_in(self._room, self._target)
@@ -254,27 +248,83 @@ class StagedReceive:
         return outcome
 
     def join(self) -> None:
-        """Have what this thread launches next see it."""
+        """Make it visible to this thread's next launches."""
         if self._streams is not None:
             self._streams.join(self._copied, self._target)
 
 
 class Courier:
-    """A thread that posts a group's messages one after the other, in the order in which they were handed over."""
+    """A thread that runs tasks one after the other, in the order of `take`."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         start_thread(self._run, name=name, device=device)
 
     def take(self, task: Callable[[], None]) -> None:
-        """Run a task after those that were taken before; it reports its failures itself."""
+        """Queue a task, which must handle its own failures."""
         self._tasks.put(task)
 
     def close(self) -> None:
-        """Take nothing more; the thread ends with what it has."""
+        """End the thread after the tasks queued so far."""
         self._tasks.put(None)
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
-            del task  # what it has sent, while the next is waited for
+            del task  # it holds the tensor that it has sent, which must not outlive it while this waits for the next
+
+
+class GlooSum:
+    """A sum of a tensor in host memory."""
+
+    poll_s = None
+
+    def __init__(self, work: Work, announce: Callable[[], None]) -> None:
+        self._future = work.get_future()
+        self._future.add_done_callback(lambda _: announce())
+
+    def is_done(self) -> bool:
+        return self._future.done()
+
+    def conclude(self) -> None:
+        self._future.value()
+
+
+class StagedSum:
+    """A sum of a tensor on a device, through host memory. One courier posts sums in their order."""
+
+    poll_s = None
+
+    def __init__(
+        self,
+        copy: HostCopy,
+        tensor: torch.Tensor,
+        courier: Courier,
+        post: Callable[[torch.Tensor], Work],
+        announce: Callable[[], None],
+    ) -> None:
+        self._tensor = tensor
+        self._copy = copy
+        self._post = post
+        self._announce = announce
+        self._sum: GlooSum | None = None
+        self._failure: RuntimeError | None = None
+        courier.take(self._run)
+
+    def is_done(self) -> bool:
+        return self._failure is not None or (self._sum is not None and self._sum.is_done())
+
+    def conclude(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        assert self._sum is not None
+        self._sum.conclude()
+        with torch.no_grad():
+            self._tensor.copy_(self._copy.tensor, non_blocking=True)
+
+    def _run(self) -> None:
+        try:
+            self._sum = GlooSum(self._post(self._copy.wait()), self._announce)
+        except RuntimeError as error:
+            self._failure = error
+        self._announce()  # the sum may have completed before `is_done` could see that it was posted

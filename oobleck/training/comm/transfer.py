@@ -1,11 +1,11 @@
-"""Layers that change hands: their state sent from those who hold it to those who lack it, chunk by chunk.
+"""Transfers of layers: their state travels in chunks from the workers that hold it to those that lack it.
 
-A layer's state is a sequence of tensors, the same on all sides, and counts as one row of elements. Chunks are copied
-out of the source's own tensors and into the target's new ones, a few at a time, so that neither needs memory for more
-than the layers that it receives and `WINDOW_BYTES` on either way. All chunks of an exchange are numbered in an order
-that alternates between sources; all sends and receives in that order, so the lowest chunk that is not there
-yet is always under way, whatever the windows are. A worker knows its own transfers alone, in the order of all of them;
-chunks are numbered for each pair, which is a group of its own.
+A layer's state is a sequence of tensors, equal on all sides, treated as one row of elements. A few chunks at a time are
+copied out of the source's tensors and into the target's new ones, so that a worker needs memory only for the layers
+that it receives and `WINDOW_BYTES` in each direction. The chunks of an exchange have one order, which alternates
+between sources. All workers send and receive in that order, so the lowest outstanding chunk is always in progress,
+whatever the windows are. A worker knows its own transfers only, in the global order. Each pair of workers is a group,
+and numbers its own chunks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import accumulate
+from itertools import accumulate, chain, zip_longest
 
 import torch
 
@@ -27,10 +27,8 @@ from .group import Group
 from .staging import Pending
 from .waiter import Waiter
 
-CHUNK_BYTES = 16 << 20
-"""Size of one message."""
-WINDOW_BYTES = 64 << 20
-"""What is sent, or received, at once by one worker."""
+CHUNK_BYTES = 16 << 20  # the size of one message
+WINDOW_BYTES = 64 << 20  # what one worker sends, or receives, at a time
 _PROGRESS_INTERVAL_S = 0.5
 
 LayerState = tuple[torch.Tensor, ...]
@@ -44,8 +42,7 @@ class Chunk:
     transfer: LayerTransfer
     first: int
     stop: int
-    tag: int
-    """Counts the chunks from its source to its target."""
+    tag: int  # its number among those from its source to its target
 
 
 def exchange_layers(
@@ -62,12 +59,12 @@ def exchange_layers(
     interrupted: Callable[[], bool],
     chunk_bytes: int = CHUNK_BYTES,
 ) -> dict[int, LayerState]:
-    """Send what others lack, receive what this worker lacks; return the received layers' states.
+    """Send the layers that others lack, receive those that this worker lacks, and return the received states.
 
-    `transfers` has at least those of this worker, in the same order everywhere; `group_of` one of them is its pair's.
-    `state_of(layer)` is the state of a layer held here, `empty_state(layer)` makes room for one that is not, and
-    `size_of(layer)` is the number of elements of either. `on_progress(received, all)` receives bytes every half second,
-    by a helper thread. Raises Interrupted or PeerLost, with nothing of the own layers touched.
+    `transfers` contains at least this worker's, in the same order everywhere; `group_of(transfer)` is its pair's group.
+    `state_of(layer)` is the state of a layer held here, `empty_state(layer)` allocates one that is not, and
+    `size_of(layer)` is the number of elements of either. A helper thread calls `on_progress(received, total)` with
+    bytes every half second. Raises Interrupted or PeerLost, and leaves this worker's own layers untouched.
     """
     chunks = cut_into_chunks(transfers, size_of, chunk_bytes // element_bytes)
     outgoing = [chunk for chunk in chunks if chunk.transfer.source == worker_id]
@@ -80,7 +77,7 @@ def exchange_layers(
     waiter.call_all(
         [
             lambda: _send(group_of, outgoing, held),
-            lambda: _receive(group_of, incoming, rows, _Progress(incoming, element_bytes, on_progress)),
+            lambda: _receive(group_of, incoming, rows, element_bytes, on_progress),
         ],
         interrupted,
         {chunk.transfer.source for chunk in incoming} | {chunk.transfer.target for chunk in outgoing},
@@ -89,7 +86,7 @@ def exchange_layers(
 
 
 def fill_state(state: LayerState, row: torch.Tensor) -> LayerState:
-    """Set a layer's tensors from one row of all their elements; returns them."""
+    """Fill a layer's tensors from one row of all their elements, and return them."""
     for tensor, values in zip(state, torch.split(row, [tensor.numel() for tensor in state]), strict=True):
         tensor.copy_(values.view(tensor.shape))
     return state
@@ -98,18 +95,16 @@ def fill_state(state: LayerState, row: torch.Tensor) -> LayerState:
 def cut_into_chunks(
     transfers: Sequence[LayerTransfer], size_of: Callable[[int], int], max_elements: int
 ) -> list[Chunk]:
-    """Cut and number the messages of an exchange: one of each transfer in turn."""
-    turns: list[list[tuple[LayerTransfer, int, int]]] = []
+    """Cut and number the messages of an exchange, taking one from each transfer in turn."""
+    pieces: list[list[tuple[LayerTransfer, int, int]]] = []
     for item in transfers:
         size = size_of(item.layer)
         start, end = size * item.part // item.num_parts, size * (item.part + 1) // item.num_parts
-        for turn, first in enumerate(range(start, end, max_elements)):
-            if turn == len(turns):
-                turns.append([])
-            turns[turn].append((item, first, min(first + max_elements, end)))
+        firsts = range(start, end, max_elements)
+        pieces.append([(item, first, min(first + max_elements, end)) for first in firsts])
     chunks: list[Chunk] = []
     sent: Counter[tuple[WorkerId, WorkerId]] = Counter()
-    for item, first, stop in (each for turn in turns for each in turn):
+    for item, first, stop in filter(None, chain.from_iterable(zip_longest(*pieces))):
         chunks.append(Chunk(item, first, stop, sent[item.source, item.target]))
         sent[item.source, item.target] += 1
     return chunks
@@ -128,26 +123,25 @@ class _Row:
         self._dtype = reduce(torch.promote_types, (tensor.dtype for tensor in state))
 
     def read(self, first: int, stop: int) -> torch.Tensor:
-        """Return elements [first, stop): a part of one tensor as it is, several tensors' as a copy."""
+        """Return elements [first, stop): a view if they are of one tensor, else a copy."""
         pieces = self._pieces(first, stop)
         return pieces[0] if len(pieces) == 1 else torch.cat([piece.to(self._dtype) for piece in pieces])
 
     def room_for(self, first: int, stop: int) -> torch.Tensor:
-        """Return where elements [first, stop) can be received: in place if they are of one tensor."""
+        """Return a buffer for receiving elements [first, stop): in place if they are of one tensor."""
         pieces = self._pieces(first, stop)
         if len(pieces) == 1:
             return pieces[0]
         return torch.empty(stop - first, dtype=self._dtype, device=pieces[0].device)
 
     def put(self, first: int, stop: int, received: torch.Tensor) -> None:
-        """Take in what was received in the room for it."""
+        """Store the elements received in the buffer of `room_for`."""
         pieces = self._pieces(first, stop)
         if len(pieces) > 1:
             for piece, values in zip(pieces, torch.split(received, [piece.numel() for piece in pieces]), strict=True):
                 piece.copy_(values)
 
     def _pieces(self, first: int, stop: int) -> list[torch.Tensor]:
-        """The parts of tensors that elements [first, stop) are made of."""
         index = bisect_right(self._starts, first) - 1
         pieces = []
         while first < stop:
@@ -159,25 +153,7 @@ class _Row:
         return pieces
 
 
-class _Progress:
-    """Reports how much has arrived, now and then."""
-
-    def __init__(self, chunks: Sequence[Chunk], element_bytes: int, tell: Callable[[int, int], None]) -> None:
-        self._total = element_bytes * sum(chunk.stop - chunk.first for chunk in chunks)
-        self._element_bytes = element_bytes
-        self._tell = tell
-        self._received = 0
-        self._told_s = time.monotonic()
-
-    def note(self, elements: int) -> None:
-        self._received += elements * self._element_bytes
-        if time.monotonic() - self._told_s >= _PROGRESS_INTERVAL_S:
-            self._told_s = time.monotonic()
-            self._tell(self._received, self._total)
-
-
 def _send(group_of: Callable[[LayerTransfer], Group], chunks: Sequence[Chunk], rows: Mapping[int, _Row]) -> None:
-    """Send chunks in order, a window of them at a time."""
     posted: deque[tuple[Pending, torch.Tensor]] = deque()
     for chunk in chunks:
         if len(posted) >= WINDOW_BYTES // CHUNK_BYTES:
@@ -193,16 +169,23 @@ def _receive(
     group_of: Callable[[LayerTransfer], Group],
     chunks: Sequence[Chunk],
     rows: Mapping[int, _Row],
-    progress: _Progress,
+    element_bytes: int,
+    on_progress: Callable[[int, int], None],
 ) -> None:
-    """Receive chunks in order, a window of them at a time."""
     posted: deque[tuple[Chunk, Pending, torch.Tensor]] = deque()
+    total = element_bytes * sum(chunk.stop - chunk.first for chunk in chunks)
+    received = 0
+    reported_s = time.monotonic()
 
     def take_oldest() -> None:
+        nonlocal received, reported_s
         chunk, work, tensor = posted.popleft()
         _wait(work)
         rows[chunk.transfer.layer].put(chunk.first, chunk.stop, tensor)
-        progress.note(tensor.numel())
+        received += tensor.numel() * element_bytes
+        if time.monotonic() - reported_s >= _PROGRESS_INTERVAL_S:
+            reported_s = time.monotonic()
+            on_progress(received, total)
 
     for chunk in chunks:
         if len(posted) >= WINDOW_BYTES // CHUNK_BYTES:

@@ -1,6 +1,6 @@
-"""Data: text, tokens, records and samples, from wherever they lie, as batches.
+"""Data: text, tokens, records and samples from all kinds of sources, as batches.
 
-What needs torch is loaded when it is first asked for: text is tokenized by a process without it.
+Names that need torch are loaded on their first use, since a process without torch tokenizes text.
 """
 
 from __future__ import annotations

@@ -1,46 +1,52 @@
-"""What flows into a model: named tensors, and the labels to predict."""
+"""Batches for a model: named tensors and the labels to predict, and the masking of masked language models.
+
+Masking follows Devlin et al., "BERT", NAACL 2019, section 3.1: of the chosen tokens, 80 % become the mask token, 10 %
+another token, and 10 % stay. We differ in one point: all samples of a length have exactly the same number of chosen
+tokens. The choice depends on (seed, step, sample) alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from oobleck.training.randomness import derive_seed
+
 IGNORED_LABEL = -100
-"""A label that is not to be predicted, as transformers marks it."""
+"""The label of a position that is not to be predicted, as in transformers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """Samples side by side.
 
-    `labels` are not shifted: in causal language modelling, position i of a sample is predicted from the positions
-    before it, which is the model's own business, so labels usually are the input itself. In masked language modelling
-    they are what was there before some of the input was masked.
+    `labels` are not shifted. In causal language modelling the model itself predicts position i from the positions
+    before it, so labels usually equal the input. In masked language modelling they are the input before masking.
     """
 
     input_ids: torch.Tensor
     """[batch, length], int64."""
     labels: torch.Tensor
-    """[batch, length], int64; [batch] where a whole sample has one."""
+    """[batch, length], int64; or [batch] for whole samples."""
     others: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """What else the model's forward is to be given, by its names: masks, positions, types. [batch, …]"""
+    """Further arguments of the model's forward, keyed by name: masks, positions, types; [batch, …]."""
     is_causal: bool = True
-    """Whether each sample's first label predicts nothing, as the model shifts labels."""
+    """Whether the model shifts labels, so that each sample's first label predicts nothing."""
     counted: int | None = None
-    """`num_items`, where it is known already."""
+    """`num_items`, if already known."""
 
     @property
     def num_items(self) -> int:
-        """Labels that count: all unless ignored, but for each sample's first if causal. May wait for the device."""
+        """The number of labels that count: not ignored, and if causal not a sample's first. May wait for the device."""
         if self.counted is not None:
             return self.counted
         labels = self.labels[:, 1:] if self.is_causal else self.labels
         return int((labels != IGNORED_LABEL).sum())
 
     def to(self, device: torch.device) -> Batch:
-        """Return the batch on `device`, itself if it is there."""
+        """Return the batch on `device`."""
         return Batch(
             input_ids=self.input_ids.to(device, non_blocking=True),
             labels=self.labels.to(device, non_blocking=True),
@@ -48,3 +54,35 @@ class Batch:
             is_causal=self.is_causal,
             counted=self.num_items,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Masking:
+    """How samples are masked."""
+
+    seed: int
+    probability: float
+    mask_id: int
+    vocab_size: int
+    """The number of tokens from which random replacements are drawn."""
+
+    def num_masked(self, sequence_length: int) -> int:
+        """Return the number of predicted tokens in each sample."""
+        return max(1, round(self.probability * sequence_length))
+
+    def masked(
+        self, samples: torch.Tensor, indices: Sequence[int], step: int, *, eligible: torch.Tensor | None = None
+    ) -> Batch:
+        """Mask samples [batch, length] with the numbers `indices` for a step, choosing among `eligible` tokens only."""
+        inputs, labels = samples.clone(), torch.full_like(samples, IGNORED_LABEL)
+        for row, index in enumerate(indices):
+            tokens = torch.arange(samples.shape[1]) if eligible is None else eligible[row].nonzero()[:, 0]
+            count = min(len(tokens), self.num_masked(len(tokens)))
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, "mask", step, index))
+            chosen = tokens[torch.randperm(len(tokens), generator=generator)[:count]]
+            fate = torch.rand(count, generator=generator)
+            others = torch.randint(0, self.vocab_size, (count,), generator=generator)
+            labels[row, chosen] = samples[row, chosen]
+            stays = torch.where(fate < 0.9, others, samples[row, chosen])
+            inputs[row, chosen] = torch.where(fate < 0.8, torch.full_like(others, self.mask_id), stays)
+        return Batch(input_ids=inputs, labels=labels, is_causal=False)

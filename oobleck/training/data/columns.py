@@ -1,6 +1,6 @@
-"""Columns that say more of a sample than its tokens, where nothing takes them.
+"""Columns that say more about a sample than its tokens, where no part of a model takes them.
 
-What such a column says is refused by its name, and never dropped in silence, unless it says only what holds without it.
+Such a column is an error that names it, unless it only states the default. It is never dropped silently.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ import numpy.typing as npt
 
 _Array = npt.NDArray[Any]
 
-_SAYS_NOTHING: Mapping[str, Callable[[_Array, _Array], bool]] = {
+_STATES_DEFAULT: Mapping[str, Callable[[_Array, _Array], bool]] = {
     "attention_mask": lambda _, values: bool(np.all(values == 1)),
     "token_type_ids": lambda _, values: bool(np.all(values == 0)),
     "position_ids": lambda tokens, values: np.array_equal(values, np.arange(len(tokens))),
 }
-"""(tokens, values) -> whether a column says only what holds without it."""
 _OF_TOKENS = frozenset(
     {
-        *_SAYS_NOTHING,
+        *_STATES_DEFAULT,
         "labels",
         "label",
         "label_ids",
@@ -38,16 +37,16 @@ _OF_TOKENS = frozenset(
 )
 
 
-def says_nothing(name: str, tokens: _Array, values: _Array) -> bool:
-    """Whether a column that a model does not take says only what holds without it."""
-    rule = _SAYS_NOTHING.get(name)
+def states_default(name: str, tokens: _Array, values: _Array) -> bool:
+    """Return whether a column that a model does not take only states what holds without it."""
+    rule = _STATES_DEFAULT.get(name)
     return rule is not None and values.shape == tokens.shape and rule(tokens, values)
 
 
 def problem_with_columns(names: Iterable[str], *, holds_list: Callable[[str], bool]) -> str | None:
-    """Say what is wrong with the columns beside a text; None where nothing is.
+    """Return what is wrong with the columns next to a text, or None.
 
-    The label of a whole text is of no concern to a language model; one for each token is.
+    A language model does not need the label of a whole text, but it needs one for each token.
     """
     for name in names:
         if name in _OF_TOKENS and holds_list(name):

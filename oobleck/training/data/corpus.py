@@ -1,10 +1,10 @@
-"""The text as tokens in a file, made once a machine, without torch.
+"""A text's tokens in a file, made once per machine, without torch.
 
-Documents are strung together with an end-of-text token between them and cut into samples of `sequence_length`
-tokens; what is left at the end is dropped. All processes of a machine map the file into memory. It is found by
-a digest of everything that it is made from, so a change of the text makes a new one.
+Documents are concatenated with an end-of-text token after each, and cut into samples of `sequence_length` tokens; the
+remainder is dropped. All processes of a machine map the file into memory. A digest of all its inputs identifies it, so
+a change of the text makes a new file.
 
-That torch is not needed lets a machine make the file while its workers are still importing it:
+Without torch, a machine can make the file while its workers still import torch:
 `python -m oobleck.training.data.corpus CACHE_DIR JSON`, with the fields of a `DataSpec` as a JSON object.
 """
 
@@ -31,22 +31,14 @@ from oobleck.errors import ConfigError, ResourceLost
 from oobleck.host.writing import write_in_place
 from oobleck.job import DataSpec
 
+from . import tokenizer as tokenizing
 from .text import read_documents
 from .token_files import holds_tokens
-from .tokenizer import (
-    encode_documents,
-    encode_whole,
-    load_tokenizer,
-    mask_token_id,
-    tokenizer_file,
-    train_tokenizer,
-)
 
 Samples = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 """[samples, length]"""
 
-_FORMAT = 1
-"""Raised whenever equal text would give other tokens than before."""
+_FORMAT = 1  # to be raised when equal text gives different tokens
 _LOCK_TIMEOUT_S = 600.0
 _LOCK_POLL_S = 0.02
 _TOKENS, _TOKENIZER, _MANIFEST = "tokens.npy", "tokenizer.json", "manifest.json"
@@ -54,10 +46,9 @@ _TOKENS, _TOKENIZER, _MANIFEST = "tokens.npy", "tokenizer.json", "manifest.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Tokens of all samples. Equal digests mean equal samples."""
+    """The tokens of all samples, mapped from a file. Equal digests mean equal samples."""
 
     samples: Samples
-    """Mapped from a file."""
     digest: str
     vocab_size: int
     tokenizer_path: Path
@@ -72,8 +63,8 @@ class Corpus:
 
     @property
     def mask_id(self) -> int | None:
-        """The token that stands for a masked one, where the tokenizer has one."""
-        return mask_token_id(Tokenizer.from_file(str(self.tokenizer_path)))
+        """The mask token, if the tokenizer has one."""
+        return tokenizing.mask_token_id(Tokenizer.from_file(str(self.tokenizer_path)))
 
     def rows(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
         """Return samples by index, [indices, length]."""
@@ -81,13 +72,11 @@ class Corpus:
 
 
 def prepare_corpus(data: DataSpec, *, cache_dir: Path) -> Corpus:
-    """Return the corpus that `data` describes, made now unless `cache_dir` has it.
+    """Return the corpus that `data` describes, and make it unless `cache_dir` has it. Blocks.
 
-    Blocks. Of several processes that ask at once one does the work and the others wait for it, 600 s at most.
-
-    Raises:
-        ConfigError: the text cannot be read, or is too short for one sample.
-        ResourceLost: another process has held the lock for too long, or the disk refuses what is made.
+    If several processes call this at once, one does the work and the others wait for it, 600 s at most. Raises
+    ConfigError if the text cannot be read or is too short for one sample, and ResourceLost if another process has held
+    the lock for too long or the disk refuses the files.
     """
     documents = read_documents(data)
     directory = cache_dir / _key(data, documents)
@@ -103,7 +92,7 @@ def prepare_corpus(data: DataSpec, *, cache_dir: Path) -> Corpus:
 
 def _key(data: DataSpec, documents: Sequence[str]) -> str:
     digest = hashlib.blake2b(digest_size=12)
-    own = None if data.tokenizer is None else tokenizer_file(data.tokenizer).read_bytes()
+    own = None if data.tokenizer is None else tokenizing.tokenizer_file(data.tokenizer).read_bytes()
     size = data.vocab_size if own is None else None
     digest.update(repr((_FORMAT, tokenizers.__version__, data.sequence_length, size)).encode())
     digest.update(own or b"")
@@ -115,26 +104,27 @@ def _key(data: DataSpec, documents: Sequence[str]) -> str:
 
 
 def _make(data: DataSpec, documents: Sequence[str], directory: Path) -> None:
-    """Write tokens and tokenizer beside their place, then move them there whole."""
+    """Write tokens and tokenizer next to `directory`, then move them there together."""
     if data.tokenizer is None:
-        tokenizer = train_tokenizer(documents, vocab_size=data.vocab_size)
-        tokens = encode_documents(tokenizer, documents)
+        tokenizer = tokenizing.train_tokenizer(documents, vocab_size=data.vocab_size)
+        tokens = tokenizing.encode_documents(tokenizer, documents)
     else:
-        tokenizer, end = load_tokenizer(data.tokenizer)
-        tokens = encode_whole(tokenizer, documents, end_id=end)
+        tokenizer, end = tokenizing.load_tokenizer(data.tokenizer)
+        tokens = tokenizing.encode_whole(tokenizer, documents, end_id=end)
     num_samples = len(tokens) // data.sequence_length
     if not num_samples:
         raise ConfigError(
             f"data: the text has {len(tokens)} tokens, which is not one sample of {data.sequence_length}; "
             "give more text, or lower data.sequence_length"
         )
-    samples = _pack(tokens[: num_samples * data.sequence_length], vocab_size=tokenizer.get_vocab_size())
-    samples = samples.reshape(num_samples, data.sequence_length)
-    manifest = {"digest": samples_digest(samples), "vocab_size": tokenizer.get_vocab_size()}
+    vocab_size = tokenizer.get_vocab_size()
+    rows = tokens[: num_samples * data.sequence_length].reshape(num_samples, data.sequence_length)
+    samples: Samples = rows.astype(np.uint16) if vocab_size <= 1 << 16 else rows.astype(np.uint32)
+    manifest = {"digest": samples_digest(samples), "vocab_size": vocab_size}
 
     unfinished = directory.with_suffix(f".{os.getpid()}")
     try:
-        unfinished.mkdir(exist_ok=True)  # a process that was killed may have had this id
+        unfinished.mkdir(exist_ok=True)  # a killed process may have had the same id
         np.save(unfinished / _TOKENS, samples)
         write_in_place(unfinished / _TOKENIZER, tokenizer.to_str(pretty=True))
         write_in_place(unfinished / _MANIFEST, json.dumps(manifest))
@@ -146,13 +136,8 @@ def _make(data: DataSpec, documents: Sequence[str], directory: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _pack(tokens: npt.NDArray[np.int64], *, vocab_size: int) -> Samples:
-    """Store tokens in as few bytes as the vocabulary allows."""
-    return tokens.astype(np.uint16) if vocab_size <= 1 << 16 else tokens.astype(np.uint32)
-
-
 def _load(directory: Path) -> Corpus | None:
-    """Return what the cache has, or None if there is nothing or it is damaged."""
+    """Return the cached corpus, or None if it is missing or damaged."""
     try:
         manifest = json.loads((directory / _MANIFEST).read_text())
         tokens = np.load(directory / _TOKENS, mmap_mode="r", allow_pickle=False)
@@ -169,7 +154,7 @@ def _load(directory: Path) -> Corpus | None:
 
 
 def samples_digest(samples: Samples) -> str:
-    """Digest samples themselves, so that nodes which made them in different ways can be compared."""
+    """Digest the samples themselves, so that nodes that made them in different ways can be compared."""
     digest = hashlib.blake2b(f"{samples.shape}".encode(), digest_size=16)
     digest.update(np.ascontiguousarray(samples, dtype="<u4").data)
     return digest.hexdigest()
@@ -177,22 +162,19 @@ def samples_digest(samples: Samples) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file. The kernel lets go of it when the process dies."""
+    """Hold an exclusive lock on a file, which the kernel releases when the process dies."""
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
     with path.open("w") as file:
-        while not _try_lock(file.fileno()):
-            if time.monotonic() > deadline:
-                raise ResourceLost(f"{path} has been locked by another process for {_LOCK_TIMEOUT_S:.0f} s")
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    problem = f"{path} has been locked by another process for {_LOCK_TIMEOUT_S:.0f} s"
+                    raise ResourceLost(problem) from None
             time.sleep(_LOCK_POLL_S)
         yield
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -1,76 +1,50 @@
 """The data to train on: samples by index, as tensors.
 
-Some samples may be kept for evaluation: which ones depends on their number alone, so that they are the same whatever
-the seed, the nodes, and the run that continues from a checkpoint.
+Some samples may be held out for evaluation. The choice depends on the number of samples alone, so it is the same for
+every seed, every set of nodes, and every run that resumes from a checkpoint.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from oobleck.errors import ConfigError
 from oobleck.job import DataSpec
 
-from .batches import IGNORED_LABEL, Batch
-from .corpus import prepare_corpus
-from .masking import Masking
+from .batches import IGNORED_LABEL, Batch, Masking
+from .corpus import Corpus, prepare_corpus
 from .records import NO_SAMPLE, Records
 from .samples import ModelInputs, Sample, side_by_side
 from .sampling import permuted, samples_of_step
 from .script_data import CollatedSamples, ScriptSamples
 from .script_stream import ScriptStream
-from .shard_scanner import SurveyedShards
-from .shard_source import ShardSource
+from .shard_readers import ShardSet, ShardSource
 from .text import open_table
-from .token_files import holds_tokens, open_token_files
+from .token_files import TokenFiles, holds_tokens
 from .tuning_rows import TuningRows
 
 _SPLIT = -1
-"""The epoch, which no training has, whose permutation says which samples are kept for evaluation."""
+"""An epoch that no training has. Its permutation chooses the samples for evaluation."""
 
 
-class Source(Protocol):
-    """Where samples come from, rows of tokens. Equal digests mean equal samples."""
-
-    @property
-    def digest(self) -> str: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def mask_id(self) -> int | None:
-        """The token that stands for a masked one; None where there is none among the `vocab_size`."""
-        ...
-
-    @property
-    def num_samples(self) -> int: ...
-
-    @property
-    def sequence_length(self) -> int: ...
-
-    def rows(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return samples by index, [indices, length]."""
-        ...
+Source = Corpus | TokenFiles | ShardSource
+"""A source of samples that are rows of tokens."""
 
 
 class StepOrder(Protocol):
-    """Which samples each step takes, where numbers alone do not say so. Steps count from 1, epochs from 0."""
+    """An order of samples that does not follow from their numbers. Steps count from 1, epochs from 0."""
 
     def __call__(self, step: int) -> Sequence[int]:
-        """Return the numbers of a step's samples, in their order; the last step of an epoch may have fewer."""
+        """Return the numbers of a step's samples, in order; the last step of an epoch may have fewer."""
         ...
 
     def epoch_of(self, step: int) -> tuple[int, int]:
-        """Return the epoch that a step belongs to, and its number in it, from 0."""
+        """Return a step's epoch, and the step's number in it, from 0."""
         ...
 
     def first_step(self, epoch: int) -> int:
@@ -89,11 +63,10 @@ class Dataset:
     source: Source | ScriptSamples | ScriptStream | TuningRows | CollatedSamples
     masking: Masking | None = None
     inputs: ModelInputs = field(default_factory=ModelInputs)
-    """What the model takes."""
     part: range | None = None
-    """Positions in the split's permutation of the source's samples; None for all samples in their own order."""
+    """Positions in the split's permutation of the source's samples; None means all samples in their own order."""
     order: StepOrder | None = None
-    """Which samples a step takes; None: as `samples_of_step` says."""
+    """The samples of each step; None means those of `samples_of_step`."""
 
     @property
     def digest(self) -> str:
@@ -101,18 +74,18 @@ class Dataset:
 
     @property
     def vocab_size(self) -> int:
-        """Of the tokenizer, which has fewer tokens than were asked for if the text is short; with a mask token."""
+        """The number of tokens, with a mask token; fewer than the job asks for if a short text yields fewer."""
         size = self.source.vocab_size
         return size + (self.masking is not None and self.masking.mask_id == size)
 
     @property
     def records(self) -> Records | None:
-        """Says which samples a step takes; None where that follows from their numbers."""
+        """The table of each step's samples; None if they follow from their numbers."""
         return self.source.records if isinstance(self.source, ShardSource | ScriptStream) else None
 
     @property
-    def shards(self) -> SurveyedShards | None:
-        """What the records of `records` lie in, for a thread of its own to look into."""
+    def shards(self) -> ShardSet | ScriptStream | None:
+        """The shards of `records`, for another thread to survey."""
         return self.source.reopened() if isinstance(self.source, ShardSource | ScriptStream) else None
 
     @property
@@ -125,8 +98,7 @@ class Dataset:
 
     @property
     def items_per_sample(self) -> int:
-        """Tokens of a sample that are predicted, as far as that is known beforehand: all but the first, or those that
-        are masked."""
+        """The number of predicted tokens in a sample, as far as it is known beforehand."""
         if self.masking is not None:
             return self.masking.num_masked(self.sequence_length)
         match self.inputs.task:
@@ -139,18 +111,18 @@ class Dataset:
 
     @property
     def fills_up(self) -> bool:
-        """Whether a batch may have samples that are none (`NO_SAMPLE`)."""
+        """Whether a batch may contain `NO_SAMPLE`."""
         return isinstance(self.source, CollatedSamples)
 
     def samples_of_step(self, seed: int, step: int, batch: int) -> tuple[int, ...]:
-        """Return the numbers of a step's samples, `batch` with what stands for none. Steps count from 1."""
+        """Return the numbers of a step's samples, filled up to `batch` with `NO_SAMPLE`. Steps count from 1."""
         if self.order is None:
             return samples_of_step(seed, step, batch, self.num_samples)
         numbers = tuple(self.order(step))
         return (*numbers, *[NO_SAMPLE] * (batch - len(numbers)))
 
     def batch(self, indices: Sequence[int], *, step: int = 0) -> Batch:
-        """Return samples side by side, in the order of `indices`, on the CPU; masked for a step, if they are."""
+        """Return samples side by side in the order of `indices`, on the CPU, and masked for a step if required."""
         numbers = list(indices)
         if self.part is not None:
             numbers = permuted(0, _SPLIT, [self.part[index] for index in numbers], self.source.num_samples)
@@ -162,9 +134,9 @@ class Dataset:
         if isinstance(self.source, ScriptStream | TuningRows):
             return self._side_by_side([self.source.sample(number, self.inputs) for number in numbers], numbers, step)
         input_ids = torch.from_numpy(self.source.rows(numbers))
-        if (nothing := input_ids < 0).any():
-            labels = input_ids.masked_fill(nothing, IGNORED_LABEL)
-            tokens = input_ids.masked_fill(nothing, 0)
+        if (is_filler := input_ids < 0).any():  # a record is shorter than a sample, or there is none
+            labels = input_ids.masked_fill(is_filler, IGNORED_LABEL)
+            tokens = input_ids.masked_fill(is_filler, 0)
             return Batch(input_ids=tokens, labels=labels, is_causal=self.inputs.shifts_labels)
         if self.masking is not None:
             return self.masking.masked(input_ids, numbers, step)
@@ -184,7 +156,7 @@ class Dataset:
         return replace(self.masking.masked(batch.input_ids, numbers, step, eligible=eligible), others=batch.others)
 
     def with_inputs(self, inputs: ModelInputs) -> Dataset:
-        """Return the dataset as a model takes it. Raises ConfigError where samples do not fit the model."""
+        """Return the dataset for a model. Raises ConfigError if samples do not fit it."""
         if isinstance(self.source, ScriptSamples | ScriptStream | TuningRows | CollatedSamples):
             self.source.check(inputs)
         elif inputs.is_classified:
@@ -195,7 +167,7 @@ class Dataset:
         return replace(self, inputs=inputs)
 
     def with_masking(self, *, probability: float, seed: int) -> Dataset:
-        """Return the dataset as masked language models want it. A source without a mask token gets one more token."""
+        """Return the dataset for a masked language model. A source without a mask token gets an additional token."""
         size, mask_id = self.source.vocab_size, self.source.mask_id
         masking = Masking(
             seed=seed, probability=probability, mask_id=size if mask_id is None else mask_id, vocab_size=size
@@ -203,9 +175,9 @@ class Dataset:
         return replace(self, masking=masking)
 
     def split(self, share: float) -> tuple[Dataset, Dataset | None]:
-        """Keep a share of the samples for evaluation; returns those to train on, and those kept, if any.
+        """Hold a share of the samples out for evaluation; return the rest, and the held-out samples, if any.
 
-        Raises ConfigError where one of the two would have none.
+        Raises ConfigError if no samples would be left to train on.
         """
         if not share:
             return self, None
@@ -219,20 +191,21 @@ class Dataset:
 
 
 def prepare_dataset(data: DataSpec, *, cache_dir: Path) -> Dataset:
-    """Return all samples that `data` describes: see `open_source`."""
+    """Return all samples that `data` describes. Blocks and raises as `open_source`."""
     return Dataset(open_source(data, cache_dir=cache_dir))
 
 
 def open_source(data: DataSpec, *, cache_dir: Path) -> Source | ScriptSamples | TuningRows:
-    """Map files of tokens, read samples or rows to fine-tune on, or tokenise text unless `cache_dir` has it.
+    """Map files of tokens, read samples or rows to fine-tune on, or tokenise text unless `cache_dir` has it. Blocks.
 
-    Blocks. Raises ConfigError for what cannot be read, or is too short, and ResourceLost as `prepare_corpus` does.
+    Raises ConfigError for data that cannot be read or is too short, and ResourceLost as `prepare_corpus`.
     """
     if data.shards:
         return ShardSource(data)
     if data.format == "samples":
+        table = open_table(data)
         return ScriptSamples(
-            partial(open_table, data),
+            lambda: table,
             place=data.dataset_path or "data.paths",
             sequence_length=data.sequence_length,
             vocab_size=data.vocab_size,
@@ -240,5 +213,5 @@ def open_source(data: DataSpec, *, cache_dir: Path) -> Source | ScriptSamples | 
     if data.format != "text":
         return TuningRows(data)
     if holds_tokens(data):
-        return open_token_files(data)
+        return TokenFiles(data)
     return prepare_corpus(data, cache_dir=cache_dir)

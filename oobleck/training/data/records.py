@@ -1,6 +1,6 @@
-"""What a worker knows of the records that steps take: a table that the control thread fills.
+"""The records that steps take: a table that the control thread of a worker fills.
 
-Records have numbers, in the order in which steps take them, so that a record of a shard is a sample as any other.
+Records are numbered in the order in which steps take them, so a record of a shard is a sample like any other.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from oobleck.control.protocol import DataPosition, RecordsOver, StepRecords
 
 NO_SAMPLE = -1
-"""In place of a number: the last step may have fewer records than others, and nothing stands for those."""
+"""The filler among a step's numbers, since the last step may have fewer records than others."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordLocation:
-    """Where a record lies: in [start, stop) of a shard."""
+    """A record, in [start, stop) of a shard."""
 
     shard: int
     start: int
@@ -24,79 +24,76 @@ class RecordLocation:
 
 
 class Records:
-    """`put` and `end` are the control thread's to call, all else the training thread's."""
+    """The table. The control thread calls `put` and `end`, the training thread everything else."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[int, int], StepRecords] = {}
-        """By (assignment version, step)."""
-        self._over: dict[int, RecordsOver] = {}
-        """By assignment version."""
+        self._by_step: dict[tuple[int, int], StepRecords] = {}  # keyed by assignment version and step
+        self._over: dict[int, RecordsOver] = {}  # keyed by assignment version
         self._assignment_version = 0
         self._located: dict[int, RecordLocation] = {}
-        """The records of the step that was asked for last, by number."""
         self.position: DataPosition | None = None
-        """Where in the data the run is after the step that was asked for last."""
+        """The run's position in the data after the step of the last `numbers_of`."""
         self._announce: Callable[[], None] = lambda: None
 
     def on_news(self, announce: Callable[[], None]) -> None:
-        """Have `announce` called after each change that a wait may look for."""
+        """Call `announce` after each change that a wait may depend on."""
         self._announce = announce
 
     # --- control thread ------------------------------------------------------------------------------------
 
     def put(self, records: StepRecords) -> None:
-        """Note what a step takes."""
-        self._told[records.assignment_version, records.step] = records
+        """Note the records of a step."""
+        self._by_step[records.assignment_version, records.step] = records
         self._announce()
 
     def end(self, over: RecordsOver) -> None:
-        """Note that no step comes after one."""
+        """Note which step is the last."""
         self._over[over.assignment_version] = over
         self._announce()
 
     # --- training thread -----------------------------------------------------------------------------------
 
     def follow(self, assignment_version: int, *, step: int) -> None:
-        """From here on steps are those of an assignment version; all up to `step` are done."""
+        """Follow an assignment version from now on; all steps up to `step` are done."""
         self._assignment_version = assignment_version
-        for key in [key for key in self._told if key[0] < assignment_version or key[1] < step]:
-            self._told.pop(key, None)
+        for known in list(self._by_step):  # a copy, since the control thread may call `put` meanwhile
+            if known[0] < assignment_version or known[1] < step:
+                self._by_step.pop(known, None)
 
     def is_told(self, step: int) -> bool:
-        """Whether it is known what a step takes."""
-        return (self._assignment_version, step) in self._told
+        """Return whether the records of a step are known."""
+        return (self._assignment_version, step) in self._by_step
 
     def over_after(self, step: int) -> RecordsOver | None:
-        """What was said, if it was that no step comes after this one."""
+        """Return the message that this step is the last, if it has arrived."""
         over = self._over.get(self._assignment_version)
         return over if over is not None and over.step == step else None
 
     def is_last(self, step: int) -> bool:
-        """Whether no step comes after one that is known."""
-        return self._told[self._assignment_version, step].is_last
+        """Return whether no step follows a known one."""
+        return self._by_step[self._assignment_version, step].is_last
 
     def numbers_of(self, step: int, batch: int) -> tuple[tuple[int, ...], int]:
-        """Return the numbers of a step's records, `batch` with what stands for none, and the tokens they predict.
+        """Return the numbers of a step's records, filled up to `batch`, and the number of tokens that they predict.
 
-        `locate` knows them from then on, and those of no other step. O(batch).
+        From then on `locate` knows these records, and no others. O(batch).
         """
-        records = self._told[self._assignment_version, step]
-        self._told.pop((self._assignment_version, step - 2), None)
+        records = self._by_step[self._assignment_version, step]
+        self._by_step.pop((self._assignment_version, step - 2), None)
         self.position = records.after
-        places = [
+        locations = [
             RecordLocation(run.shard, run.bounds[at], run.bounds[at + 1])
             for run in records.runs
             for at in range(run.num_records)
         ]
-        first = records.after.records - len(places)
-        self._located = dict(enumerate(places, first))
-        return (*self._located, *[NO_SAMPLE] * (batch - len(places))), records.num_items
+        self._located = dict(enumerate(locations, records.after.records - len(locations)))
+        return (*self._located, *[NO_SAMPLE] * (batch - len(locations))), records.num_items
 
     @property
     def first(self) -> int:
-        """The number of the step's first record: a step has one at least."""
+        """The number of the step's first record, of which there is at least one."""
         return next(iter(self._located))
 
     def locate(self, number: int) -> RecordLocation:
-        """Return where a record of the step lies."""
+        """Return the location of one of the step's records."""
         return self._located[number]

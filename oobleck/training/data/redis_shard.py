@@ -1,8 +1,8 @@
 """A Redis stream as a shard: redis://HOST:PORT/KEY, or redis://HOST:PORT/KEY?db=1.
 
-An entry holds text, in the field that `data.text_column` names, or tokens as bytes, in the field `tokens`. Entries are
-never taken out of the stream, and nothing is acknowledged in it: what was trained on is known to the run, which reads
-by position, and can go back. https://redis.io/docs/latest/develop/data-types/streams/ says what ids are.
+An entry holds text in the field that `data.text_column` names, or tokens as bytes in the field `tokens`. Entries are
+neither removed nor acknowledged: the run knows its position and reads by it, and can go back.
+https://redis.io/docs/latest/develop/data-types/streams/ defines ids.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from oobleck.errors import ConfigError, ShardUnreadable
 from oobleck.job import DataSpec
 
 from .columns import problem_with_columns
-from .record_text import NO_TOKEN, RecordText
-from .shard_reader import Extent
+from .shard_reader import NO_TOKEN, Extent, RecordText
 
 _SEQUENCE_BITS = 20
-"""An id is a time in milliseconds, of which 43 bits last until the year 2248, and a number within it."""
+"""An id is a time in milliseconds, for which 43 bits suffice until the year 2248, and a number within it."""
 _TIMEOUT_S = 5.0
 _TOKENS = "tokens"
 
 
 class RedisShard:
-    """One stream. A position is an entry's id as a number; it is followed until there is a key `KEY:end`."""
+    """One stream. A position is an entry's id as a number. With `data.follow`, a key `KEY:end` marks its end."""
 
     def __init__(self, name: str, data: DataSpec, text: RecordText) -> None:
-        """Raises ConfigError where the name is not that of a stream, or Redis' client is not installed."""
+        """Raises ConfigError if the name is not a stream's, or Redis' client is not installed."""
         try:
             import redis
         except ImportError as error:
@@ -114,5 +113,4 @@ def position_of(identity: bytes) -> int:
 
 
 def entry_id(position: int) -> str:
-    """Return the id at a position."""
     return f"{position >> _SEQUENCE_BITS}-{position & ((1 << _SEQUENCE_BITS) - 1)}"

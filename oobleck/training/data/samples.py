@@ -1,16 +1,16 @@
-"""Samples as named arrays: checked against what the model takes, padded, and put side by side.
+"""Samples as named arrays: checked against the model's inputs, padded, and put side by side.
 
-A sample is its tokens, its labels, and whatever else the model's forward can be given. Nothing that it brings is
-dropped: what no part of the model takes is an error, unless it says only what holds without it.
+A sample has tokens, labels, and further arguments of the model's forward. No column is dropped: one that the model
+does not take is an error, unless it only states the default.
 
-Padding is at the end. It is hidden from the other tokens by an attention mask; or, where positions say which
-documents a sample consists of, by being a document of its own. Its labels are ignored.
+Padding is at the end, with ignored labels. An attention mask hides it from the other tokens; where positions divide a
+sample into documents, padding is a document of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,31 +21,30 @@ from oobleck.errors import ConfigError
 from oobleck.job import Task
 
 from .batches import IGNORED_LABEL, Batch
-from .columns import says_nothing
+from .columns import states_default
 
 Array = npt.NDArray[Any]
 
 _TOKENS, _MASK, _POSITIONS = "input_ids", "attention_mask", "position_ids"
-_LABELS = ("labels", "label_ids")
-_LABEL = "label"
-"""What datasets for classification call it; transformers' collators rename it too."""
+LABELS = ("labels", "label_ids")
+_LABEL = "label"  # the name in datasets for classification, which transformers' collators rename too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInputs:
-    """What a model takes of a sample, and what it is to predict."""
+    """What a model takes of a sample, and what it predicts."""
 
     task: Task = "causal_lm"
     names: frozenset[str] = frozenset()
-    """What its forward can be given beside tokens and labels."""
+    """Arguments of its forward besides tokens and labels."""
     pad_id: int | None = 0
-    """The token of padding. None where the model would not know it for padding, though it must."""
+    """The padding token; None if the model has to recognise padding, but has no token for it."""
     num_labels: int | None = None
-    """Of classification."""
+    """The number of classes, for classification."""
     counts_first: bool = False
     """Whether each sample's first label counts in causal language modelling too: the model does not shift labels."""
     separates_documents: Callable[[], bool] = lambda: False
-    """Whether the model keeps documents apart where positions begin again within a sample. May take a second."""
+    """Returns whether the model keeps documents apart where positions restart in a sample. May take a second."""
 
     @property
     def is_classified(self) -> bool:
@@ -58,11 +57,11 @@ class ModelInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One sample, as it is brought."""
+    """One sample, not yet padded."""
 
     tokens: Array
     labels: Array | None = None
-    """One for each token, or one for all; None: the tokens themselves, or some of them, are predicted."""
+    """One for each token, or one for the sample; None if its tokens, or some of them, are predicted."""
     others: Mapping[str, Array] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -70,9 +69,9 @@ class Sample:
 
 
 def read_sample(item: Any, inputs: ModelInputs, *, length: int, vocab_size: int) -> Sample:
-    """Return an item of a dataset as a sample: tokens, or a mapping that has them as `input_ids`.
+    """Return an item of a dataset as a sample; it is a row of tokens, or a mapping with such a row as `input_ids`.
 
-    Raises ConfigError for what does not fit the model, without saying which sample it is; KeyError without tokens.
+    Raises KeyError without tokens, or ConfigError for an item that does not fit the model; the caller knows which.
     """
     columns = dict(item) if isinstance(item, Mapping) else {_TOKENS: item}
     tokens = np.asarray(columns.pop(_TOKENS))
@@ -83,16 +82,16 @@ def read_sample(item: Any, inputs: ModelInputs, *, length: int, vocab_size: int)
         if value is None:
             continue
         values = np.asarray(value)
-        if name in _LABELS or (name == _LABEL and inputs.is_classified):
+        if name in LABELS or (name == _LABEL and inputs.is_classified):
             if labels is not None:
                 raise ConfigError(f"its column {name!r} is not the only one with labels; leave the others out")
             labels = _checked_labels(name, values, tokens, inputs, vocab_size=vocab_size)
         elif name in inputs.names:
             others[name] = _checked(name, values, is_short=len(tokens) < length)
-        elif not says_nothing(name, tokens, values):
+        elif not states_default(name, tokens, values):
             known = ", ".join(sorted(inputs.names)) or "nothing else"
             raise ConfigError(
-                f"its column {name!r} is used by nothing: beside {_TOKENS} and labels the model takes {known}; "
+                f"its column {name!r} is used by nothing: besides {_TOKENS} and labels the model takes {known}; "
                 "leave the column out"
             )
     if inputs.is_classified and labels is None:
@@ -103,8 +102,7 @@ def read_sample(item: Any, inputs: ModelInputs, *, length: int, vocab_size: int)
 
 
 def side_by_side(samples: Sequence[Sample], inputs: ModelInputs, *, length: int) -> Batch:
-    """Return samples as one batch, [samples, length]: shorter ones are padded. Raises ConfigError where they do not
-    go together."""
+    """Return samples as one batch, [samples, length], padded if shorter. Raises ConfigError if they do not combine."""
     names = {name for sample in samples for name in sample.others}
     if any(len(sample) < length for sample in samples):
         names |= _hides_padding(names, inputs)
@@ -114,7 +112,7 @@ def side_by_side(samples: Sequence[Sample], inputs: ModelInputs, *, length: int)
             _check_documents(positions, mask, inputs)
     others = {name: _stacked(name, rows, samples, length) for name, rows in columns.items()}
     if _MASK in others and others[_MASK].ndim == 2 and bool((others[_MASK] == 1).all()):
-        del others[_MASK]  # it hides nothing, and without it a faster way may be taken
+        del others[_MASK]  # it hides nothing, and without it the model may take a faster path
     return Batch(
         input_ids=torch.from_numpy(np.stack([_padded(s.tokens, length, inputs.pad_id or 0) for s in samples])),
         labels=_labels_of(samples, length),
@@ -123,7 +121,10 @@ def side_by_side(samples: Sequence[Sample], inputs: ModelInputs, *, length: int)
     )
 
 
-# --- checks ----------------------------------------------------------------------------------------------------
+def ignored(sample: Sample, inputs: ModelInputs) -> Sample:
+    """Return a filler: a sample none of whose labels counts."""
+    shape = () if inputs.task == "sequence_classification" else sample.tokens.shape
+    return replace(sample, labels=np.full(shape, IGNORED_LABEL))
 
 
 def _check_tokens(tokens: Array, *, length: int, vocab_size: int) -> None:
@@ -161,16 +162,16 @@ def _checked(name: str, values: Array, *, is_short: bool) -> Array:
 
 
 def _check_documents(positions: Array | None, mask: Array | None, inputs: ModelInputs) -> None:
-    """Refuse documents in one sample that would see each other."""
+    """Raise ConfigError if the documents of a sample would attend to each other."""
     if positions is None or positions.ndim != 1 or (mask is not None and mask.ndim > 1):
-        return  # such a mask says itself what sees what
+        return  # such a mask itself defines which tokens attend to which
     if mask is not None and mask.shape == positions.shape:
         positions = positions[mask != 0]
     if not len(_starts(positions)):
         return
     if mask is not None:
         raise ConfigError(
-            f"its {_POSITIONS} begin again, for several documents, and beside an {_MASK} the documents would see each "
+            f"its {_POSITIONS} begin again, for several documents, and with an {_MASK} the documents would see each "
             f"other; leave the {_MASK} out (padding is hidden without it)"
         )
     if not inputs.separates_documents():
@@ -181,7 +182,7 @@ def _check_documents(positions: Array | None, mask: Array | None, inputs: ModelI
 
 
 def _hides_padding(names: set[str], inputs: ModelInputs) -> set[str]:
-    """What is to be given besides, so that padding changes nothing."""
+    """Return the further columns that hide padding."""
     if inputs.pad_id is None:
         raise ConfigError("a sample is shorter than data.sequence_length; set model.config.pad_token_id to pad it")
     if _POSITIONS in names and _MASK not in names and inputs.separates_documents():
@@ -194,16 +195,13 @@ def _hides_padding(names: set[str], inputs: ModelInputs) -> set[str]:
     return {_MASK}
 
 
-# --- arrays ----------------------------------------------------------------------------------------------------
-
-
 def _starts(positions: Array) -> Array:
-    """Where documents begin, but for the first: transformers looks for the same."""
+    """Return where all documents but the first begin, by the same rule as transformers."""
     return np.flatnonzero(np.diff(positions) != 1) + 1
 
 
 def _filled(name: str, sample: Sample) -> Array:
-    """What a sample has under a name, or what says the same as nothing."""
+    """Return a sample's column, or the default values of one that it does not have."""
     if name in sample.others:
         return sample.others[name]
     match name:
@@ -218,20 +216,18 @@ def _filled(name: str, sample: Sample) -> Array:
 
 
 def _stacked(name: str, rows: Sequence[Array], samples: Sequence[Sample], length: int) -> torch.Tensor:
-    padded = list(_each_padded(name, rows, samples, length))
+    padded = [_padded_column(name, row, sample, length) for row, sample in zip(rows, samples, strict=True)]
     if len({row.shape for row in padded}) > 1:
         raise ConfigError(f"column {name!r} has different shapes: {sorted({row.shape for row in padded})}")
     return torch.from_numpy(np.stack(padded))
 
 
-def _each_padded(name: str, rows: Sequence[Array], samples: Sequence[Sample], length: int) -> Iterator[Array]:
-    for row, sample in zip(rows, samples, strict=True):
-        if row.shape[:1] != (len(sample),):
-            yield row
-        elif name == _POSITIONS and row.ndim == 1:
-            yield np.concatenate([row, np.arange(length - len(row))])
-        else:
-            yield _padded(row, length, 0)
+def _padded_column(name: str, row: Array, sample: Sample, length: int) -> Array:
+    if row.shape[:1] != (len(sample),):
+        return row
+    if name == _POSITIONS and row.ndim == 1:
+        return np.concatenate([row, np.arange(length - len(row))])
+    return _padded(row, length, 0)
 
 
 def _padded(row: Array, length: int, value: int) -> Array:
@@ -247,8 +243,7 @@ def _labels_of(samples: Sequence[Sample], length: int) -> torch.Tensor:
 
 
 def _predicted(sample: Sample) -> Array:
-    """The labels of a sample that brings none: its tokens, but for padding, and the first of each document, which
-    nothing before it predicts."""
+    """Return default labels: the tokens, without padding and each document's first, which nothing predicts."""
     labels = sample.tokens.copy()
     mask, positions = sample.others.get(_MASK), sample.others.get(_POSITIONS)
     if mask is not None and mask.shape == labels.shape:

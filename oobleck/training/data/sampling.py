@@ -1,11 +1,10 @@
-"""Which samples belong to which step: a pure function of the seed and the step.
+"""The samples of each step, as a pure function of the seed and the step.
 
-Step k takes positions (k - 1)·B to k·B - 1 of an endless sequence, of which each run of `num_samples`
-positions, an epoch, is a permutation of all samples. The permutation is computed where it is asked for: a
-Feistel network over the smallest even number of bits that holds every index, with cycle walking for the
-indices beyond (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, section 4). No state,
-O(1) memory, and less than four rounds of walking for an index on average, because the network's domain is
-less than four times the number of samples.
+Step k takes positions (k - 1)·B to k·B - 1 of an endless sequence, in which each epoch of `num_samples` positions is a
+permutation of all samples. A Feistel network computes single values of the permutation, over the smallest even number
+of bits that holds every index, with cycle walking for the indices beyond (Black and Rogaway, "Ciphers with Arbitrary
+Finite Domains", CT-RSA 2002, section 4). It has no state, needs O(1) memory, and walks less than four rounds for an
+index on average, because the network's domain is less than four times the number of samples.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ _MULTIPLIERS = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))
 
 
 def samples_of_step(seed: int, step: int, global_batch_size: int, num_samples: int) -> tuple[int, ...]:
-    """Return the indices of the samples of a step, in the order in which microbatches take them.
+    """Return the indices of a step's samples, in the order in which microbatches take them.
 
-    Steps count from 1. Each sample occurs exactly once an epoch; an epoch may end in the middle of a step.
+    Steps count from 1. Each sample occurs exactly once per epoch, and an epoch may end within a step.
     """
     assert step >= 1, f"step {step}; steps count from 1"
     assert num_samples >= 1, "no samples"
@@ -40,20 +39,16 @@ def samples_of_step(seed: int, step: int, global_batch_size: int, num_samples: i
 
 
 def permuted(seed: int, epoch: int, positions: Sequence[int], num_samples: int) -> list[int]:
-    """Return where an epoch's permutation of [0, num_samples) takes `positions`. O(number of positions)."""
+    """Return the values of an epoch's permutation of [0, num_samples) at `positions`. O(number of positions)."""
     half_bits = max(1, ((num_samples - 1).bit_length() + 1) // 2)
-    keys = _round_keys(seed, epoch)
+    digest = hashlib.blake2b(f"samples:{seed}:{epoch}".encode(), digest_size=8 * _NUM_ROUNDS).digest()
+    keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
     values = np.array(positions, dtype=np.uint64)
     outside = np.ones(len(values), dtype=bool)
     while outside.any():
         values[outside] = _feistel(values[outside], keys, np.uint64(half_bits))
         outside = values >= num_samples
     return [int(value) for value in values]
-
-
-def _round_keys(seed: int, epoch: int) -> Indices:
-    digest = hashlib.blake2b(f"samples:{seed}:{epoch}".encode(), digest_size=8 * _NUM_ROUNDS).digest()
-    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
 def _feistel(values: Indices, keys: Indices, half_bits: np.uint64) -> Indices:

@@ -1,9 +1,9 @@
-"""Samples that a script makes, or a dataset has: anything with a length whose items are tokens, or mappings.
+"""Samples of a script or a dataset: any sequence whose items are tokens, or mappings.
 
-A transformers `Trainer` has a collator put them side by side, a microbatch at a time. What it returns is taken as
-samples that have been padded to one length, and padded further to the length of all microbatches.
+A transformers `Trainer` has a collator that puts them side by side, a microbatch at a time. Its rows are treated as
+samples padded to one length, and are padded further to the length of all microbatches.
 
-A dataset or a collator may draw random numbers: these follow from the seed, the step and the samples, so that all
+A dataset or a collator may draw random numbers. These follow from the seed, the step and the samples, so that all
 workers that read a microbatch read the same.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,28 +21,25 @@ from oobleck.training.randomness import derive_seed, drawing_alike, generator_st
 
 from .batches import IGNORED_LABEL, Batch
 from .records import NO_SAMPLE
-from .samples import ModelInputs, Sample, read_sample, side_by_side
+from .samples import LABELS, ModelInputs, Sample, ignored, read_sample, side_by_side
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
-"""From samples to named arrays, [samples, …]."""
+"""Turns samples into named arrays, [samples, …]."""
 
 _ASKED_AGAIN = (
     "each worker reads the samples of its own microbatches, and reads some again after a failure; leave out what "
     "depends on earlier calls (a count, a memory), and draw random numbers from random, numpy or torch itself, which "
     "are seeded for each microbatch"
 )
-"""Why what a script brings must return the same each time, and what to change where it does not."""
-
-_LABELS = ("labels", "label_ids")
-_DIGESTED_SAMPLES, _CHECKED_SAMPLES = 64, 8
+_DIGESTED_SAMPLES, _CHECKED_SAMPLES, _TRIED_SAMPLES = 64, 8, 8
 
 
 class ScriptSamples:
-    """A source of samples: a list, an array, a torch dataset. An item is a row of tokens, or a mapping that has it as
-    `input_ids`, beside labels, masks and whatever the model takes.
-
-    Raises ConfigError for what has no length or no samples.
+    """A source of samples: a list, an array, a torch dataset. An item is a row of tokens, or a mapping with such a row
+    as `input_ids`, and labels, masks and other inputs of the model.
     """
+
+    mask_id = None
 
     def __init__(
         self,
@@ -54,88 +50,51 @@ class ScriptSamples:
         seed: int = 0,
         place: str = "the script's data",
     ) -> None:
-        """`place` is where they are from, for messages."""
+        """`place` names the source in messages. Raises ConfigError for a source without a length or samples."""
         self._place = place
         self._seed = seed
-        try:
+        with blaming(place):
             self._samples = make()
             if not hasattr(self._samples, "__len__"):
-                raise ConfigError(f"{place}: it has no length; say streaming=True, and it is read one after the other")
-            self._num_samples = len(self._samples)
-        except ConfigError:
-            raise
-        # It is somebody else's code, and may fail in any way.
-        except Exception as error:
-            raise ConfigError(f"{self._place}: {type(error).__name__}: {error}") from error
-        self._length = sequence_length
-        self._vocab_size = vocab_size
-        if not self._num_samples:
-            raise ConfigError(f"{self._place}: it has no samples")
-        self._digest = self._digest_some()
-
-    @property
-    def digest(self) -> str:
-        return self._digest
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def mask_id(self) -> int | None:
-        return None
-
-    @property
-    def num_samples(self) -> int:
-        return self._num_samples
-
-    @property
-    def sequence_length(self) -> int:
-        return self._length
+                raise ConfigError("it has no length; say streaming=True, and it is read one after the other")
+            self.num_samples = len(self._samples)
+            if not self.num_samples:
+                raise ConfigError("it has no samples")
+        self.sequence_length = sequence_length
+        self.vocab_size = vocab_size
+        self.digest = self._digest_some()
 
     def sample(self, index: int, inputs: ModelInputs, *, step: int = 0) -> Sample:
-        """Return a sample by index, as a step has it. Raises ConfigError where it does not fit the model."""
+        """Return a sample by index, as drawn for a step. Raises ConfigError if it does not fit the model."""
         place = f"{self._place}: sample {index}"
-        return read_item(self._item(index, step), inputs, place=place, length=self._length, vocab_size=self._vocab_size)
+        with blaming(place), drawing_alike(self._seed_of(index, step)):
+            item = self._samples[index]
+        return read_item(item, inputs, place=place, length=self.sequence_length, vocab_size=self.vocab_size)
 
     def check(self, inputs: ModelInputs) -> None:
-        """Look at some samples from all over. Raises ConfigError where one does not fit the model, or is another one
-        when it is read again.
-        """
-        if self._digest_some() != self._digest:
+        """Read some samples. Raises ConfigError if one does not fit the model, or differs when read again."""
+        if self._digest_some() != self.digest:
             raise ConfigError(f"{self._place}: some samples are others when they are read again, and {_ASKED_AGAIN}")
-        for index in self._some():
+        for index in _from_all_over(self.num_samples, _DIGESTED_SAMPLES):
             sample = self.sample(index, inputs)
-            check_alone(sample, inputs, place=f"{self._place}: sample {index}", length=self._length)
+            check_alone(sample, inputs, place=f"{self._place}: sample {index}", length=self.sequence_length)
 
-    def _item(self, index: int, step: int = 0) -> Any:
-        try:
-            with drawing_alike(derive_seed(self._seed, "sample", step, index)):
-                return self._samples[index]
-        # As above.
-        except Exception as error:
-            raise ConfigError(f"{self._place}: sample {index}: {type(error).__name__}: {error}") from error
-
-    def _some(self) -> list[int]:
-        return _from_all_over(self._num_samples, _DIGESTED_SAMPLES)
+    def _seed_of(self, index: int, step: int = 0) -> int:
+        return derive_seed(self._seed, "sample", step, index)
 
     def _digest_some(self) -> str:
-        """Digest the number of samples, and the numbers in some of them."""
-        digest = hashlib.blake2b(f"{self._num_samples}".encode(), digest_size=16)
-        for index in self._some():
-            digest.update(numbers_in(self._item(index)))
-        return digest.hexdigest()
+        return _digest_of(self._samples, self._seed_of, place=self._place)
 
 
 class CollatedSamples:
-    """A source of microbatches. Raises ConfigError for samples that cannot be read."""
+    """A source of microbatches."""
 
     mask_id = None
 
     def __init__(
         self, samples: Any, collate: Collate, *, sequence_length: int, vocab_size: int, seed: int, place: str
     ) -> None:
-        """`samples` has a length, and is asked for samples by number; `place` is where they are from, for messages."""
+        """`samples` is a sequence; `place` names it in messages. Raises ConfigError for unreadable samples."""
         self._samples = samples
         self._collate = collate
         self._seed = seed
@@ -145,28 +104,27 @@ class CollatedSamples:
         self.num_samples = len(samples)
         if not self.num_samples:
             raise ConfigError(f"{place}: it has no samples")
-        self.digest = self._digest_some()
+        self.digest = _digest_of(samples, lambda _: 0, place=place)
 
     def batch(self, numbers: Sequence[int], inputs: ModelInputs, *, step: int) -> Batch:
-        """Return samples side by side; those without a number stand last, and nothing of them counts.
+        """Return samples side by side, those that are `NO_SAMPLE` last and with ignored labels.
 
-        Raises ConfigError where they do not fit the model.
+        Raises ConfigError if they do not fit the model.
         """
-        there = [number for number in numbers if number != NO_SAMPLE]
-        rows = self._rows(there or [0], inputs, step)
-        shape = () if inputs.task == "sequence_classification" else rows[0].tokens.shape
-        nothing = replace(rows[0], labels=np.full(shape, IGNORED_LABEL))
-        rows = [*rows[: len(there)], *[nothing] * (len(numbers) - len(there))]
-        with self._blaming(there):
+        real = [number for number in numbers if number != NO_SAMPLE]
+        rows = self._rows(real or [0], inputs, step)
+        rows = [*rows[: len(real)], *[ignored(rows[0], inputs)] * (len(numbers) - len(real))]
+        with blaming(self._place_of(real)):
             return side_by_side(rows, inputs, length=self.sequence_length)
 
     def check(self, inputs: ModelInputs) -> None:
-        """Look at some samples. Raises ConfigError where one does not fit the model."""
+        """Read some samples. Raises ConfigError if one does not fit the model."""
         for number in _from_all_over(self.num_samples, _CHECKED_SAMPLES):
             self.batch([number], inputs, step=0)
 
     def _rows(self, numbers: Sequence[int], inputs: ModelInputs, step: int) -> list[Sample]:
-        with self._blaming(numbers), drawing_alike(derive_seed(self._seed, "collated", step, numbers[0])):
+        seed = derive_seed(self._seed, "collated", step, numbers[0])
+        with blaming(self._place_of(numbers)), drawing_alike(seed):
             columns = dict(self._collate([self._samples[number] for number in numbers]))
             lengths = {name: len(values) for name, values in columns.items() if len(values) != len(numbers)}
             if lengths:
@@ -174,49 +132,36 @@ class CollatedSamples:
                     f"data_collator makes {lengths} rows of {len(numbers)} samples; it must keep one row for each "
                     "sample: pack the dataset itself, with position_ids that begin again at each document"
                 )
-            if not columns.keys() & set(_LABELS):
+            if not columns.keys() & set(LABELS):
                 raise ConfigError("data_collator returns no labels, so the model would return no loss")
             rows = ({name: np.asarray(values[row]) for name, values in columns.items()} for row in range(len(numbers)))
-            read = (self.sequence_length, self.vocab_size)
-            return [read_sample(row, inputs, length=read[0], vocab_size=read[1]) for row in rows]
+            length, vocab_size = self.sequence_length, self.vocab_size
+            return [read_sample(row, inputs, length=length, vocab_size=vocab_size) for row in rows]
 
-    @contextmanager
-    def _blaming(self, numbers: Sequence[int]) -> Iterator[None]:
-        """Name the samples in whatever goes wrong with them."""
-        try:
-            yield
-        except ConfigError as error:
-            raise ConfigError(f"{self._place}: samples {list(numbers)}: {error}") from error
-        # It is somebody else's code, and may fail in any way.
-        except Exception as error:
-            raise ConfigError(f"{self._place}: samples {list(numbers)}: {type(error).__name__}: {error}") from error
-
-    def _digest_some(self) -> str:
-        digest = hashlib.blake2b(f"{self.num_samples}".encode(), digest_size=16)
-        for number in _from_all_over(self.num_samples, _DIGESTED_SAMPLES):
-            with self._blaming([number]), drawing_alike(0):
-                digest.update(numbers_in(self._samples[number]))
-        return digest.hexdigest()
+    def _place_of(self, numbers: Sequence[int]) -> str:
+        return f"{self._place}: samples {list(numbers)}"
 
 
-def _from_all_over(num_samples: int, count: int) -> list[int]:
-    """Return the numbers of some samples, at most so many."""
-    return [int(number) for number in np.linspace(0, num_samples - 1, min(num_samples, count))]
-
-
-def read_item(item: Any, inputs: ModelInputs, *, place: str, length: int, vocab_size: int) -> Sample:
-    """Return a script's item as a sample. Raises ConfigError, with its place, where it does not fit the model."""
+@contextmanager
+def blaming(place: str) -> Iterator[None]:
+    """Turn every error within the block into a ConfigError that begins with its place."""
     try:
-        return read_sample(item, inputs, length=length, vocab_size=vocab_size)
+        yield
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from error
-    # It is somebody else's, and may be anything.
+    # The block runs the user's code, which may fail in any way.
     except Exception as error:
         raise ConfigError(f"{place}: {type(error).__name__}: {error}") from error
 
 
+def read_item(item: Any, inputs: ModelInputs, *, place: str, length: int, vocab_size: int) -> Sample:
+    """Return an item of a script as a sample. Raises ConfigError, with its place, if it does not fit the model."""
+    with blaming(place):
+        return read_sample(item, inputs, length=length, vocab_size=vocab_size)
+
+
 def check_alone(sample: Sample, inputs: ModelInputs, *, place: str, length: int) -> None:
-    """Look at a sample as a batch of its own. Raises ConfigError, with its place, where it does not fit the model."""
+    """Check a sample as a batch of its own. Raises ConfigError, with its place, if it does not fit the model."""
     try:
         side_by_side([sample], inputs, length=length)
     except ConfigError as error:
@@ -224,27 +169,39 @@ def check_alone(sample: Sample, inputs: ModelInputs, *, place: str, length: int)
 
 
 def numbers_in(item: Any) -> bytes:
-    """Return the numbers in an item of a dataset, with the names and shapes that they have, to be digested."""
-    found: list[bytes] = []
+    """Return the numbers in an item, with their names and shapes, for a digest."""
+    parts: list[bytes] = []
     for name, value in sorted(item.items()) if isinstance(item, Mapping) else [("", item)]:
         values = np.asarray(value)
         if values.dtype.kind in "iubf":
-            found += [f"{name}:{values.dtype.str}{values.shape}".encode(), values.tobytes()]
-    return b"".join(found)
+            parts += [f"{name}:{values.dtype.str}{values.shape}".encode(), values.tobytes()]
+    return b"".join(parts)
+
+
+def _digest_of(samples: Any, seed_of: Callable[[int], int], *, place: str) -> str:
+    """Digest the number of samples, and the numbers in some of them."""
+    digest = hashlib.blake2b(f"{len(samples)}".encode(), digest_size=16)
+    for index in _from_all_over(len(samples), _DIGESTED_SAMPLES):
+        with blaming(f"{place}: sample {index}"), drawing_alike(seed_of(index)):
+            digest.update(numbers_in(samples[index]))
+    return digest.hexdigest()
+
+
+def _from_all_over(num_samples: int, count: int) -> list[int]:
+    """Return up to `count` indices, spread evenly over all samples."""
+    return [int(number) for number in np.linspace(0, num_samples - 1, min(num_samples, count))]
 
 
 # --- whether samples and rows are the same each time -------------------------------------------------------------
 
-_NUM_TRIED = 8
-
 
 def try_collator(samples: Any, collate: Collate, *, place: str) -> None:
-    """Raise ConfigError where samples or what is collated of them depend on earlier calls, or rows on other rows.
+    """Raise ConfigError if samples or collated rows depend on earlier calls, or rows on other rows.
 
-    `samples` are asked for by number, and `place` is where they are from. What does not run is left to those who read
-    it. Reads a few samples a few times.
+    `samples` is a sequence, and `place` names it. Reads a few samples a few times. Ignores code that does not run,
+    since its errors are reported when the samples are read.
     """
-    numbers = _from_all_over(len(samples), _NUM_TRIED)
+    numbers = _from_all_over(len(samples), _TRIED_SAMPLES)
     with suppress(LookupError, TypeError, ValueError, RuntimeError, ArithmeticError, AttributeError):
         fault = _fault_of_samples(samples, numbers) or _fault_of_rows([samples[number] for number in numbers], collate)
         if fault is not None:
@@ -267,17 +224,18 @@ _Rows = list[dict[str, Any]]
 
 
 def _fault_of_rows(items: Sequence[Any], collate: Collate) -> str | None:
+    # Nodes cut a batch into microbatches, so a row must not depend on which others are next to it.
     together, draws = _collated(items, collate)
     alone = [_collated([item], collate) for item in items]
     again, _ = _collated(items, collate)
     if not all(map(_are_equal, together, again)):
         return f"data_collator returns other rows when it is called again with the same samples, and {_ASKED_AGAIN}"
     if draws or any(has_drawn for _, has_drawn in alone):
-        return None  # what is drawn depends on how many rows there are
+        return None  # the draws depend on the number of rows
     for row, (rows, _) in zip(together, alone, strict=True):
         if not _are_equal(row, rows[0]) and not _is_padded(row, rows[0]):
             return (
-                "data_collator makes another row of a sample when it has others beside it, and batches are cut into "
+                "data_collator makes another row of a sample when it has others next to it, and batches are cut into "
                 "microbatches over nodes; have it make each row of its own sample, pad rows to the longest alone, "
                 f"and give padding the label {IGNORED_LABEL}"
             )
@@ -285,7 +243,7 @@ def _fault_of_rows(items: Sequence[Any], collate: Collate) -> str | None:
 
 
 def _collated(items: Sequence[Any], collate: Collate) -> tuple[_Rows, bool]:
-    """Return rows, and whether random numbers were drawn for them."""
+    """Return rows, and whether making them drew random numbers."""
     with drawing_alike(0):
         before = generator_states()
         columns: Mapping[str, Any] = dict(collate(list(items)))
@@ -299,10 +257,10 @@ def _are_equal(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _is_padded(row: Mapping[str, Any], alone: Mapping[str, Any]) -> bool:
-    """Say whether a row may be another one with padding at its end or its beginning, by its tokens and labels."""
+    """Return whether a row may be another one with padding at its end or its beginning, by its tokens and labels."""
     length, missing = len(alone["input_ids"]), len(row["input_ids"]) - len(alone["input_ids"])
     if missing <= 0:
-        return missing < 0  # what was cut off is not known
+        return missing < 0  # a truncated row may be any
     columns = [(row[name], alone[name]) for name in ("input_ids", "labels") if name in alone and alone[name].ndim == 1]
     for kept, rest in ((slice(length), slice(length, None)), (slice(missing, None), slice(missing))):
         if all(np.array_equal(long[kept], short) for long, short in columns):

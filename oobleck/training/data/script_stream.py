@@ -1,8 +1,8 @@
-"""Samples that a job's script gives one after the other, without saying how many: one shard, read by position.
+"""Samples that a job's script yields one after the other, in unknown number: one shard, read by position.
 
-A record's position is how many the script gives before it. So the master can say which step takes which, as with any
-shard, and each worker takes its own. For that, what the script gives is the same, in the same order, however often and
-wherever it is begun; a worker goes through all of it and keeps those that it may be asked for.
+A record's position is the number of records before it. So the master can assign records to steps, as with any shard,
+and each worker reads its own. This requires the script to yield the same records in the same order, every time and on
+every worker. A worker iterates over all of them, and keeps those that it may have to read.
 """
 
 from __future__ import annotations
@@ -12,72 +12,53 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from oobleck.errors import ConfigError, ShardUnreadable
 from oobleck.host.script import SCRIPT_STREAM
 
-from .batches import IGNORED_LABEL
 from .records import NO_SAMPLE, Records
-from .samples import ModelInputs, Sample
+from .samples import ModelInputs, Sample, ignored
 from .script_data import check_alone, numbers_in, read_item
 from .shard_reader import Extent
 
 _PLACE = "the script's data"
-_LOOKED_AT = 4
-"""Samples that are read at the start: to see whether they fit the model, and whether all nodes have the same."""
+_CHECKED_SAMPLES = 4
+"""Samples read at the start, to check that they fit the model, and are the same on all nodes."""
 _SURVEY_S = 2.0
-"""After so long a survey reports what it has found: a slow source must not look like a worker that does not answer."""
+"""The duration after which a survey reports: a slow source must not look like a worker that does not answer."""
 
 
 class ScriptStream:
-    """All samples by position. `survey` may be called by another thread than the rest."""
+    """All samples by position. Another thread may call `survey`."""
 
     names = (SCRIPT_STREAM,)
     mask_id = None
-    num_samples = 0
-    """How many samples are known beforehand."""
+    num_samples = 0  # known beforehand
 
     def __init__(self, make: Callable[[], Any], *, sequence_length: int, vocab_size: int, num_kept: int) -> None:
-        """`make` returns something to iterate over, and begins again each time. `num_kept` samples stay in memory.
+        """`make` returns a new iterable each time. `num_kept` samples stay in memory.
 
-        Raises ConfigError where it does not give a single one.
+        Raises ConfigError if there is no sample.
         """
         self.records = Records()
+        self.sequence_length = sequence_length
+        self.vocab_size = vocab_size
         self._make = make
-        self._length = sequence_length
-        self._vocab_size = vocab_size
         self._num_kept = num_kept
         self._lock = threading.Lock()
         self._kept: OrderedDict[int, Any] = OrderedDict()
         self._items: Iterator[Any] | None = None
-        self._next = 0
-        """The position of what `_items` gives next."""
-        self._end: int | None = None
-        """How many there are in all, once that is known."""
-        self._digest = self._digest_of_first()
-
-    @property
-    def digest(self) -> str:
-        return self._digest
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def sequence_length(self) -> int:
-        return self._length
+        self._next = 0  # the position of the next of `_items`
+        self._end: int | None = None  # the number of samples, once known
+        self.digest = self._digest_of_first()
 
     def reopened(self) -> ScriptStream:
-        """Return what another thread may survey."""
+        """Return itself, for another thread to survey."""
         return self
 
     def survey(self, shard: int, start: int, limit: int) -> Extent:
-        """Return the records that begin at `start`; see `ShardReader`. Raises ShardUnreadable."""
+        """See `ShardReader`. Raises ShardUnreadable."""
         bounds = [start]
         until_s = time.monotonic() + _SURVEY_S
         while len(bounds) <= limit and (len(bounds) == 1 or time.monotonic() < until_s):
@@ -93,14 +74,12 @@ class ScriptStream:
         return Extent(bounds=tuple(bounds))
 
     def sample(self, number: int, inputs: ModelInputs) -> Sample:
-        """Return a record of the step by number; for none, one of which nothing counts.
+        """Return the step's record by number; for `NO_SAMPLE`, one with ignored labels.
 
-        Raises ShardUnreadable, and ConfigError for one that does not fit the model.
+        Raises ShardUnreadable, or ConfigError for a record that does not fit the model.
         """
         if number == NO_SAMPLE:
-            some = self.sample(self.records.first, inputs)
-            shape = () if inputs.task == "sequence_classification" else some.tokens.shape
-            return replace(some, labels=np.full(shape, IGNORED_LABEL))
+            return ignored(self.sample(self.records.first, inputs), inputs)
         location = self.records.locate(number)
         try:
             return self._read(location.start, inputs)
@@ -108,11 +87,11 @@ class ScriptStream:
             raise error.of(location.shard, location.start) from error
 
     def check(self, inputs: ModelInputs) -> None:
-        """Look at the first samples. Raises ConfigError where one does not fit the model."""
-        for position in range(_LOOKED_AT):
+        """Read the first samples. Raises ConfigError if one does not fit the model."""
+        for position in range(_CHECKED_SAMPLES):
             if self._has(position):
                 sample = self._read(position, inputs)
-                check_alone(sample, inputs, place=f"{_PLACE}: sample {position}", length=self._length)
+                check_alone(sample, inputs, place=f"{_PLACE}: sample {position}", length=self.sequence_length)
 
     def _read(self, position: int, inputs: ModelInputs) -> Sample:
         with self._lock:
@@ -121,17 +100,15 @@ class ScriptStream:
                 raise ShardUnreadable(problem)
             item = self._kept[position]
         place = f"{_PLACE}: sample {position}"
-        return read_item(item, inputs, place=place, length=self._length, vocab_size=self._vocab_size)
-
-    # --- going through it --------------------------------------------------------------------------------------
+        return read_item(item, inputs, place=place, length=self.sequence_length, vocab_size=self.vocab_size)
 
     def _has(self, position: int) -> bool:
-        """Whether there is a sample at a position. Raises ShardUnreadable."""
+        """Return whether there is a sample at a position. Raises ShardUnreadable."""
         with self._lock:
             return self._reach(position)
 
     def _reach(self, position: int) -> bool:
-        """Keep the sample at a position; False where there is none."""
+        """Iterate up to a position, so that its sample is kept. Returns False if there is none."""
         if position in self._kept:
             return True
         if self._end is not None and position >= self._end:
@@ -144,13 +121,13 @@ class ScriptStream:
         return True
 
     def _begin_again(self, position: int) -> None:
-        """Iterate from a position where that can be said, or from the beginning."""
+        """Iterate from a position if the source can skip records, or from the beginning."""
         try:
             made = self._make()
             skips = position if type(made).__module__.partition(".")[0] == "datasets" and hasattr(made, "skip") else 0
             self._items = iter(made.skip(skips) if skips else made)
             self._next = skips
-        # It is somebody else's code, and may fail in any way.
+        # It is the user's code, and may fail in any way.
         except Exception as error:
             self._items = None
             raise ShardUnreadable(f"{_PLACE}: {type(error).__name__}: {error}") from error
@@ -176,7 +153,7 @@ class ScriptStream:
     def _digest_of_first(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
         try:
-            for position in range(_LOOKED_AT):
+            for position in range(_CHECKED_SAMPLES):
                 if not self._has(position):
                     break
                 digest.update(numbers_in(self._kept[position]))

@@ -14,8 +14,7 @@ from oobleck.errors import ShardUnreadable
 from oobleck.job import DataSpec
 
 from .columns import problem_with_columns
-from .record_text import RecordText
-from .shard_reader import Extent
+from .shard_reader import Extent, RecordText
 
 _JSON_LINES = (".jsonl", ".ndjson")
 _LONGEST_LINE = 64 << 20
@@ -23,7 +22,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 class _File:
-    """A file that is read by offset; `is_complete` says whether it grows no more."""
+    """A file that is read by offset, and may grow."""
 
     def __init__(self, path: Path, *, follows: bool) -> None:
         self.path = path
@@ -31,22 +30,19 @@ class _File:
         self._end_mark = path.with_name(path.name + ".end")
 
     def is_complete(self) -> bool:
-        """Ask before the size, or what is written in between is missed."""
         return not self._follows or self._end_mark.exists()
 
     def size(self) -> int:
-        """How long it is now; one that is still to be written has nothing in it."""
+        """Return the present size in bytes; 0 if it does not exist yet."""
         try:
             return os.stat(self.path).st_size
-        except FileNotFoundError as error:
-            if self._follows:
-                return 0
-            raise ShardUnreadable(f"{error.strerror}") from error
         except OSError as error:
+            if self._follows and isinstance(error, FileNotFoundError):
+                return 0
             raise ShardUnreadable(f"{error.strerror}") from error
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return the bytes [start, stop), fewer at its end."""
+        """Return the bytes [start, stop), or fewer at the end."""
         try:
             with self.path.open("rb") as file:
                 file.seek(start)
@@ -56,7 +52,7 @@ class _File:
 
 
 class TokenShard:
-    """Rows of tokens: .bin files are nothing but tokens, .npy files say what they hold. A position is a row."""
+    """Rows of tokens in a .bin file, which is nothing but tokens, or a .npy file. A position is a row's number."""
 
     def __init__(self, path: Path, data: DataSpec) -> None:
         self._length = data.sequence_length
@@ -68,8 +64,8 @@ class TokenShard:
         self._file = _File(path, follows=data.follow and path.suffix != ".npy")
 
     def survey(self, start: int, limit: int) -> Extent:
-        """See `ShardReader`. What is left at the end, and is no row, is dropped."""
-        is_complete = self._file.is_complete()
+        """See `ShardReader`. An incomplete row at the end is dropped."""
+        is_complete = self._file.is_complete()  # before the size, or a write between the two is missed
         num_tokens = self._num_tokens
         if num_tokens is None:
             num_tokens = self._file.size() // self._dtype.itemsize
@@ -90,7 +86,7 @@ class TokenShard:
 
 
 def _npy_header(path: Path) -> tuple[np.dtype[np.generic], int, int]:
-    """Return (dtype, offset of the first token, tokens) of a .npy file."""
+    """Return (dtype, offset of the first token in bytes, number of tokens) of a .npy file."""
     try:
         mapped = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -101,7 +97,7 @@ def _npy_header(path: Path) -> tuple[np.dtype[np.generic], int, int]:
 
 
 class LineShard:
-    """Lines of text: each that is not blank is a record. A position is a byte where a line begins."""
+    """Lines of text: each line that is not blank is a record. A position is the byte where a line begins."""
 
     def __init__(self, path: Path, data: DataSpec, text: RecordText) -> None:
         self._text = text
@@ -109,8 +105,8 @@ class LineShard:
         self._file = _File(path, follows=data.follow)
 
     def survey(self, start: int, limit: int) -> Extent:
-        """See `ShardReader`. A last line without an end is a record once nothing more is written."""
-        is_complete = self._file.is_complete()
+        """See `ShardReader`. An unterminated last line is a record once the file is complete."""
+        is_complete = self._file.is_complete()  # before the size, or a write between the two is missed
         size = self._file.size()
         if size < start:
             raise ShardUnreadable(f"it has {size} bytes, and had {start} before")
@@ -121,7 +117,7 @@ class LineShard:
             try:
                 items.append(self._text.num_items(self._text_of(line)))
             except ShardUnreadable:
-                if items:  # first what comes before it
+                if items:  # report the records before it first
                     return Extent(bounds=tuple(bounds), items=tuple(items))
                 raise
             bounds.append(stop)
@@ -138,7 +134,7 @@ class LineShard:
         return self._text.row(self._text_of(lines[0]))
 
     def _lines(self, start: int, size: int, *, is_complete: bool) -> Iterator[tuple[int, bytes]]:
-        """Yield (where it ends, line)."""
+        """Yield (end position, line)."""
         at, rest = start, b""
         while at + len(rest) < size:
             block = self._file.read(at + len(rest), min(at + len(rest) + _BLOCK_BYTES, size))

@@ -1,4 +1,4 @@
-"""What every shard answers, whatever it is made of."""
+"""The interface of shards, and the conversion of a record's text into a sample."""
 
 from __future__ import annotations
 
@@ -7,27 +7,63 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from oobleck.errors import ShardUnreadable
+from oobleck.job import DataSpec
+
+from .tokenizer import load_tokenizer
+
+NO_TOKEN = -1
+"""The filler of a sample whose record is shorter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """Records that come one after the other: record i lies in [bounds[i], bounds[i + 1])."""
+    """Consecutive records: record i lies in [bounds[i], bounds[i + 1])."""
 
     bounds: tuple[int, ...]
-    """The first is where it was asked from. Positions are whole numbers of at most 63 bits."""
+    """Begins with the position of the request. Positions are whole numbers of at most 63 bits."""
     items: tuple[int, ...] = ()
-    """Tokens that each record predicts; empty where all are as long as samples are."""
+    """The number of tokens that each record predicts; empty if all records are as long as samples."""
     is_end: bool = False
-    """Nothing comes after them, ever."""
+    """Whether the shard will never have a record after these."""
 
 
 class ShardReader(Protocol):
-    """A shard. What was said of a position stays true as long as records are read from there, or gone back to."""
+    """A shard. Its answer for a position stays true while records may still be read from there."""
 
     def survey(self, start: int, limit: int) -> Extent:
-        """Return the records that begin at `start`, at most `limit`; 0 is the beginning. Raises ShardUnreadable."""
+        """Return the records from position `start`, at most `limit`; 0 is the beginning. Raises ShardUnreadable."""
         ...
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return one record, [length], with -1 where it has no token any more. Raises ShardUnreadable."""
+        """Return one record, [length], filled up with NO_TOKEN. Raises ShardUnreadable."""
         ...
+
+
+class RecordText:
+    """Turns text into samples: its tokens and an end, cut to a sample's length or filled up."""
+
+    def __init__(self, data: DataSpec) -> None:
+        """Raises ConfigError if the tokenizer cannot be read."""
+        self._length = data.sequence_length
+        self._tokenizer: Tokenizer | None = None
+        self._end = 0
+        self.vocab_size = data.vocab_size
+        if data.tokenizer is not None:
+            self._tokenizer, self._end = load_tokenizer(data.tokenizer)
+            self.vocab_size = self._tokenizer.get_vocab_size()
+
+    def row(self, text: str) -> npt.NDArray[np.int64]:
+        """Return a sample, [length]. Raises ShardUnreadable without a tokenizer."""
+        if self._tokenizer is None:
+            raise ShardUnreadable("it holds text, and data.tokenizer names no tokenizer")
+        tokens = [*self._tokenizer.encode(text, add_special_tokens=False).ids, self._end][: self._length]
+        row = np.full(self._length, NO_TOKEN, dtype=np.int64)
+        row[: len(tokens)] = tokens
+        return row
+
+    def num_items(self, text: str) -> int:
+        """Return the number of tokens that a sample predicts: all but its first."""
+        return int((self.row(text) != NO_TOKEN).sum()) - 1

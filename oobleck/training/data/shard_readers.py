@@ -1,13 +1,14 @@
-"""Shards as they lie: files of tokens or of lines, and streams, all read by position.
+"""Shards, and the samples in them: files of tokens or of lines, and streams, all read by position.
 
-A position is a whole number that grows: a row of tokens, a byte of text, an entry's number in a stream. Whatever a
-shard is, it answers two questions: which records begin at a position, and what is in a record.
+A position is a whole number that grows: a row of tokens, a byte of text, an entry's number in a stream. Every shard
+answers two questions: which records begin at a position, and what a record contains.
 """
 
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,38 +19,68 @@ from oobleck.errors import ConfigError, ShardUnreadable
 from oobleck.host.user_path import expand_user
 from oobleck.job import DataSpec
 
-from .record_text import NO_TOKEN, RecordText
+from .records import NO_SAMPLE, Records
 from .redis_shard import RedisShard
 from .shard_files import LineShard, TokenShard
-from .shard_reader import Extent, ShardReader
+from .shard_reader import NO_TOKEN, Extent, RecordText, ShardReader
+from .tokenizer import tokenizer_file
 
 _TOKEN_SUFFIXES = (".bin", ".npy")
 _STREAMS: dict[str, Callable[[str, DataSpec, RecordText], ShardReader]] = {"redis": RedisShard, "rediss": RedisShard}
 
 
 def register_stream(scheme: str, open_shard: Callable[[str, DataSpec, RecordText], ShardReader]) -> None:
-    """Have shards whose names begin with `scheme://` opened by a function of (name, data, text): for a job's script."""
+    """Have a job's shards with names `scheme://…` opened by a function of (name, data, text)."""
     _STREAMS[scheme] = open_shard
 
 
-class ShardSet:
-    """All shards of a job, opened when they are first asked for. For one thread."""
+class ShardSource:
+    """A source of samples, numbered by `records`. Equal digests mean the same shards, by name."""
+
+    mask_id = None
+    num_samples = 0  # known beforehand
 
     def __init__(self, data: DataSpec) -> None:
-        """Raises ConfigError for names that stand for nothing, and for text without a tokenizer."""
+        """Raises ConfigError for shards that cannot exist, and for text without a tokenizer."""
+        self.records = Records()
+        self._data = data
+        self._shards = ShardSet(data)
+        self.sequence_length = data.sequence_length
+        self.vocab_size = self._shards.vocab_size
+        digest = hashlib.blake2b("\n".join(self._shards.names).encode(errors="surrogatepass"), digest_size=16)
+        digest.update(repr((data.sequence_length, data.token_dtype, data.text_column)).encode())
+        if data.tokenizer is not None:
+            digest.update(tokenizer_file(data.tokenizer).read_bytes())
+        self.digest = digest.hexdigest()
+
+    def reopened(self) -> ShardSet:
+        """Return the shards with separate readers, for another thread."""
+        return ShardSet(self._data)
+
+    def rows(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return the step's records by number, [indices, length], filled up with NO_TOKEN. Raises ShardUnreadable."""
+        rows = np.full((len(indices), self.sequence_length), NO_TOKEN, dtype=np.int64)
+        for row, index in zip(rows, indices, strict=True):
+            if index != NO_SAMPLE:
+                record = self.records.locate(index)
+                row[:] = self._shards.read(record.shard, record.start, record.stop)
+        return rows
+
+
+class ShardSet:
+    """All shards of a job, for one thread. Files are opened on their first use."""
+
+    def __init__(self, data: DataSpec) -> None:
+        """Raises ConfigError for names without a file or stream, and for text without a tokenizer."""
         self._data = data
         self._text = RecordText(data)
         self.names = _names(data)
-        # A stream's reader says at once what is missing; it connects when it is first asked.
+        self.vocab_size = self._text.vocab_size
+        # The reader of a stream reports a missing package at once; it connects on its first use.
         self._open = {shard: _open(name, data, self._text) for shard, name in enumerate(self.names) if _is_stream(name)}
         texts = [name for name in self.names if not _is_stream(name) and Path(name).suffix not in _TOKEN_SUFFIXES]
         if texts and data.tokenizer is None:
             raise ConfigError(f"data.shards: {texts[0]} is text; name a tokenizer by data.tokenizer, or give tokens")
-
-    @property
-    def vocab_size(self) -> int:
-        """Of the tokenizer, where there is one."""
-        return self._text.vocab_size
 
     def survey(self, shard: int, start: int, limit: int) -> Extent:
         """See `ShardReader`. Raises ShardUnreadable."""
@@ -69,9 +100,8 @@ class ShardSet:
 
     def _reader(self, shard: int, start: int) -> ShardReader:
         if shard not in self._open:
-            name = self.names[shard]
             try:
-                self._open[shard] = _open(name, self._data, self._text)
+                self._open[shard] = _open(self.names[shard], self._data, self._text)
             except ShardUnreadable as error:
                 raise error.of(shard, start) from error
         return self._open[shard]
@@ -79,16 +109,16 @@ class ShardSet:
 
 def _names(data: DataSpec) -> tuple[str, ...]:
     names: list[str] = []
-    for given in data.shards:
-        if _is_stream(given):
-            _opener(given)
-            names.append(given)
+    for shard in data.shards:
+        if _is_stream(shard):
+            _opener(shard)
+            names.append(shard)
             continue
-        path = str(expand_user(given))
-        found = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else [path]
-        files = [name for name in found if not Path(name).is_dir() and not name.endswith(".end")]
+        path = str(expand_user(shard))
+        matches = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else [path]
+        files = [name for name in matches if not Path(name).is_dir() and not name.endswith(".end")]
         if not files or not (data.follow or all(Path(name).is_file() for name in files)):
-            raise ConfigError(f"data.shards: there is no file {given} on this node")
+            raise ConfigError(f"data.shards: there is no file {shard} on this node")
         names += files
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)

@@ -1,14 +1,13 @@
-"""Tokens that somebody made before: files mapped into memory, of any size, read where they are needed.
+"""Ready-made tokens: files of any size, mapped into memory.
 
-A .npy file says itself what it holds; a .bin file is nothing but tokens, of the type that the job names. Each file is
-cut into samples; what is left at its end is dropped.
+A .npy file declares its type; a .bin file is nothing but tokens, of the type that the job names. Each file is cut into
+samples, and the remainder is dropped.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,60 +21,42 @@ _SUFFIXES = (".bin", ".npy")
 _DIGESTED_SAMPLES = 64
 
 
-@dataclass(frozen=True, kw_only=True)
 class TokenFiles:
-    """Samples from files of tokens. Equal digests mean equal sizes, and equal samples wherever they were compared."""
+    """Samples from files of tokens. Equal digests mean equal sizes, and equal samples in those that are compared."""
 
-    names: tuple[str, ...]
-    files: tuple[npt.NDArray[np.generic], ...]
-    """Each [samples, length]."""
-    starts: npt.NDArray[np.int64]
-    """The number of the first sample in each file, and of all samples."""
-    digest: str
-    vocab_size: int
-    mask_id: int | None = None
+    mask_id = None
 
-    @property
-    def num_samples(self) -> int:
-        return int(self.starts[-1])
-
-    @property
-    def sequence_length(self) -> int:
-        return int(self.files[0].shape[1])
+    def __init__(self, data: DataSpec) -> None:
+        """Map a job's files. Raises ConfigError for a file that cannot be read, or is too short."""
+        self._names = data.paths
+        self._files = [_open(expand_user(path), data) for path in data.paths]
+        self._starts = np.cumsum([0, *(len(file) for file in self._files)])  # the number of each file's first sample
+        self.digest = _digest(self._files)
+        self.vocab_size = data.vocab_size
+        self.num_samples = int(self._starts[-1])
+        self.sequence_length = data.sequence_length
 
     def rows(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
         """Return samples by index, [indices, length]. Raises ConfigError for a token beyond the vocabulary."""
         wanted = np.asarray(indices, dtype=np.int64)
-        numbers = np.searchsorted(self.starts, wanted, side="right") - 1
+        numbers = np.searchsorted(self._starts, wanted, side="right") - 1
         rows = np.empty((len(wanted), self.sequence_length), dtype=np.int64)
         for row, (number, index) in enumerate(zip(numbers, wanted, strict=True)):
-            rows[row] = self.files[number][index - self.starts[number]]
+            rows[row] = self._files[number][index - self._starts[number]]
             if rows[row].max() >= self.vocab_size or rows[row].min() < 0:
                 raise ConfigError(
-                    f"data.paths: {self.names[number]} has the token {rows[row].max()}, and data.vocab_size is "
+                    f"data.paths: {self._names[number]} has the token {rows[row].max()}, and data.vocab_size is "
                     f"{self.vocab_size}; raise it, or check data.token_dtype"
                 )
         return rows
 
 
 def holds_tokens(data: DataSpec) -> bool:
-    """Whether the paths name tokens. Raises ConfigError where some do, and some do not."""
+    """Return whether the paths name tokens. Raises ConfigError if only some do."""
     kinds = {Path(path).suffix in _SUFFIXES for path in data.paths}
     if len(kinds) > 1:
         raise ConfigError("data.paths: text and tokens (.bin, .npy) cannot be mixed; name one kind")
     return kinds == {True}
-
-
-def open_token_files(data: DataSpec) -> TokenFiles:
-    """Map the files that a job names. Raises ConfigError for one that cannot be read, or is too short."""
-    files = tuple(_open(expand_user(path), data) for path in data.paths)
-    return TokenFiles(
-        names=data.paths,
-        files=files,
-        starts=np.cumsum([0, *(len(file) for file in files)]),
-        digest=_digest(files),
-        vocab_size=data.vocab_size,
-    )
 
 
 def _open(path: Path, data: DataSpec) -> npt.NDArray[np.generic]:
@@ -98,7 +79,7 @@ def _open(path: Path, data: DataSpec) -> npt.NDArray[np.generic]:
 
 
 def _digest(files: Sequence[npt.NDArray[np.generic]]) -> str:
-    """Digest the sizes, and samples from all over: reading all of a terabyte would take too long."""
+    """Digest the sizes, and samples from all over, since reading a whole terabyte would take too long."""
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         digest.update(f"{file.shape}".encode())

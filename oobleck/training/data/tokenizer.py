@@ -1,9 +1,7 @@
-"""A byte-level BPE tokenizer, trained on the given text, or one from a file.
+"""A byte-level BPE tokenizer trained on the job's text, or a tokenizer from a file.
 
-Byte-level, so that any text can be encoded and decoded without loss. Training is deterministic: equal text,
-vocabulary size and version of the tokenizers library give equal tokens.
-
-Text is cut into words here rather than by the library: words recur, so each distinct one is encoded once.
+A byte-level tokenizer encodes and decodes any text without loss. Training is deterministic: equal text, vocabulary size
+and version of the tokenizers library give equal tokens.
 """
 
 from __future__ import annotations
@@ -22,23 +20,21 @@ from oobleck.errors import ConfigError
 from oobleck.host.user_path import expand_user
 
 END_OF_TEXT = "<|endoftext|>"
-END_OF_TEXT_ID = 0
-"""The trainer numbers special tokens first."""
+END_OF_TEXT_ID = 0  # the trainer numbers special tokens first
 
 _ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
-"""What tokenizers call the end of a text."""
 _MASKS = ("[MASK]", "<mask>")
 
 _WORDS = r" ?[^\W\d_]+| ?[^\s\w]+|\s+(?!\S)|\s+| ?\d+|_+"
-"""What merges never cross: letters, punctuation and digits, with the space before them, and white space. It
-matches every character, so that nothing is lost between words. The most frequent alternatives come first."""
+"""The words that merges never cross: letters, punctuation or digits with the space before them, or white space. Every
+character matches, so that none is lost between words. The most frequent alternatives come first."""
 
 _TRAINING_CHARACTERS = 1_000_000
-"""How much of the text the merges are learned from. Training is most of what preparing the data costs."""
+"""The amount of text to learn merges from. Training is most of the cost of preparing the data."""
 
 
 def train_tokenizer(documents: Sequence[str], *, vocab_size: int) -> Tokenizer:
-    """Return a tokenizer of at most `vocab_size` tokens; fewer if the text has too few repetitions for more."""
+    """Return a tokenizer of `vocab_size` tokens, or fewer if the text has too few repetitions."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -60,13 +56,14 @@ def train_tokenizer(documents: Sequence[str], *, vocab_size: int) -> Tokenizer:
 
 def encode_documents(tokenizer: Tokenizer, documents: Sequence[str]) -> npt.NDArray[np.int64]:
     """Return the tokens of all documents, each followed by the end of text. O(characters)."""
+    # Words recur, so this cuts the text into words in place of the library, and encodes each distinct word once.
     numbers: dict[str, int] = {}
     sequence: list[int] = []
     for document in documents:
         sequence.extend(numbers.setdefault(word, len(numbers)) for word in re.findall(_WORDS, document))
         sequence.append(-1)
     encoded = [encoding.ids for encoding in tokenizer.encode_batch_fast(list(numbers), add_special_tokens=False)]
-    encoded.append([END_OF_TEXT_ID])  # What -1 stands for.
+    encoded.append([END_OF_TEXT_ID])  # at the index -1
     return _concatenate(encoded, np.array(sequence, dtype=np.int64))
 
 
@@ -85,29 +82,30 @@ def _concatenate(pieces: Sequence[Sequence[int]], order: npt.NDArray[np.int64]) 
 
 
 def _spread(documents: Sequence[str]) -> list[str]:
-    """Pick documents from all over the text, about as much as is trained on."""
+    """Pick documents from all over the text, with about `_TRAINING_CHARACTERS`."""
     total = sum(len(document) for document in documents)
     stride = max(1, -(-total // _TRAINING_CHARACTERS))
     return list(documents[::stride])
 
 
 def tokenizer_file(path: str) -> Path:
-    """Return the file of a tokenizer that is named by itself or by its directory. Raises ConfigError without one."""
-    given = expand_user(path)
-    file = given / "tokenizer.json" if given.is_dir() else given
+    """Return the file of a tokenizer, given that file or its directory. Raises ConfigError if there is none."""
+    named = expand_user(path)
+    file = named / "tokenizer.json" if named.is_dir() else named
     if not file.is_file():
         raise ConfigError(f"data.tokenizer: there is no {file} on this node; name a tokenizer.json, or its directory")
     return file
 
 
 def load_tokenizer(path: str) -> tuple[Tokenizer, int]:
-    """Return a tokenizer from a file, and its token for the end of a text. Raises ConfigError where there is none."""
+    """Return a tokenizer from a file, and its token for the end of a text. Raises ConfigError if either is missing."""
     file = tokenizer_file(path)
     try:
         tokenizer = Tokenizer.from_file(str(file))
     # The library raises bare exceptions.
     except Exception as error:
         raise ConfigError(f"data.tokenizer: {file} is no tokenizer: {error}") from error
+    # A file may configure both, for another use than whole documents.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     names = (_configured_end(file), *_ENDS)
@@ -118,18 +116,18 @@ def load_tokenizer(path: str) -> tuple[Tokenizer, int]:
 
 
 def mask_token_id(tokenizer: Tokenizer) -> int | None:
-    """Return the token that stands for a masked one, if there is one."""
+    """Return the mask token, if there is one."""
     return next((number for name in _MASKS if (number := tokenizer.token_to_id(name)) is not None), None)
 
 
 def encode_whole(tokenizer: Tokenizer, documents: Sequence[str], *, end_id: int) -> npt.NDArray[np.int64]:
-    """Return the tokens of all documents, each followed by `end_id`, however the tokenizer cuts them into words."""
+    """Return the tokens of all documents, each followed by `end_id`, for any tokenizer."""
     encoded = tokenizer.encode_batch_fast(list(documents), add_special_tokens=False)
     return np.fromiter(chain.from_iterable((*each.ids, end_id) for each in encoded), dtype=np.int64)
 
 
 def _configured_end(file: Path) -> str | None:
-    """What transformers has noted beside the tokenizer."""
+    """Return the end token that transformers has recorded next to the tokenizer."""
     try:
         value = json.loads((file.parent / "tokenizer_config.json").read_text())["eos_token"]
     except (OSError, ValueError, KeyError):

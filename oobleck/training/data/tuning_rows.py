@@ -1,7 +1,7 @@
 """Text to fine-tune on, row by row: prompts with completions, conversations, or texts with labels.
 
-A row is a JSON line, or a row of a Hugging Face dataset, and becomes a sample: tokenized when it is asked for, and cut
-to its length. Where rows are packed all are tokenized at once, and as many as fit one after the other share a sample.
+A row of JSON lines or of a Hugging Face dataset becomes a sample: tokenized on demand, and cut to its length. Packing
+tokenizes all rows at once, and puts as many consecutive rows as fit into each sample.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from .text import read_table
 from .tokenizer import tokenizer_file
 
 _Columns = dict[str, Any]
-"""Of a sample."""
 
-_COLUMNS: Mapping[str, tuple[str, ...]] = {"prompts": ("prompt", "completion"), "messages": ("messages",)}
 _FORMAT_OF_LABELS = "labels"
 
 
@@ -36,90 +34,79 @@ class TuningRows:
     mask_id = None
 
     def __init__(self, data: DataSpec) -> None:
-        """Raises ConfigError for what cannot be read, or has no rows."""
+        """Raises ConfigError for data that cannot be read, or has no rows."""
         self._format = data.format
-        self._columns = _COLUMNS.get(data.format, (data.text_column, "label"))
-        self._length = data.sequence_length
+        self._columns: tuple[str, ...]
+        self._encode: Callable[[Mapping[str, Any]], _Columns]
+        match data.format:
+            case "prompts":
+                self._columns, self._encode = ("prompt", "completion"), self._of_prompt
+            case "messages":
+                self._columns, self._encode = ("messages",), self._of_messages
+            case _:
+                self._columns, self._encode = (data.text_column, "label"), self._of_label
+        self.sequence_length = data.sequence_length
         self._tokenizer = _load_tokenizer(data)
         self._rows = list(read_table(data))
         if not self._rows:
             raise ConfigError("data.paths: there are no rows")
         for place, row in self._rows:
             _check_columns(place, row, self._columns)
-        self._encode: Callable[[Mapping[str, Any]], _Columns] = {
-            "prompts": self._of_prompt,
-            "messages": self._of_messages,
-        }.get(data.format, self._of_label)
         self._packed = list(self._pack()) if data.packing else None
-        self._digest = self._digest_all(data)
-
-    @property
-    def digest(self) -> str:
-        return self._digest
+        self.num_samples = len(self._rows if self._packed is None else self._packed)
+        self.digest = self._digest_all(data)
 
     @property
     def vocab_size(self) -> int:
         return len(self._tokenizer)
 
-    @property
-    def num_samples(self) -> int:
-        return len(self._rows if self._packed is None else self._packed)
-
-    @property
-    def sequence_length(self) -> int:
-        return self._length
-
     def sample(self, index: int, inputs: ModelInputs) -> Sample:
-        """Return a sample by index. Raises ConfigError where it does not fit the model."""
-        columns, place = self._columns_of(index)
+        """Return a sample by index. Raises ConfigError if it does not fit the model."""
+        if self._packed is not None:
+            columns, place = self._packed[index], f"packed sample {index}"
+        else:
+            place, row = self._rows[index]
+            columns = self._encoded(place, row)
         try:
-            return read_sample(columns, inputs, length=self._length, vocab_size=self.vocab_size)
+            return read_sample(columns, inputs, length=self.sequence_length, vocab_size=self.vocab_size)
         except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from error
 
     def check(self, inputs: ModelInputs) -> None:
-        """Look at the first and the last sample. Raises ConfigError where the format is not for the model."""
+        """Read the first and the last sample. Raises ConfigError if the format is not for the model."""
         task = "sequence_classification" if self._format == _FORMAT_OF_LABELS else "causal_lm"
         if inputs.task != task:
             raise ConfigError(f"data.format: {self._format} is for {task}, and the model's task is {inputs.task}")
         for index in (0, self.num_samples - 1):
-            side_by_side([self.sample(index, inputs)], inputs, length=self._length)
-
-    def _columns_of(self, index: int) -> tuple[_Columns, str]:
-        if self._packed is not None:
-            return self._packed[index], f"packed sample {index}"
-        place, row = self._rows[index]
-        return self._encoded(place, row), place
+            side_by_side([self.sample(index, inputs)], inputs, length=self.sequence_length)
 
     def _encoded(self, place: str, row: Mapping[str, Any]) -> _Columns:
         try:
             columns = self._encode(row)
         except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from error
-        # A chat template is a program, and may fail in any way; so may what it is given.
+        # A chat template is a program, and may fail in any way, as may its input.
         except Exception as error:
             raise ConfigError(f"{place}: {type(error).__name__}: {' '.join(str(error).split())}") from error
         return {
-            name: values[: self._length] if isinstance(values, list) else values for name, values in columns.items()
+            name: values[: self.sequence_length] if isinstance(values, list) else values
+            for name, values in columns.items()
         }
 
     # --- formats -------------------------------------------------------------------------------------------
 
     def _of_prompt(self, row: Mapping[str, Any]) -> _Columns:
-        """The completion is predicted, and the end of the text after it."""
+        """Label the completion, and the end of the text after it."""
         prompt, completion = (_text(row, name) for name in self._columns)
-        ids, starts = self._tokens_of(prompt + completion, add_special_tokens=True)
-        labels = [
-            token if start >= len(prompt) and start < len(prompt + completion) else IGNORED_LABEL
-            for token, start in zip(ids, starts, strict=True)
-        ]
+        whole = prompt + completion
+        ids, labels = self._labelled(whole, [(len(prompt), len(whole))], add_special_tokens=True)
         end = self._tokenizer.eos_token_id
         if end is not None and ids[-1:] != [end]:
             ids, labels = [*ids, end], [*labels, end]
         return {"input_ids": ids, "labels": labels}
 
     def _of_messages(self, row: Mapping[str, Any]) -> _Columns:
-        """What the assistant says is predicted, as the tokenizer's chat template writes it."""
+        """Label the assistant's messages, as the tokenizer's chat template renders them."""
         messages = row["messages"]
         if not any(each["role"] == "assistant" for each in messages):
             raise ConfigError("no message is the assistant's, which are what is predicted")
@@ -127,20 +114,16 @@ class TuningRows:
         spans = [
             self._span(messages, number, whole) for number, each in enumerate(messages) if each["role"] == "assistant"
         ]
-        ids, starts = self._tokens_of(whole, add_special_tokens=False)
-        labels = [
-            token if any(first <= start < stop for first, stop in spans) else IGNORED_LABEL
-            for token, start in zip(ids, starts, strict=True)
-        ]
+        ids, labels = self._labelled(whole, spans, add_special_tokens=False)
         return {"input_ids": ids, "labels": labels}
 
     def _of_label(self, row: Mapping[str, Any]) -> _Columns:
-        encoded = self._tokenizer(_text(row, self._columns[0]), truncation=True, max_length=self._length)
+        encoded = self._tokenizer(_text(row, self._columns[0]), truncation=True, max_length=self.sequence_length)
         others = {name: values for name, values in encoded.items() if name != "attention_mask"}
         return {**others, "label": row["label"]}
 
     def _span(self, messages: Sequence[Any], number: int, whole: str) -> tuple[int, int]:
-        """Where in the whole text a message of the assistant stands."""
+        """Return where in the whole text a message of the assistant begins and ends."""
         before = self._render(messages[:number], prompts=True) if number else ""
         after = self._render(messages[: number + 1], prompts=False)
         if not (after.startswith(before) and whole.startswith(after)):
@@ -156,27 +139,34 @@ class TuningRows:
         assert isinstance(text, str)
         return text
 
-    def _tokens_of(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[int]]:
-        """Return tokens, and where each begins in the text; -1 for those that stand for nothing in it."""
+    def _labelled(
+        self, text: str, spans: Sequence[tuple[int, int]], *, add_special_tokens: bool
+    ) -> tuple[list[int], list[int]]:
+        """Return a text's tokens, and labels for those that begin within spans of it."""
         encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
-        starts = [start if stop > start else -1 for start, stop in encoded["offset_mapping"]]
-        return list(encoded["input_ids"]), starts
+        ids = list(encoded["input_ids"])
+        labels = [
+            # Special tokens are not in the text, and their offsets are empty.
+            token if stop > start and any(first <= start < end for first, end in spans) else IGNORED_LABEL
+            for token, (start, stop) in zip(ids, encoded["offset_mapping"], strict=True)
+        ]
+        return ids, labels
 
     # --- packing -------------------------------------------------------------------------------------------
 
     def _pack(self) -> Iterator[_Columns]:
-        """Rows one after the other, as many as fit into each sample."""
+        """Yield samples of as many consecutive rows as fit."""
         documents: list[_Columns] = []
         for place, row in self._rows:
             document = self._encoded(place, row)
-            if sum(len(each["input_ids"]) for each in documents) + len(document["input_ids"]) > self._length:
+            if sum(len(each["input_ids"]) for each in documents) + len(document["input_ids"]) > self.sequence_length:
                 yield _joined(documents)
                 documents = []
             documents.append(document)
         yield _joined(documents)
 
     def _digest_all(self, data: DataSpec) -> str:
-        digest = hashlib.blake2b(repr((self._format, data.packing, self._length)).encode(), digest_size=16)
+        digest = hashlib.blake2b(repr((self._format, data.packing, self.sequence_length)).encode(), digest_size=16)
         digest.update(tokenizer_file(data.tokenizer or "").read_bytes())
         digest.update(str(self._tokenizer.chat_template).encode())
         for _, row in self._rows:
@@ -185,7 +175,7 @@ class TuningRows:
 
 
 def _joined(documents: Sequence[_Columns]) -> _Columns:
-    """Documents in one sample: the first token of each is predicted from no other document."""
+    """Join documents in one sample, without the labels of their first tokens: no document predicts another."""
 
     def joined(arrays: Sequence[Any]) -> npt.NDArray[np.int64]:
         return np.concatenate(arrays).astype(np.int64)

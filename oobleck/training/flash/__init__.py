@@ -1,6 +1,6 @@
-"""`oobleck.checkpoint.load` and `save`: for any script of torchrun's kind, under any launcher.
+"""`oobleck.checkpoint.load` and `save`, for scripts that torchrun can start, under any launcher.
 
-Under `oobleck run`, a save is a copy into shared memory that outlives the rank; the agent writes it to disk behind.
+Under `oobleck run`, a save is a copy into shared memory that outlives the rank; the agent writes it to disk later.
 Elsewhere each save is written to disk before it returns.
 """
 

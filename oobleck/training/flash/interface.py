@@ -1,4 +1,4 @@
-"""The two functions, and what they know of this process: which rank it is, and what it has saved or loaded last."""
+"""The two functions, and the state of this process that they share: its rank, and its last save or load."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from oobleck.errors import UsageError
 from oobleck.host.user_path import expand_user
 from oobleck.storage import scripts
 
-from .loader import Loader
-from .peers import Peers
+from .loader import Loader, Peers
 from .saver import DiskSaver, MemorySaver
 from .tensors import Flat, flatten
 
@@ -25,15 +24,12 @@ _DISK_EVERY = 100
 
 
 class _Process:
-    """This rank."""
-
     def __init__(self) -> None:
         memory = os.environ.get(scripts.MEMORY_VARIABLE)
         self.memory = Path(memory) if memory else None
         self.directory = expand_user(os.environ.get(scripts.DIRECTORY_VARIABLE) or _DEFAULT_DIRECTORY).absolute()
         self.identity = scripts.ScriptIdentity.of_environment(os.environ)
-        self.start = ""
-        """Empty until it is settled, by the first load or save."""
+        self.start = ""  # until the first load or save settles it
         self.last_step = 0
         self.num_saved = 0
         stem = scripts.memory_stem(int(os.environ.get("LOCAL_RANK", "0")))
@@ -56,34 +52,30 @@ class _Process:
             arguments=self.identity.arguments,
         )
 
-    def parts(self, *, tell: Callable[[str], None] = lambda problem: None) -> list[scripts.Part]:
-        """All that can be read here; `tell` receives what cannot. Raises UsageError where it is another script's."""
-        found = list(scripts.find_parts(self.memory, self.directory, tell=tell))
-        for part in found:
+    def parts(self, *, report: Callable[[str], None] = lambda problem: None) -> list[scripts.Part]:
+        """Return all readable parts, and `report` the others. Raises UsageError if one is another script's."""
+        parts = list(scripts.find_parts(self.memory, self.directory, tell=report))
+        for part in parts:
             self.identity.check_script(part.note, str(self.directory))
-        return found
+        return parts
 
     def settle_start(self, peers: Peers, parts: Sequence[scripts.Part]) -> None:
         """Agree with all ranks on a number above all that any of them sees, unless this start has saved already."""
         seen = max((scripts.start_number(part.note.start) for part in parts), default=0)
-        said = [each.decode().split() for each in peers.gather(f"{seen} {time.time_ns()}".encode())]
-        if not self.start:
-            unique = os.environ.get(scripts.START_VARIABLE) or f"t{said[0][1]}"
-            self.start = scripts.start_name(1 + max(int(number) for number, _ in said), unique)
+        answers = [each.decode().split() for each in peers.gather(f"{seen} {time.time_ns()}".encode())]
+        if not self.start:  # all ranks compute the same name from the same answers
+            unique = os.environ.get(scripts.START_VARIABLE) or f"t{answers[0][1]}"
+            self.start = scripts.start_name(1 + max(int(number) for number, _ in answers), unique)
 
     def settle_start_alone(self) -> None:
-        """Settle on what all ranks come to without a word: none of them has called `load`."""
+        """Choose the start that all ranks choose without communication, as none of them has called `load`."""
         words = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         unique = os.environ.get(scripts.START_VARIABLE) or "-".join(
             "".join(filter(str.isalnum, word)) for word in words
         )
-        starts = {part.note.start for part in self.parts()}
-        own = [
-            scripts.start_number(start)
-            for start in starts
-            if start == scripts.start_name(scripts.start_number(start), unique)
-        ]
-        self.start = scripts.start_name(max(own or [1 + max(map(scripts.start_number, starts), default=0)]), unique)
+        numbers = {part.note.start: scripts.start_number(part.note.start) for part in self.parts()}
+        own = [number for start, number in numbers.items() if start == scripts.start_name(number, unique)]
+        self.start = scripts.start_name(max(own or [1 + max(numbers.values(), default=0)]), unique)
 
 
 _process: _Process | None = None
@@ -97,14 +89,14 @@ def _this() -> _Process:
 
 
 def load() -> object | None:
-    """Return the newest state that all ranks have saved, or None where there is none.
+    """Return the newest state that all ranks have saved, or None if there is none.
 
-    All ranks must call it, after `torch.distributed.init_process_group` where there are several. They load the same
-    step: from memory, or from other ranks' memory, else from disk. Tensors are on the CPU, and copies; those that were
-    sharded (DTensor) are sharded again over the ranks that there are now, on their device.
+    All ranks must call this, after `torch.distributed.init_process_group` if there are several. They load the same
+    step: from memory, or from other ranks' memory, else from disk. Tensors are copies on the CPU. Sharded tensors
+    (DTensor) are sharded again over the present ranks, on their device.
 
-    Raises UsageError where the state cannot be laid out on so many ranks, or is another script's, and CorruptCheckpoint
-    where states were saved and none is whole any more.
+    Raises UsageError if the state cannot be laid out on this number of ranks, or is another script's, and
+    CorruptCheckpoint if states were saved and none is complete any more.
     """
     this = _this()
     rank, world_size = _place()
@@ -113,7 +105,7 @@ def load() -> object | None:
             "oobleck.checkpoint.load: call it after torch.distributed.init_process_group(), for all ranks load the same"
         )
     problems: list[str] = []
-    parts = this.parts(tell=problems.append)
+    parts = this.parts(report=problems.append)
     peers = Peers(rank, world_size)
     this.settle_start(peers, parts)
     loaded = Loader(peers, parts, problems).load()
@@ -121,28 +113,28 @@ def load() -> object | None:
         sys.stderr.write(f"oobleck: not used: {problem}\n")
     if loaded is None:
         return None
-    note = loaded.note
-    this.identity.check_arguments(note, str(this.directory))
-    this.last_step = note.step
-    this.saver.protect(note.name)
+    state, chosen = loaded
+    this.identity.check_arguments(chosen.note, str(this.directory))
+    this.last_step = chosen.note.step
+    this.saver.protect(chosen.note.name)
     if rank == 0:
-        count = f"{loaded.num_savers} rank{'' if loaded.num_savers == 1 else 's'}"
-        sys.stderr.write(f"oobleck: continues after step {note.step}, saved by {count}, from {loaded.place}\n")
-    return loaded.state
+        count = f"{len(chosen.notes)} rank{'' if len(chosen.notes) == 1 else 's'}"
+        sys.stderr.write(f"oobleck: continues after step {this.last_step}, saved by {count}, from {chosen.place}\n")
+    return state
 
 
 def save(step: int, state: object, *, disk_every: int = _DISK_EVERY) -> None:
-    """Save a state after a step: dicts, lists, numbers, texts, tensors. All ranks call it, for the same steps.
+    """Save a state after a step: dicts, lists, numbers, texts, tensors. All ranks call this, for the same steps.
 
-    Values and plain tensors are taken to be the same in all ranks, as a DDP model's are; DTensors are saved piece by
-    piece. When it returns the state is in shared memory, and may be changed. O(size).
+    Values and plain tensors must be the same on all ranks, as those of a DDP model are; DTensors are saved piece by
+    piece. When it returns, the state is in shared memory, and may be changed. O(size).
 
     Arguments:
         step: a number that grows.
-        disk_every: the first save in each so many steps is written to disk as well, by the agent; under another
-            launcher than `oobleck run`, every save is, before this returns.
+        disk_every: the agent also writes the first save in every `disk_every` steps to disk. Under a launcher other
+            than `oobleck run`, every save is written to disk before this returns.
 
-    Raises UsageError that names what cannot be saved, and where it is; OSError where memory or disk is full.
+    Raises UsageError that names what cannot be saved, and where it is, or OSError if memory or disk is full.
     """
     if type(step) is not int or step < 0:
         raise UsageError(f"oobleck.checkpoint.save: step {step!r} is not a whole number from 0")
@@ -158,7 +150,7 @@ def save(step: int, state: object, *, disk_every: int = _DISK_EVERY) -> None:
 
 
 def _place() -> tuple[int, int]:
-    """This rank and how many there are: of the process group, or as the launcher says."""
+    """Return (rank, number of ranks), from the process group or the launcher."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,4 +1,4 @@
-"""Loads a state: all ranks say what they can read, choose the same one, and give each other what they cannot read."""
+"""Loads a state: all ranks report their readable parts, choose the same state, and exchange what others cannot read."""
 
 from __future__ import annotations
 
@@ -6,67 +6,99 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from oobleck.errors import CorruptCheckpoint
 from oobleck.storage import TensorSpec, scripts
 from oobleck.training.tensor_bytes import as_tensor
 from oobleck.wire import decode_json, encode_json
 
-from .peers import Peers
 from .tensors import Leaf, leaves, put_together
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """A state, and what is known of it."""
+class Peers:
+    """All ranks of this start. All of them call every method but `send` and `receive`, in the same order."""
 
-    state: object
-    note: scripts.PartNote
-    num_savers: int
-    place: Literal["memory", "disk"]
+    def __init__(self, rank: int, world_size: int) -> None:
+        """The default process group must exist if there are several ranks."""
+        self.rank = rank
+        self.world_size = world_size
+        self._group: dist.ProcessGroup | None = None
+        if world_size > 1 and dist.get_backend() != "gloo":
+            self._group = dist.new_group(backend="gloo")
+
+    def gather(self, text: bytes) -> list[bytes]:
+        """Return the texts of all ranks, in the order of ranks."""
+        if self.world_size == 1:
+            return [text]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(text)]), group=self._group)
+        longest = max(int(size) for size in sizes)
+        if not longest:
+            return [b""] * self.world_size
+        padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+        dist.all_gather(texts, padded, group=self._group)
+        return [text.numpy().tobytes()[: int(size)] for text, size in zip(texts, sizes, strict=True)]
+
+    def send(self, tensor: torch.Tensor, to: int) -> Any:
+        """Begin to send a tensor on the CPU; return the request to wait for."""
+        return dist.isend(_bytes_of(tensor), to, group=self._group)
+
+    def receive(self, into: torch.Tensor, source: int) -> None:
+        """Receive into a contiguous tensor."""
+        dist.recv(_bytes_of(into), source, group=self._group)
+
+    def close(self) -> None:
+        """Wait for all ranks, and release the group."""
+        self.gather(b"")
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Holdings:
-    """What one rank says."""
-
     parts: tuple[scripts.Holding, ...]
     problems: tuple[str, ...]
-    """Notes that it cannot read."""
 
 
 class Loader:
     """Loads once, on all ranks together."""
 
     def __init__(self, peers: Peers, parts: Sequence[scripts.Part], problems: Sequence[str]) -> None:
-        """`parts` are those that this rank can read, and `problems` what is wrong with others."""
+        """`parts` are readable by this rank; `problems` describe those that are not."""
         self._peers = peers
         self._parts = list(parts)
         self._problems = tuple(problems)
 
-    def load(self) -> Loaded | None:
-        """Return the newest whole state. Raises CorruptCheckpoint and UsageError, on all ranks alike."""
+    def load(self) -> tuple[object, scripts.Chosen] | None:
+        """Return the newest complete state. Raises CorruptCheckpoint and UsageError, on all ranks alike."""
         while (chosen := self._choose()) is not None:
             exchange = _Exchange(self._peers, chosen, self._parts)
-            if self._peers.all_agree(exchange.has_read()):
-                loaded = Loaded(
-                    state=exchange.state(), note=chosen.note, num_savers=len(chosen.notes), place=chosen.place
-                )
-                self._peers.close()  # from here on, others may save over what has been read
-                return loaded
+            has_read = exchange.has_read()
+            if all(answer == b"1" for answer in self._peers.gather(b"1" if has_read else b"0")):
+                state = exchange.state()
+                self._peers.close()  # from here on, other ranks may overwrite what this one has read
+                return state, chosen
+            # Some rank has found damage, and all choose again without the damaged parts.
             self._parts = [part for part in self._parts if not exchange.is_damaged(part)]
         self._peers.close()
         return None
 
     def _choose(self) -> scripts.Chosen | None:
         mine = tuple(scripts.Holding(viewer=self._peers.rank, place=part.place, note=part.note) for part in self._parts)
-        said = self._peers.gather(encode_json(_Holdings(parts=mine, problems=self._problems)))
-        all_said = [decode_json(_Holdings, each) for each in said]
-        chosen = scripts.choose([holding for each in all_said for holding in each.parts])
-        problems = sorted({problem for each in all_said for problem in each.problems})
+        texts = self._peers.gather(encode_json(_Holdings(parts=mine, problems=self._problems)))
+        reports = [decode_json(_Holdings, text) for text in texts]
+        # All ranks decide from the same reports, so they choose the same state, or raise the same error.
+        chosen = scripts.choose([holding for report in reports for holding in report.parts])
+        problems = sorted({problem for report in reports for problem in report.problems})
         if isinstance(chosen, scripts.LostState):
             raise CorruptCheckpoint("; ".join((chosen.problem, *problems)))
         if chosen is None and problems:
@@ -75,10 +107,8 @@ class Loader:
 
 
 class _Exchange:
-    """One state, on its way to all ranks."""
-
     def __init__(self, peers: Peers, chosen: scripts.Chosen, parts: Sequence[scripts.Part]) -> None:
-        """Raises UsageError where it cannot be laid out on so many ranks."""
+        """Raises UsageError if the state cannot be laid out on the present number of ranks."""
         self._peers = peers
         self._chosen = chosen
         self._now = tuple(scripts.resharded(each, peers.world_size) for each in chosen.note.shardings)
@@ -91,7 +121,7 @@ class _Exchange:
         self._damaged: set[int] = set()
 
     def has_read(self) -> bool:
-        """Read all parts that this rank is to read, for itself or for others; returns whether all are whole."""
+        """Read all parts that this rank reads, for itself or for others; return whether all are intact."""
         for saver in sorted({source.saver for source in self._all_sources() if source.reader == self._peers.rank}):
             try:
                 self._parts[saver].read()
@@ -100,23 +130,21 @@ class _Exchange:
         return not self._damaged
 
     def is_damaged(self, part: scripts.Part) -> bool:
-        """Whether it is one that was found damaged."""
+        """Return whether `has_read` has found a part damaged."""
         return any(part is self._parts[saver] for saver in self._damaged)
 
     def _all_sources(self) -> list[scripts.Source]:
-        """Whatever anybody reads; of pieces, those that one's own box has no use for are not asked for."""
-        found = []
+        sources = []
         for rank, (values, pieces) in enumerate(self._wants):
-            found.append(values)
-            found += [source for (number, piece), source in pieces.items() if self._is_wanted(rank, number, piece)]
-        return found
-
-    def _is_wanted(self, rank: int, number: int, piece: tuple[int, ...]) -> bool:
-        before, now = self._chosen.note.shardings[number], self._now[number]
-        return before != now or before.piece(rank) == piece
+            sources.append(values)
+            for (number, piece), source in pieces.items():
+                before, now = self._chosen.note.shardings[number], self._now[number]
+                if before != now or before.piece(rank) == piece:  # unless it changes, a rank needs its own piece alone
+                    sources.append(source)
+        return sources
 
     def state(self) -> object:
-        """Give, take, and put together."""
+        """Exchange all values with other ranks, and return the state."""
         tree = self._exchange_tree()
         tensors = {leaf.entry: self._exchange(leaf) for leaf in leaves(tree)}
         return put_together(tree, tensors, self._now)
@@ -128,31 +156,31 @@ class _Exchange:
         text = torch.zeros(0, dtype=torch.uint8)
         if mine.reader == self._peers.rank:
             text = self._entry(mine.saver, scripts.TREE)
-        sizes = self._peers.gather(str(text.numel()).encode())
-        waiting = self._give_values(lambda saver: self._entry(saver, scripts.TREE))
+        sizes = self._peers.gather(str(text.numel()).encode())  # a receiver has to allocate the text
+        requests = self._send_values(scripts.TREE)
         if mine.reader != self._peers.rank:
             text = torch.empty(int(sizes[mine.reader]), dtype=torch.uint8)
             self._peers.receive(text, mine.reader)
-        _wait(waiting)
+        _wait(requests)
         try:
             tree: scripts.TreeNode = json.loads(bytes(text.numpy()))
         except (ValueError, RecursionError) as error:
             raise CorruptCheckpoint(f"{self._chosen.name}: its values cannot be read ({error})") from error
         return tree
 
-    def _give_values(self, tensor_of: Any) -> list[Any]:
-        """Send what others need of the values that this rank reads."""
+    def _send_values(self, name: str) -> list[Any]:
+        """Send an entry to the ranks for which this one reads values."""
         return [
-            self._peers.send(tensor_of(values.saver), rank)
+            self._peers.send(self._entry(values.saver, name), rank)
             for rank, (values, _) in enumerate(self._wants)
             if values.reader == self._peers.rank != rank
         ]
 
     def _exchange(self, leaf: Leaf) -> torch.Tensor:
-        """A tensor of this rank, as it is or as its box of a sharded one is."""
+        """Return a tensor of this rank, whole, or its box of a sharded one."""
         if leaf.sharding is not None:
             return self._exchange_pieces(leaf, leaf.sharding)
-        waiting = self._give_values(lambda saver: self._entry(saver, leaf.entry)) if math.prod(leaf.shape) else []
+        requests = self._send_values(leaf.entry) if math.prod(leaf.shape) else []  # empty tensors are not sent
         mine = self._wants[self._peers.rank][0]
         if mine.reader == self._peers.rank:
             tensor = self._entry(mine.saver, leaf.entry).clone()
@@ -160,7 +188,7 @@ class _Exchange:
             tensor = _empty(leaf.dtype, leaf.shape)
             if tensor.numel():
                 self._peers.receive(tensor, mine.reader)
-        _wait(waiting)
+        _wait(requests)
         return tensor
 
     def _entry(self, saver: int, name: str) -> torch.Tensor:
@@ -173,12 +201,12 @@ class _Exchange:
     # --- pieces ------------------------------------------------------------------------------------------------------
 
     def _exchange_pieces(self, leaf: Leaf, number: int) -> torch.Tensor:
-        """Fill this rank's box from the pieces that overlap with it; give others what they lack."""
+        """Send other ranks the pieces that they lack, and fill this rank's box."""
         before, now = self._chosen.note.shardings[number], self._now[number]
-        waiting = []
+        requests = []
         for rank in range(self._peers.world_size):
             if rank != self._peers.rank:
-                waiting += self._give_pieces(leaf, number, before, now, to=rank)
+                requests += self._send_pieces(leaf, number, before, now, to=rank)
         box = now.box(self._peers.rank, leaf.shape)
         tensor = _empty(leaf.dtype, box.sizes)
         for source in self._sources_of(self._peers.rank, number):
@@ -192,23 +220,23 @@ class _Exchange:
                 received = torch.empty(shared.sizes, dtype=tensor.dtype)
                 self._peers.receive(received, source.reader)
                 target.copy_(received)
-        _wait(waiting)
+        _wait(requests)
         return tensor
 
-    def _give_pieces(
+    def _send_pieces(
         self, leaf: Leaf, number: int, before: scripts.Sharding, now: scripts.Sharding, *, to: int
     ) -> list[Any]:
-        waiting = []
+        requests = []
         box = now.box(to, leaf.shape)
         for source in self._sources_of(to, number):
             piece = before.box(source.saver, leaf.shape)
             shared = scripts.overlap(piece, box)
             if source.reader == self._peers.rank and shared is not None:
-                waiting.append(self._peers.send(self._entry(source.saver, leaf.entry)[shared.within(piece)], to))
-        return waiting
+                requests.append(self._peers.send(self._entry(source.saver, leaf.entry)[shared.within(piece)], to))
+        return requests
 
     def _sources_of(self, rank: int, number: int) -> list[scripts.Source]:
-        """Where a rank gets the pieces of a sharding from, in an order that all know."""
+        """Return a rank's sources of a sharding's pieces, in the same order on all ranks."""
         _, pieces = self._wants[rank]
         return [source for (of, _), source in sorted(pieces.items()) if of == number]
 
@@ -218,6 +246,6 @@ def _empty(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     return as_tensor(spec, memoryview(bytearray(spec.size_bytes)))
 
 
-def _wait(waiting: Sequence[Any]) -> None:
-    for each in waiting:
+def _wait(requests: Sequence[Any]) -> None:
+    for each in requests:
         each.wait()

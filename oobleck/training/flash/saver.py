@@ -1,4 +1,4 @@
-"""A rank's parts: into two slots of shared memory, or, where no agent keeps such memory, straight to disk."""
+"""Saves a rank's parts into two slots of shared memory, or directly to disk where no agent keeps such memory."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class MemorySaver:
         self._protected: str | None = None
 
     def protect(self, name: str) -> None:
-        """Keep the state of this name until another one is saved: it is what all have."""
+        """Keep a state, which all ranks have, until another one is saved."""
         self._protected = name
 
     def save(self, note: scripts.PartNote, flat: Flat) -> None:
-        """Copy a part, and say that it is there. O(size). Raises OSError where there is no memory for it."""
+        """Copy a part, and mark it valid. O(size). Raises OSError if there is no memory for it."""
         tree = json.dumps(flat.tree, separators=(",", ":")).encode()
         if self._memory is None:
             with suppress(StopIteration, CorruptCheckpoint, OSError):
@@ -62,22 +62,20 @@ class MemorySaver:
         return self._memory
 
     def _slot_of(self, memory: storage.FlashMemory) -> storage.Slot:
-        """The one to write: never that of the last state that all ranks may have."""
+        # Never the slot of the last state that all ranks may have: another rank may fail before it saves this one.
         for slot in memory.valid_slots():
             if (note := scripts.note_of(slot)) is not None and note.name == self._protected:
                 return memory.slots()[1 - slot.number]
         return memory.next_slot()
 
     def _forget_others(self, name: str) -> None:
-        """Remove all files but the newest, and those that have the state of this name.
-
-        All ranks have begun the step after that state, so nobody needs an older one. This is before the next state is
-        written: however often its shapes change, there are two files after each save (three after the first one).
-        """
+        """Remove all files but the newest, and those that hold the named state."""
+        # All ranks have begun the step after that state, so no rank needs an older one. As this runs before the next
+        # state is written, there are two files after each save (three after the first), however often shapes change.
         for path in storage.memory_files(self._directory, self._stem):
             if self._memory is not None and path == self._memory.path:
                 continue
-            with suppress(CorruptCheckpoint, OSError):
+            with suppress(CorruptCheckpoint, OSError):  # a file that cannot be read is of no use
                 memory = storage.FlashMemory.open(path)
                 slots = memory.valid_slots()
                 is_needed = any(slot.holds(name) for slot in slots)
@@ -97,7 +95,7 @@ class DiskSaver:
         self._directory = directory
 
     def protect(self, name: str) -> None:
-        """Nothing: files are not written over."""
+        """Do nothing, since no save overwrites files."""
 
     def save(self, note: scripts.PartNote, flat: Flat) -> None:
         """Write a part. O(size). Raises OSError."""
@@ -110,7 +108,7 @@ class DiskSaver:
 
 
 def _layout(flat: Flat, tree_bytes: int, rank: int, last: storage.FlashMemory | None) -> storage.Layout:
-    """Room for a part; that for the tree is larger than it is, for numbers in it grow longer."""
+    # The tree gets a reserve, since its numbers become longer, and another layout would need another file.
     room = last.layout.entries[0].spec.size_bytes if last is not None else 0
     if room < tree_bytes:
         room = 1 << max(_LEAST_TREE_BYTES, tree_bytes * 5 // 4).bit_length()
@@ -130,14 +128,14 @@ def _fill(layout: storage.Layout, data: memoryview, tree: bytes, flat: Flat) -> 
 
 
 def _wait_for_agent(slots: Iterable[storage.Slot]) -> None:
-    """Wait until the agent has copied what is to be on disk."""
+    """Wait until the agent has copied the states that go to disk."""
     for slot in slots:
         while _is_awaited(slot):
             time.sleep(_LOOK_S)
 
 
 def _is_awaited(slot: storage.Slot) -> bool:
-    """Whether what is in a slot is still to be copied by the agent."""
+    """Return whether the agent still has to copy a slot's state."""
     if not slot.is_valid:
         return False
     note = scripts.note_of(slot)

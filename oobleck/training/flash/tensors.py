@@ -1,4 +1,4 @@
-"""A state with tensors of torch, taken apart into a tree and named tensors, and put together again."""
+"""Takes a state with torch tensors apart into a tree and named tensors, and puts it together again."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class Leaf:
     entry: str
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     sharding: int | None
-    """By number; None for one that is the same in all ranks."""
+    """The number of its sharding; None if all ranks have the same tensor."""
 
 
 @dataclass(slots=True)
 class Flat:
-    """A state's tree, and the tensors of this rank by their entries' names."""
+    """A state's tree, and this rank's tensors, keyed by entry."""
 
     tree: TreeNode = None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     shardings: tuple[Sharding, ...] = ()
 
     def add(self, value: object, path: str) -> TreeNode:
-        """Note a leaf, which must be a tensor. Raises UsageError."""
+        """Add a leaf, and return its node. Raises UsageError unless it is a tensor that can be stored."""
         if not isinstance(value, torch.Tensor):
             kind = type(value)
             raise UsageError(
@@ -45,7 +45,10 @@ class Flat:
             )
         number: int | None = None
         if isinstance(value, DTensor):
-            number = self._number(_sharding_of(value, path))
+            sharding = _sharding_of(value, path)
+            if sharding not in self.shardings:
+                self.shardings += (sharding,)
+            number = self.shardings.index(sharding)
             local = value.to_local().detach()
         else:
             local = value.detach()
@@ -64,14 +67,9 @@ class Flat:
         self.tensors[entry] = local
         return [entry, name, list(value.shape), number]
 
-    def _number(self, sharding: Sharding) -> int:
-        if sharding not in self.shardings:
-            self.shardings += (sharding,)
-        return self.shardings.index(sharding)
-
 
 def flatten(state: object) -> Flat:
-    """Take a state apart. Raises UsageError that names what cannot be stored."""
+    """Take a state apart. Raises UsageError that names the value that cannot be stored."""
     flat = Flat()
     flat.tree = to_tree(state, flat.add)
     return flat
@@ -79,7 +77,8 @@ def flatten(state: object) -> Flat:
 
 def _sharding_of(tensor: DTensor, path: str) -> Sharding:
     mesh = tensor.device_mesh
-    if mesh.mesh.flatten().tolist() != list(range(_num_ranks())):
+    num_ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if mesh.mesh.flatten().tolist() != list(range(num_ranks)):
         raise UsageError(
             f"oobleck.checkpoint.save: {path} is sharded over a mesh that has not all ranks in their order, as a part "
             "of a larger mesh: such shards cannot be saved"
@@ -87,7 +86,7 @@ def _sharding_of(tensor: DTensor, path: str) -> Sharding:
     cut = []
     for placement in tensor.placements:
         if type(placement) is Shard:
-            cut.append(placement.dim % tensor.ndim)
+            cut.append(placement.dim % tensor.ndim)  # it may count from the end
         elif type(placement) is Replicate:
             cut.append(-1)
         else:
@@ -96,39 +95,35 @@ def _sharding_of(tensor: DTensor, path: str) -> Sharding:
     return Sharding(device=mesh.device_type, mesh=tuple(mesh.mesh.shape), names=names, cut=tuple(cut))
 
 
-def _num_ranks() -> int:
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-
-
 def leaves(tree: TreeNode) -> tuple[Leaf, ...]:
-    """All tensors of a tree, in order. Raises CorruptCheckpoint."""
+    """Return all tensors of a tree, in order. Raises CorruptCheckpoint."""
     found: list[Leaf] = []
-    from_tree(tree, lambda said: found.append(_leaf(said)))
+    from_tree(tree, lambda node: found.append(_leaf(node)))
     return tuple(found)
 
 
-def _leaf(said: TreeNode) -> Leaf:
-    match said:
+def _leaf(node: TreeNode) -> Leaf:
+    match node:
         case [str(entry), str(dtype), list(shape), (int() | None) as sharding] if dtype in DTYPE_NAMES.values() and all(
             type(size) is int and size >= 0 for size in shape
         ):
             return Leaf(entry=entry, dtype=dtype, shape=tuple(cast("list[int]", shape)), sharding=sharding)
         case _:
-            raise CorruptCheckpoint(f"a state with a damaged tensor: {str(said)[:80]}")
+            raise CorruptCheckpoint(f"a state with a damaged tensor: {str(node)[:80]}")
 
 
 def put_together(tree: TreeNode, tensors: Mapping[str, torch.Tensor], shardings: tuple[Sharding, ...]) -> object:
-    """Return the state; `shardings` are those of the ranks that there are now."""
+    """Return the state; `shardings` are those over the present ranks."""
     mesh_of = _meshes(shardings)
 
-    def tensor_of(said: TreeNode) -> torch.Tensor:
-        leaf = _leaf(said)
+    def tensor_of(node: TreeNode) -> torch.Tensor:
+        leaf = _leaf(node)
         local = tensors[leaf.entry]
         if leaf.sharding is None:
             return local
         sharding = shardings[leaf.sharding]
         placements = [Replicate() if cut < 0 else Shard(cut) for cut in sharding.cut]
-        strides = torch.empty(leaf.shape, device="meta").stride()
+        strides = torch.empty(leaf.shape, device="meta").stride()  # of the whole tensor, which no rank has
         on_device = local.to(sharding.device)
         shape = torch.Size(leaf.shape)
         return DTensor.from_local(
@@ -139,7 +134,7 @@ def put_together(tree: TreeNode, tensors: Mapping[str, torch.Tensor], shardings:
 
 
 def _meshes(shardings: tuple[Sharding, ...]) -> Callable[[Sharding], DeviceMesh]:
-    """A mesh for each arrangement, made by all ranks in the same order."""
+    """Make a mesh for each arrangement, in the same order on all ranks."""
     made: dict[tuple[str, tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
     for each in shardings:
         key = each.device, each.mesh, each.names

@@ -1,22 +1,22 @@
-"""Processes that are forked from one that has imported what they need, and how their ends become known.
+"""Processes that are forked from one with their imports already loaded, and the reports of how they end.
 
     agent ── asks ──> fork server ── forks ──> supervisor ── forks ──> a worker or a rank
       ^                                            │
-      └───────────── its end, by a pipe ───────────┘   (where the supervisor is gone: the fork server says it)
+      └───────────── its end, by a pipe ───────────┘   (if the supervisor is gone, the fork server reports it)
 
 Nothing here loads torch.
 """
 
 from __future__ import annotations
 
-from .fork_server import ForkServerSide, serve
+from .fork_server import ForkServer, serve
 from .imports import quick_imports
 from .process_names import set_command_line, set_name
 from .supervisor import ENDS, adopt_orphans, fork_supervised, leave_ends_to_agents
 
 __all__ = [
     "ENDS",
-    "ForkServerSide",
+    "ForkServer",
     "adopt_orphans",
     "fork_supervised",
     "leave_ends_to_agents",

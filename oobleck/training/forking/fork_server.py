@@ -1,17 +1,16 @@
-"""The server in a process that forks others on request, once it has imported what they need.
+"""The server of a process that forks others on request, once it has imported what they need.
 
 Importing torch and transformers takes seconds, a fork milliseconds. The agents of one user and job on one machine
-share a fork server. It listens on a UNIX socket. A client sends one byte with two descriptors as ancillary data: a
-socket through which the forked process speaks to its agent, and a pipe to which its life is reported (see
-`supervisor`). What the server has to say itself are lines of JSON.
+share a fork server, which listens on a UNIX socket. A client sends one byte with two descriptors as ancillary data: a
+socket between the forked process and its agent, and a pipe for reports of its start and end (see `supervisor`). The
+server's own messages are lines of JSON.
 
-The server runs a single thread and no torch operation, so that forking is safe; it ends when its last client
-has left.
+The server runs a single thread and no torch operation, so that forking is safe. It ends when its last client has left.
 
 Rejected: Python's own fork server (`multiprocessing.forkserver`). It belongs to the process that started it and ends
-with it, so agents could not share one, and a worker's parent would end with the first of them. Starting workers as
-processes of their own needs no server, but costs the seconds of the imports each time: a worker that is killed should
-be back in a fraction of one.
+with it, so agents could not share one, and a worker's parent would end with the first agent. Also rejected: starting
+workers directly. That needs no server but repeats the seconds of imports, and a killed worker should be back in a
+fraction of one.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from typing import Protocol
 from .supervisor import adopt_orphans, fork_supervised
 
 COLD = b"c"
-"""A request that is to be served by this process itself; any other may be passed on."""
+"""A request that this process itself has to serve; it may pass others to a `Forker`."""
 
 _IDLE_TIMEOUT_S = 20.0
-_REST_S = 0.1
+_PAUSE_S = 0.1
 _DESCRIPTORS = 2
 
 
@@ -41,19 +40,19 @@ class Forker(Protocol):
     """Another process that can fork in the server's place."""
 
     def tick(self) -> float:
-        """Do what is due; returns after how many seconds to be called again."""
+        """Do what is due, and return the seconds until the next call."""
         ...
 
     def fork(self, descriptors: list[int]) -> bool:
-        """Have a process forked there, and close the descriptors; returns False, and does nothing, where it cannot."""
+        """Have a process forked there and close the descriptors, or do nothing and return False if it cannot."""
         ...
 
     def spurn(self) -> None:
-        """End it: it has not answered."""
+        """End the process, since it has not answered."""
         ...
 
     def note_end(self, pid: int, status: int) -> None:
-        """Note the end of a child of the server, which may be it."""
+        """Note the end of a child of the server, which may be that process."""
         ...
 
     def leave(self) -> None:
@@ -61,30 +60,20 @@ class Forker(Protocol):
         ...
 
     def close(self) -> None:
-        """End it: the server ends."""
+        """End the process, since the server ends."""
         ...
 
 
-class ForkServerSide(Protocol):
-    """What such a process finds of the server."""
+class ForkServer:
+    """The loop of the server, and a `Forker`'s view of it."""
 
-    def tell(self, problem: str) -> None:
-        """Tell all agents why ranks do not start warm."""
-        ...
-
-    def leave(self) -> None:
-        """Close, in a forked process, what is the server's."""
-        ...
-
-
-class _ForkServer:
     def __init__(
         self,
         listener: socket.socket,
         work: Callable[[socket.socket], None],
-        forker: Callable[[ForkServerSide], Forker] | None,
+        forker: Callable[[ForkServer], Forker] | None,
     ) -> None:
-        """`work` is what a forked process does, with its agent's socket; it never returns."""
+        """A forked process calls `work` with its agent's socket; it never returns."""
         self._listener = listener
         self._work = work
         self._selector = selectors.DefaultSelector()
@@ -96,7 +85,7 @@ class _ForkServer:
         self._forker = forker(self) if forker is not None else None
 
     def serve(self) -> None:
-        """Serve until no client is left."""
+        """Serve until the last client has left."""
         try:
             while True:
                 due_s = self._forker.tick() if self._forker is not None else None
@@ -120,9 +109,9 @@ class _ForkServer:
     def _accept(self) -> None:
         try:
             client, _ = self._listener.accept()
-        except OSError as error:  # the client is gone, or there are no descriptors left: others still need this server
-            sys.stderr.write(f"the fork server cannot take a client in: {error.strerror}\n")
-            time.sleep(_REST_S)
+        except OSError as error:  # the client or the last descriptor is gone, and others still need this server
+            sys.stderr.write(f"the fork server cannot accept a client: {error.strerror}\n")
+            time.sleep(_PAUSE_S)
             return
         self._clients[client.fileno()] = client
         self._selector.register(client, selectors.EVENT_READ)
@@ -147,7 +136,7 @@ class _ForkServer:
             self._supervisors.add(pid)
 
     def leave(self) -> None:
-        """Close, in a forked process, what is the server's."""
+        """Close the server's files in a forked process."""
         self._selector.close()
         for other in (self._listener, self._child_wakeup, *self._clients.values()):
             other.close()
@@ -165,34 +154,34 @@ class _ForkServer:
             if pid in self._supervisors:
                 self._supervisors.discard(pid)
                 continue
-            self._say({"ended": pid, "status": status})  # it may be one whose supervisor is gone
+            self._broadcast({"ended": pid, "status": status})  # its supervisor may be gone
             if self._forker is not None:
                 self._forker.note_end(pid, status)
 
     def tell(self, problem: str) -> None:
+        """Report to all agents why ranks do not start warm."""
         sys.stderr.write(f"{problem}\n")
-        self._say({"problem": problem})
+        self._broadcast({"problem": problem})
 
-    def _say(self, said: dict[str, object]) -> None:
-        """Say something to all agents."""
-        line = json.dumps(said) + "\n"
+    def _broadcast(self, message: dict[str, object]) -> None:
+        line = json.dumps(message) + "\n"
         for client in list(self._clients.values()):
             try:
                 client.send(line.encode(), socket.MSG_DONTWAIT)
             except BlockingIOError:
-                pass  # an agent that does not listen now misses it; ranks that start cold say so themselves
+                pass  # an agent that does not read now misses it; ranks that start cold report that themselves
             except OSError:
                 self._drop(client)
 
     def _drop(self, client: socket.socket) -> None:
-        """Forget a client. Its workers end by themselves: their sockets are closed with the agent."""
+        """Forget a client. Its workers end by themselves, since their sockets are closed with the agent."""
         if self._clients.pop(client.fileno(), None) is not None:
             self._selector.unregister(client)
             client.close()
 
 
 def _child_signals() -> socket.socket:
-    """A socket that becomes readable whenever a child has ended."""
+    """Return a socket that becomes readable whenever a child has ended."""
     reading, writing = socket.socketpair()
     reading.setblocking(False)
     writing.setblocking(False)
@@ -206,16 +195,16 @@ def serve(
     listener: socket.socket,
     work: Callable[[socket.socket], None],
     *,
-    forker: Callable[[ForkServerSide], Forker] | None = None,
+    forker: Callable[[ForkServer], Forker] | None = None,
 ) -> None:
-    """Fork processes that do `work` until the last client has left; then remove the socket and its neighbours.
+    """Fork processes that call `work` until the last client has left; then remove the socket and its neighbours.
 
-    `forker` makes another process that may fork in this one's place.
+    `forker` creates another process that may fork in this one's place.
     """
     path = listener.getsockname()
     adopt_orphans(True)
     try:
-        _ForkServer(listener, work, forker).serve()
+        ForkServer(listener, work, forker).serve()
     finally:
         for name in ("fork.pid", "fork.warm"):
             with contextlib.suppress(OSError):

@@ -1,15 +1,15 @@
-"""Forks a process for an agent, with another one between that waits for its end and reports it.
+"""Forks a process for an agent, with a supervisor between them that waits for its end and reports it.
 
     agent ──(its socket, a pipe)──> fork server ── fork ──> supervisor ── fork ──> worker or rank
       ^                                                         │
       └── reports through the pipe: (FORKED, pid, is warm), then (ENDED, pid, wait status)
 
-A fork server that is busy, stopped or gone therefore never hides how a process ended. Nor does a supervisor: where it
-is gone, the process becomes the fork server's (PR_SET_CHILD_SUBREAPER), which tells all agents of such ends.
+So a fork server that is busy, stopped or gone never hides how a process ended. Nor does the loss of a supervisor: its
+process becomes a child of the fork server (PR_SET_CHILD_SUBREAPER), which reports such ends to all agents.
 
-Rejected: the fork server waits for its children. It is shared by the agents of a machine, and each of its faults was a
-fault of all reports. Rejected too: an agent that adopts its ranks. Only the agent that has
-started the server is an ancestor of them, and the kernel reports an end to the living parent alone.
+Rejected: the fork server waits for its children. The agents of a machine share it, and each of its faults was a fault
+of all reports. Also rejected: an agent adopts its ranks. Only the agent that has started the server is their ancestor,
+and the kernel reports an end to the living parent alone.
 """
 
 from __future__ import annotations
@@ -28,22 +28,21 @@ from .process_names import set_name
 
 REPORT = struct.Struct(">III")
 ENDS = (signal.SIGINT, signal.SIGTERM)
-"""A forked process has them blocked: one that arrives early waits until the process has decided what it does then."""
-FORKED = 0
-ENDED = 1
+"""Signals that a forked process has blocked, so that an early one waits until the process has set its handlers."""
+FORKED, ENDED = 0, 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def fork_supervised(
     work: Callable[[socket.socket], None], descriptors: list[int], *, is_warm: bool, leave: Callable[[], None]
 ) -> int | None:
-    """Fork a process that does `work` with the first descriptor, a socket; its life is reported to the second, a pipe.
+    """Fork a process that calls `work` with the first descriptor, a socket; the second, a pipe, receives its reports.
 
-    Both are closed here. `leave` is called in the supervisor: it closes what belongs to the server. A supervisor that a
-    warm process forks becomes the server's child: what is a child of the warm process counts as left by a package.
-    Returns the supervisor's process id; None from a warm process, and where no process can be made, which the agent
-    sees by the pipe's end.
+    Closes both here. The supervisor calls `leave`, which closes the server's files. Returns the supervisor's process
+    id; None from a warm process, and if no process can be made, which the agent notices by the pipe's end.
     """
+    # A supervisor that a warm process forks becomes the server's child, by a second fork: any child of the warm process
+    # counts as one that a package has left behind.
     pid = _fork()
     if is_warm and pid == 0 and _fork() != 0:
         os._exit(0)
@@ -51,13 +50,13 @@ def fork_supervised(
         os.waitpid(pid, 0)
     if pid == 0:
         try:
-            os.setsid()  # what reaches the server's process group does not reach this
+            os.setsid()  # out of reach of signals to the server's process group
             leave()
             _supervise(work, *descriptors, is_warm=is_warm)
-        except BaseException:  # noqa: BLE001  the pipe's end is all that the agent sees of it
+        except BaseException:  # noqa: BLE001  the agent only sees the pipe's end
             traceback.print_exc()
         finally:
-            os._exit(1)  # whatever it was: what comes after this is the server's
+            os._exit(1)  # after any error: the code after this is the server's
     for descriptor in descriptors:
         os.close(descriptor)
     return None if is_warm else pid
@@ -72,7 +71,7 @@ def _fork() -> int | None:
 
 
 def adopt_orphans(adopts: bool) -> None:
-    """Become the parent of descendants whose own parent ends, or do not any more."""
+    """Set whether this process becomes the parent of descendants whose own parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)
 
 
@@ -86,13 +85,13 @@ def _supervise(work: Callable[[socket.socket], None], own: int, report: int, *, 
         os.close(report)
         try:
             work(socket.socket(fileno=own))
-        except BaseException:  # noqa: BLE001  nobody else tells of it
+        except BaseException:  # noqa: BLE001  no other process reports it
             traceback.print_exc()
         finally:
             os._exit(1)
     os.close(own)
     set_name("oobleck-waits")
-    with suppress(BrokenPipeError):  # the agent has ended: so does the process, which is still to be waited for
+    with suppress(BrokenPipeError):  # the agent has ended, so the process will, and must still be waited for
         os.write(report, REPORT.pack(FORKED, pid, is_warm))
     _, status = os.waitpid(pid, 0)
     with suppress(BrokenPipeError):
@@ -101,9 +100,9 @@ def _supervise(work: Callable[[socket.socket], None], own: int, report: int, *, 
 
 
 def leave_ends_to_agents() -> None:
-    """Ignore what reaches all processes at once: a terminal's Ctrl-C, and the notice that Slurm gives a whole step.
+    """Ignore signals to all processes at once: a terminal's Ctrl-C, and Slurm's notice to a whole step.
 
-    The agent gets them as well, and knows what has to be done before its workers may end.
+    The agent receives them as well, and knows what to do before its workers may end.
     """
     for number in ENDS:
         signal.signal(number, signal.SIG_IGN)

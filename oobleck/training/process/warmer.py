@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
-from oobleck.training.forking import ForkServerSide
+from oobleck.training.forking import ForkServer
 
 from .import_log import LogReader
 from .warm_process import LEARN, READY, REFUSED, TRYING, be_warm
@@ -47,7 +47,7 @@ class Warmer:
     warmth: Path
     """A file that exists while the process is ready."""
     work: Callable[[socket.socket], None]
-    server: ForkServerSide
+    server: ForkServer
     """Receives reasons why ranks start cold."""
     _: KW_ONLY
     import_s: float = _IMPORT_S

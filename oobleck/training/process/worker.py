@@ -155,7 +155,7 @@ class _Worker:
         self._records, shards = assembly.train.records, assembly.train.shards
         if self._records is not None and shards is not None:
             self._records.on_news(self._waiter.announce)
-            self._scanner = ShardScanner(shards, setup.worker_id.device, link.send)
+            self._scanner = ShardScanner(shards.survey, setup.worker_id.device, link.send)
         self._saving: LayerSaver | None = None
         degree = job.tensor_parallel
         share = share_of(assembly.structure, rank=setup.worker_id.device % degree, degree=degree)

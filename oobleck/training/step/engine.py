@@ -71,7 +71,7 @@ class Engine:
         self._model = StageModel(
             share.structure,
             dtype=self._precision.parameters,
-            device=groups.device,
+            device=groups.waiter.device,
             autocast=self._precision.autocast,
             activation_checkpointing=job.activation_checkpointing,
             compiles=job.compile,
@@ -107,7 +107,7 @@ class Engine:
             commit_state=commit_state,
             waiter=groups.waiter,
             step_timer=self._step_timer,
-            device_work=DeviceWork.on(groups.device),
+            device_work=DeviceWork.on(groups.waiter.device),
         )
         self._pipeline_rank: PipelineRank | None = None
         """This worker's place in the plan in force; None for a spare."""

@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from oobleck.control.protocol import StateNotSaved, StateSaved
 from oobleck.storage import CheckpointDirectory
-from oobleck.training.checkpoint.state import FlashSaver, SavedLayers, StateReader
+from oobleck.training.checkpoint.state import FlashSaver, StateReader
 from tests.training.fake_cuda import FakeCuda
 
 STEM = "device0"
 
 
-def make(tmp_path: Path) -> tuple[FlashSaver, queue.SimpleQueue[SavedLayers]]:
-    reports: queue.SimpleQueue[SavedLayers] = queue.SimpleQueue()
+def make(tmp_path: Path) -> tuple[FlashSaver, queue.SimpleQueue[StateSaved | StateNotSaved]]:
+    reports: queue.SimpleQueue[StateSaved | StateNotSaved] = queue.SimpleQueue()
     return FlashSaver(tmp_path / "memory", STEM, metadata={}, report=reports.put), reports
 
 
@@ -33,7 +34,7 @@ def test_a_step_applied_after_settling_leaves_what_is_saved_alone(tmp_path: Path
         saver.settle()
         weights.fill_(-1000.0 + step)
         saved = reports.get(timeout=30)
-        assert saved.problem is None
+        assert isinstance(saved, StateSaved)
         assert saved.copy_s > 0
         assert torch.equal(reader.load(f"step{step}", 0)["weight"], torch.full_like(weights, saved_value(step)))
 
@@ -44,10 +45,10 @@ def saved_value(step: int) -> float:
 
 
 def test_a_pause_is_the_time_that_training_itself_waited(tmp_path: Path) -> None:
-    reports: queue.SimpleQueue[SavedLayers] = queue.SimpleQueue()
+    reports: queue.SimpleQueue[StateSaved | StateNotSaved] = queue.SimpleQueue()
     may_go_on = threading.Event()
 
-    def report(saved: SavedLayers) -> None:
+    def report(saved: StateSaved | StateNotSaved) -> None:
         """Keep the thread that copies from the next save."""
         reports.put(saved)
         may_go_on.wait()
@@ -90,10 +91,10 @@ def test_no_memory_is_told_and_tried_again(tmp_path: Path) -> None:
     (tmp_path / "memory").write_text("in the way")
     saver.save({0: {"weight": torch.ones(4)}}, name="first", step=1, generation=1)
     saver.settle()
-    assert "shared memory" in str(reports.get(timeout=30).problem)
+    assert "shared memory" in reports.get(timeout=30).reason
     (tmp_path / "memory").unlink()
     saver.save({0: {"weight": torch.ones(4)}}, name="second", step=2, generation=1)
-    assert reports.get(timeout=30).problem is None
+    assert isinstance(reports.get(timeout=30), StateSaved)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -107,7 +108,7 @@ def test_layers_that_change_get_memory_of_their_own(tmp_path: Path, count: int) 
 def test_a_gpus_state_is_copied_beside_what_it_computes_into_pinned_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuda, reports = FakeCuda(monkeypatch), queue.SimpleQueue[SavedLayers]()
+    cuda, reports = FakeCuda(monkeypatch), queue.SimpleQueue[StateSaved | StateNotSaved]()
     device = torch.device("cuda", 2)
     saver = FlashSaver(tmp_path / "memory", STEM, metadata={}, report=reports.put, device=device)
     reader = StateReader(tmp_path / "memory", STEM, CheckpointDirectory(tmp_path / "disk"))
@@ -116,7 +117,7 @@ def test_a_gpus_state_is_copied_beside_what_it_computes_into_pinned_memory(
         weights = torch.full((size,), float(size))
         saver.save({0: {"weight": weights}}, name=f"of {size}", step=size, generation=1)
         saver.settle()
-        assert reports.get(timeout=30).problem is None
+        assert isinstance(reports.get(timeout=30), StateSaved)
         assert torch.equal(reader.load(f"of {size}", 0)["weight"], weights)
         assert cuda.log == [
             "stream 1 waits for an event of computing",

@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from oobleck.control.protocol import StateNotSaved, StateSaved
 from oobleck.errors import CorruptCheckpoint
 from oobleck.storage import MANIFEST_VERSION, CheckpointDirectory, Manifest, Shard, checkpoint_name, find_slots
 from oobleck.training.checkpoint.conversion import export_model
 from oobleck.training.checkpoint.parts import cut_state, join_parts, part_metadata, part_to_save
-from oobleck.training.checkpoint.state import FlashSaver, SavedLayers, StateReader
+from oobleck.training.checkpoint.state import FlashSaver, StateReader
 from oobleck.training.model.structure import ModelStructure
 from oobleck.training.model.tensor_parallel import Share, share_of
 from tests.training.zoo import structure_of
@@ -70,7 +71,7 @@ def saved(tmp_path: Path, structure: ModelStructure) -> CheckpointDirectory:
     directory = CheckpointDirectory(tmp_path / "checkpoints")
     shards: list[Shard] = []
     for share in shares(structure):
-        reports: queue.SimpleQueue[SavedLayers] = queue.SimpleQueue()
+        reports: queue.SimpleQueue[StateSaved | StateNotSaved] = queue.SimpleQueue()
         metadata = {"config": structure.config.to_json_string(use_diff=False), **part_metadata(share)}
         stem = f"device{share.rank}"
         saver = FlashSaver(tmp_path / "memory", stem, metadata=metadata, report=reports.put)
@@ -79,7 +80,7 @@ def saved(tmp_path: Path, structure: ModelStructure) -> CheckpointDirectory:
             for layer in range(structure.num_layers)
         }
         saver.save(layers, name=NAME, step=5, generation=1)
-        assert reports.get(timeout=30).problem is None
+        assert isinstance(reports.get(timeout=30), StateSaved)
         (slot,) = find_slots(tmp_path / "memory", stem)
         shards += directory.persist(NAME, slot)
     directory.commit(
@@ -111,7 +112,7 @@ def test_what_devices_saved_is_read_whole_from_memory_and_from_disk(tmp_path: Pa
     on_disk = StateReader(tmp_path / "nothing", "device*", directory)
     everything = tuple(range(structure.num_layers))
     assert [layers for _, layers in in_memory.in_memory()] == [everything]
-    assert [layers for _, layers in on_disk.on_disk()] == [everything]
+    assert [directory.layers_here(entry.manifest) for entry in directory.find() if entry.manifest] == [everything]
     for layer in everything:
         for reader in (in_memory, on_disk):
             assert_same(dict(reader.load(NAME, layer)), state_of(structure, layer))

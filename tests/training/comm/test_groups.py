@@ -160,7 +160,7 @@ def test_nothing_is_left_of_groups_in_which_all_waits_for_a_frozen_peer(peer: Pe
             member.groups.keep_only([], generation=generation + 1)
         if generation > 1:  # some threads are made once
             here.append(settled(holdings, here[-1] if here else None))
-        assert (one.groups.num_told, two.groups.num_told) == (0, 0)
+        assert (one.groups.num_received, two.groups.num_told) == (0, 0)
         os.kill(peer.process.pid, signal.SIGCONT)
         peer.say(let_go=generation)
         if generation > 1:
@@ -255,15 +255,15 @@ def test_forming_that_is_given_up_ends_at_once_and_its_keys_are_not_kept() -> No
     is_over = threading.Event()
     forming = threading.Thread(target=_form_in_vain, args=(alone, is_over))
     forming.start()
-    assert until(lambda: alone.groups.num_told > 0)
+    assert until(lambda: alone.groups.num_received > 0)
     is_over.set()
     alone.waiter.announce()
     forming.join()
     assert until(lambda: threading.active_count() <= before)
     alone.groups.keep_only([], generation=2)
-    assert alone.groups.num_told == 0
+    assert alone.groups.num_received == 0
     alone.groups.take(GroupValue(generation=1, key="1/reduce/late/0", value=b"late"))
-    assert alone.groups.num_told == 0
+    assert alone.groups.num_received == 0
 
 
 def test_groups_are_formed_beside_what_their_members_compute_and_are_there_once_that_was_waited_for() -> None:

@@ -42,7 +42,7 @@ def test_the_one_that_leads_has_the_seconds_of_growing_messages(tables: tuple[Li
         assert all(time_s > 0 for time_s in seconds.values())
         assert 1e5 < fit_link(seconds).bytes_per_s < 1e12
     for table in tables:
-        assert table.groups.num_told == 0
+        assert table.groups.num_received == 0
     begun = [thread for thread in threading.enumerate() if thread not in before]
     assert not [thread for thread in begun if thread.name.startswith("receive from") and waits(thread)]
 

@@ -18,8 +18,7 @@ from oobleck.planner import WorkerId
 from oobleck.planner.costs import MESSAGES_AT_A_CUT
 from oobleck.training.comm.group import Group
 from oobleck.training.comm.inbox import RECEIVES_AHEAD, Inbox
-from oobleck.training.comm.staging import CopyStreams, Courier, HostCopy, Posting, StagedReceive
-from oobleck.training.comm.sums import StagedSum
+from oobleck.training.comm.staging import CopyStreams, Courier, HostCopy, Posting, StagedReceive, StagedSum
 from oobleck.training.comm.waiter import Waiter
 from tests.training.fake_cuda import FakeCuda
 from tests.training.table import LinkedTable, acquaint

@@ -114,7 +114,7 @@ def test_collators_of_transformers_are_taken(masks: bool):
 
 
 AGAIN = "data_collator returns other rows when it is called again"
-OTHERS = "data_collator makes another row of a sample when it has others beside it"
+OTHERS = "data_collator makes another row of a sample when it has others next to it"
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from oobleck.errors import ConfigError, ShardUnreadable
 from oobleck.job import DataSpec
-from oobleck.training.data.record_text import NO_TOKEN
 from oobleck.training.data.redis_shard import entry_id, position_of
+from oobleck.training.data.shard_reader import NO_TOKEN
 from oobleck.training.data.shard_readers import ShardSet
 from tests.examples import examples
 from tests.redis_server import needs_redis, serve_redis

@@ -19,9 +19,8 @@ from oobleck.job import DataSpec, JobSpec, ScriptSpec
 from oobleck.training.assembly import assemble
 from oobleck.training.data.batches import IGNORED_LABEL
 from oobleck.training.data.data import prepare_dataset
-from oobleck.training.data.record_text import NO_TOKEN
 from oobleck.training.data.shard_files import LineShard
-from oobleck.training.data.shard_reader import Extent, ShardReader
+from oobleck.training.data.shard_reader import NO_TOKEN, Extent, ShardReader
 from oobleck.training.data.shard_readers import RecordText, ShardSet, register_stream
 from oobleck.training.data.shard_scanner import ShardScanner
 from tests.examples import examples
@@ -224,7 +223,7 @@ def test_a_worker_answers_what_lies_in_shards_and_what_cannot_be_read(tmp_path: 
     rows(2).astype("<u2").tofile(tmp_path / "a.bin")
     (tmp_path / "b.npy").write_bytes(b"this is no array")
     said: queue.SimpleQueue[ScanAnswer] = queue.SimpleQueue()
-    scanner = ShardScanner(ShardSet(spec(tmp_path / "a.bin", tmp_path / "b.npy")), 0, said.put)
+    scanner = ShardScanner(ShardSet(spec(tmp_path / "a.bin", tmp_path / "b.npy")).survey, 0, said.put)
     wants = tuple(ScanRange(shard=shard, start=0, limit=5) for shard in (0, 1))
     scanner.ask(ScanRequest(device=0, request=7, wants=wants))
     answer = said.get(timeout=10)

@@ -7,8 +7,8 @@ import time
 
 from oobleck.control.protocol import WorkerAddress
 from oobleck.planner import WorkerId
+from oobleck.training.comm.listening import probe_all
 from oobleck.training.comm.peer_links import PeerLinks
-from oobleck.training.comm.reachability_probe import probe_all
 
 PLACE = WorkerId(node="n0", device=0)
 
