@@ -71,7 +71,7 @@ class _Tunnel(MessageChannel[MasterMessage, FromAgent]):
         return self._connection.takes_calls
 
     def rest(self, is_resting: bool) -> None:
-        self._connection.rest(is_resting)
+        self._connection.keepalive.rest(is_resting)
 
     async def receive(self) -> FromAgent:
         try:

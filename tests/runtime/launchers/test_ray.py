@@ -235,7 +235,7 @@ async def test_a_process_that_ends_again_and_again_is_told_once(
     nursery.start_soon(actors_of(callers, tmp_path, again_s=0.1).run)
     await until(lambda: _text_of(tmp_path / "ray.log").count("no Ray cluster can be joined") >= 2)
     assert len(said) == 1
-    assert "Ray cannot be asked: what speaks to it has ended; see" in said[0]
+    assert "Ray cannot be asked: the process that talks to it has ended; see" in said[0]
 
 
 async def test_an_end_does_not_wait_for_a_ray_that_has_not_answered_yet(
