@@ -24,9 +24,9 @@ from oobleck.roles.channel import MessageChannel
 from oobleck.roles.master_ports import LinkLost
 from oobleck.wire import FrameDecoder
 
-from . import files
 from .agent import AGENT_MODULE
 from .connections import NodeConnections
+from .files import AgentCommands
 from .node_check import check_nodes
 from .python_process import MODULE, why_it_ended
 from .ssh import CompletedCommand, SSHConnection
@@ -129,10 +129,10 @@ class SSHCluster:
             connection = await self._connections.to(node)
             try:
                 if attach:
-                    command = f"({files.answer_command(self._run_id, node.name)}) || exit {_NO_AGENT}"
+                    command = f"({self._commands(node).answer()}) || exit {_NO_AGENT}"
                 else:
                     async with self._turns:
-                        await connection.run(files.end_command(self._run_id, node.name), timeout_s=limit_s)
+                        await connection.run(self._commands(node).end(), timeout_s=limit_s)
                     await self._check_if_returning(node)
                     command = self._agent_command(node)
                 completed = await connection.run(command, timeout_s=limit_s)
@@ -158,24 +158,24 @@ class SSHCluster:
 
     async def is_alive(self, node: NodeSpec) -> bool:
         try:
-            return await self._run(node, files.is_alive_command(self._run_id, node.name)) == 0
+            return await self._run(node, self._commands(node).is_alive()) == 0
         except NodeUnreachable:
             return False
 
     async def kill(self, node: NodeSpec) -> bool:
-        return await self._run(node, files.kill_command(self._run_id, node.name)) == 0
+        return await self._run(node, self._commands(node).kill()) == 0
 
     async def signal(self, node: NodeSpec, signal: str, processes: str) -> bool:
-        return await self._run(node, files.signal_command(self._run_id, node.name, signal, processes=processes)) == 0
+        return await self._run(node, self._commands(node).signal(signal, processes=processes)) == 0
 
     async def slow(self, node: NodeSpec, factor: float) -> bool:
-        return await self._run(node, files.slow_command(self._run_id, node.name, factor)) == 0
+        return await self._run(node, self._commands(node).slow(factor)) == 0
 
     async def clean(self, node: NodeSpec) -> None:
         self._let_go.add(node.name)
         try:
             async with self._tending[node.name]:
-                await self._run(node, files.clean_command(self._run_id, node.name))
+                await self._run(node, self._commands(node).clean())
         except NodeUnreachable as error:
             _log.info("%s is not cleaned up: %s", node.name, error.reason)
         if node.name in self._released:
@@ -186,7 +186,7 @@ class SSHCluster:
         self._released.add(node.name)
 
     async def forget(self, node: NodeSpec, *, keeps_only_copy: bool = False) -> None:
-        command = files.forget_command(self._run_id, node.name, keeps_only_copy=keeps_only_copy)
+        command = self._commands(node).forget(keeps_only_copy=keeps_only_copy)
         try:
             await self._run(node, command)
         except NodeUnreachable as error:
@@ -206,6 +206,9 @@ class SSHCluster:
         except trio.TooSlowError as error:
             await self._connections.drop(node)
             raise NodeUnreachable(node.name, _TOO_LONG) from error
+
+    def _commands(self, node: NodeSpec) -> AgentCommands:
+        return AgentCommands(self._run_id, node.name)
 
     def _agent_command(self, node: NodeSpec) -> str:
         index = self._index.setdefault(node.name, len(self._index))

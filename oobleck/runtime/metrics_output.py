@@ -71,7 +71,7 @@ class MetricsOutput:
     def close(self) -> None:
         if self._lines is not None:
             self._lines.flush()
-            if missing := self._lines.num_kept + self._lines.num_lost:
+            if missing := self._lines.num_missing:
                 _log.warning("metrics %s: the samples of %d steps are missing", self._path, missing)
             self._lines.close()
             self._lines = None

@@ -1,4 +1,4 @@
-"""Journals on disk: written, read whole or from an image of what is before, found, and followed while they grow."""
+"""Journals on disk: writing, reading (whole or from an image), finding, and following them while they grow."""
 
 from __future__ import annotations
 

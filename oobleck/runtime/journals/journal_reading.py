@@ -1,4 +1,4 @@
-"""Journals of runs, finished or not: found by their tag, read whole, or followed while they grow."""
+"""Finds journals of runs, and follows them while they grow."""
 
 from __future__ import annotations
 
@@ -19,27 +19,24 @@ _LAST_BYTES = 1 << 16
 
 
 def find_journal(base_dir: Path, run: str | None) -> Path:
-    """The journal of a run: by its tag, its directory, or a file; the newest of all when nothing is named.
-
-    Raises UsageError where there is none.
-    """
+    """Return the journal of a run, named by its tag, directory or file; None names the newest. Raises UsageError."""
+    journals = list(base_dir.glob("*/journal.jsonl"))
     if run is None:
-        found = sorted(base_dir.glob("*/journal.jsonl"), key=lambda path: path.stat().st_mtime)
-        if not found:
+        if not journals:
             raise UsageError(f"no run has left a journal in {base_dir}; name another --base-dir")
-        return found[-1]
+        return max(journals, key=lambda path: path.stat().st_mtime)
     named = expand_user(run)
     candidates = [RunDirectory(base_dir=base_dir, tag=run).journal] if "/" not in run else []
     candidates += [named, named / "journal.jsonl"]
     for path in candidates:
         if path.is_file():
             return path
-    known = ", ".join(sorted(path.parent.name for path in base_dir.glob("*/journal.jsonl"))) or "none"
+    known = ", ".join(sorted(path.parent.name for path in journals)) or "none"
     raise UsageError(f"no journal of {run!r}; runs in {base_dir}: {known}")
 
 
 def has_end(path: Path) -> bool:
-    """Whether the last entry of a journal is the end of its run; False where that cannot be read. O(1)."""
+    """Whether a journal's last entry is the end of its run; False if it cannot be read. O(1)."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _LAST_BYTES))
@@ -50,9 +47,9 @@ def has_end(path: Path) -> bool:
 
 
 def follow_journal(path: Path) -> Iterator[JournalEntry | None]:
-    """Yield entries as they are written, until the run ends; None whenever there is nothing new for a moment.
+    """Yield entries as they are written, until the run ends; yields None while there are none.
 
-    Raises ConfigError for a file that cannot be read, or a broken line, with its number.
+    Raises ConfigError for an unreadable file, or a broken line with its number.
     """
     try:
         with path.open("rb") as lines:
@@ -60,7 +57,7 @@ def follow_journal(path: Path) -> Iterator[JournalEntry | None]:
             while True:
                 line = lines.readline()
                 if not line.endswith(b"\n"):
-                    lines.seek(start)  # a line that a full disk has torn is cut off, and written again later
+                    lines.seek(start)  # a line torn by a full disk is cut off and written again later
                     yield None
                     time.sleep(_POLL_S)
                     continue
