@@ -1,7 +1,6 @@
-"""The run's local control socket: the server side, for the master.
+"""The server side of the run's local control socket, for the master; `control_client` has the protocol.
 
-See `control_client` for what is said over it. Who can reach the socket is decided by the file system: its
-directory is 0700 and it is 0600 itself.
+The file system decides who can reach the socket: its directory has mode 0700, and the socket itself 0600.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from .listening import listen_at, serve_clients
 logger = logging.getLogger(__name__)
 
 Handle = Callable[[ControlRequest], Awaitable[Mapping[str, object]]]
-"""Answers a request with JSON-able values; an OobleckError that it raises becomes an error response."""
+"""Answers a request with values for JSON; an OobleckError becomes an error response."""
 
 MAX_REQUEST_BYTES = 4096
 _CLIENT_TIMEOUT_S = 10.0
@@ -35,10 +34,10 @@ _MAX_CLIENTS = 32
 async def serve_control(
     path: Path, handle: Handle, *, task_status: trio.TaskStatus[list[trio.SocketListener]] = trio.TASK_STATUS_IGNORED
 ) -> None:
-    """Listen at `path` and answer requests until cancelled; then remove the socket.
+    """Answer requests at `path` until cancelled, then remove the socket.
 
-    A socket that a dead run left behind is replaced. Raises UsageError if a living one listens there. A client
-    that is slow, broken or gone costs the others nothing: each has its own task and 10 seconds.
+    Each client has its own task and 10 seconds, so that a slow one does not delay others. The socket of a dead run is
+    replaced. Raises UsageError if a living run listens there.
     """
     listening = trio.socket.from_stdlib_socket(await trio.to_thread.run_sync(_listen, path))
     serve_client = partial(_serve_client, handle=handle)

@@ -1,8 +1,7 @@
-"""Accepting connections, whatever clients do: as many as there is room for, and none that ends the process.
+"""Accepts connections, up to a limit, and survives a lack of descriptors.
 
-A process that runs out of descriptors learns so from `accept`, for a client that did nothing wrong. That passes: trio's
-own `serve_listeners` takes a rest and continues, and so is it done here, but with one line in the log, not a traceback
-for each attempt; and beyond a number of clients none is accepted before another has left.
+`accept` fails if the process has no descriptors left, which passes. Like trio's `serve_listeners`, this pauses and
+continues, but it logs one line instead of a traceback per attempt.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _REST_S = 0.1
 
 
 def listen_at(path: Path, backlog: int) -> socket.socket:
-    """Listen on a UNIX socket that its user alone can reach; one that is there is replaced. Raises OSError."""
+    """Listen on a UNIX socket that only its user can reach, in place of any other socket there. Raises OSError."""
     if path.is_socket():
         path.unlink()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -37,17 +36,17 @@ def listen_at(path: Path, backlog: int) -> socket.socket:
 
 
 async def accept(listener: trio.SocketListener) -> trio.SocketStream:
-    """Wait for a client; through a lack of descriptors, too, which is said once."""
-    is_said = False
+    """Wait for a client, also through a lack of descriptors, which is logged once."""
+    is_logged = False
     while True:
         try:
             return await listener.accept()
         except OSError as error:
             if error.errno not in _SHORTAGES:
                 raise
-            if not is_said:
-                is_said = True
-                _log.warning("no client can be taken in: %s; raise `ulimit -n`, if it stays so", error.strerror)
+            if not is_logged:
+                is_logged = True
+                _log.warning("no client can be accepted: %s; raise `ulimit -n` if this lasts", error.strerror)
             await trio.sleep(_REST_S)
 
 
@@ -58,7 +57,7 @@ async def serve_clients(
     max_clients: int,
     task_status: trio.TaskStatus[list[trio.SocketListener]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve clients, each in a task of its own, until cancelled; further ones wait until somebody has left."""
+    """Serve each client in its own task, until cancelled; at most `max_clients` at a time."""
     room = trio.Semaphore(max_clients)
 
     async def serve_and_leave(stream: trio.SocketStream) -> None:

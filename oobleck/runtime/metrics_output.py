@@ -1,5 +1,4 @@
-"""Where a run's metrics go: JSON lines in its directory, TensorBoard's event files where that is installed, and an
-endpoint for Prometheus where one is asked for."""
+"""Outputs of a run's metrics: JSON lines, TensorBoard's event files if it is installed, and a Prometheus endpoint."""
 
 from __future__ import annotations
 
@@ -38,12 +37,12 @@ _BOARD_KEYS = ("loss", "grad_norm", "learning_rate", "step_time_s", "tokens_per_
 
 
 class MetricsOutput:
-    """Writes a sample for each committed step; what a full disk does not take is written when it does again."""
+    """Writes a sample for each committed step, now or once a full disk has room."""
 
     def __init__(self, path: Path, *, past: Metrics | None = None, tensorboard: bool | None = None) -> None:
-        """Lines are added at the end of `path`. `tensorboard`: None looks whether it is installed.
+        """Append to `path`; `tensorboard` is None to use it if it is installed.
 
-        `past` has taken in what a master before this one has written down already.
+        `past` has the entries of earlier masters.
         """
         self.metrics = Metrics() if past is None else past
         self._path = path
@@ -58,13 +57,13 @@ class MetricsOutput:
             _log.warning("metrics %s: %s; the run continues without them", path, error.strerror)
 
     def apply(self, entry: JournalEntry) -> None:
-        """Take in the next entry, and write a sample if a step was committed."""
+        """Apply an entry, and write a sample if it commits a step."""
         self.metrics.apply(entry)
         if self._lines is not None and isinstance(entry, StepDone):
             self._write(self._lines, self.metrics.sample(entry.t_s))
 
     def restore(self) -> None:
-        """Make the file again where it was removed, with all that it had. Raises OSError."""
+        """Create a removed file again with its content. Raises OSError."""
         if self._lines is not None:
             self._lines.restore()
 
@@ -90,10 +89,9 @@ class MetricsOutput:
             self._write_to_board({key: values[key] for key in _BOARD_KEYS}, sample.step)
 
     def _write_to_board(self, values: Mapping[str, object], step: int) -> None:
-        """Begin another file after an error: the one before may end with half a record."""
         try:
             from .tensorboard_file import TensorBoardFile
-        except ImportError as error:  # half installed, or with packages that it cannot use: the run does not need it
+        except ImportError as error:  # an incomplete or incompatible installation must not end the run
             self._has_board = False
             _log.warning("TensorBoard's files are not written: it cannot be imported: %s", error)
             return
@@ -107,6 +105,7 @@ class MetricsOutput:
             self._board.add(step, known, wall_s=time.time())
         except OSError as error:
             _log.warning("TensorBoard's files lack step %d: %s", step, error.strerror)
+            # This file may end with half a record, so the next step begins another one.
             if self._board is not None:
                 self._board.close()
                 self._board = None
@@ -114,7 +113,7 @@ class MetricsOutput:
 
 @dataclass(frozen=True, slots=True)
 class MetricsAddress:
-    """Where an endpoint listens: a UNIX socket, or a port of the loopback interface."""
+    """The address of the endpoint: a UNIX socket, or a port on the loopback interface."""
 
     path: Path | None = None
     host: str = "127.0.0.1"
@@ -122,7 +121,7 @@ class MetricsAddress:
 
 
 def parse_metrics_address(text: str) -> MetricsAddress:
-    """Read `unix:PATH`, `PORT` or `LOOPBACK:PORT`. Raises UsageError: only this machine may read it."""
+    """Parse `unix:PATH`, `PORT` or `LOOPBACK:PORT`. Raises UsageError."""
     if text.startswith("unix:"):
         path = expand_user(text.removeprefix("unix:")).absolute()
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
@@ -134,8 +133,8 @@ def parse_metrics_address(text: str) -> MetricsAddress:
         raise UsageError(f"--metrics: {text!r} is not unix:PATH, PORT or 127.0.0.1:PORT")
     if not _is_loopback(host):
         raise UsageError(
-            f"--metrics: {host} is open to others; listen on 127.0.0.1 or unix:PATH, behind a proxy that asks who "
-            "they are"
+            f"--metrics: {host} is open to other machines; listen on 127.0.0.1 or unix:PATH, behind a proxy that "
+            "authenticates them"
         )
     return MetricsAddress(host=host, port=int(port))
 
@@ -155,10 +154,7 @@ async def serve_metrics(
     *,
     task_status: trio.TaskStatus[list[trio.SocketListener]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Answer every HTTP request with `text()` until cancelled. Raises UsageError where it cannot listen.
-
-    A client that is slow or gone costs the others nothing.
-    """
+    """Answer every HTTP request with `text()`, until cancelled. Raises UsageError if it cannot listen."""
 
     async def serve_client(stream: trio.SocketStream) -> None:
         async with stream:
@@ -187,7 +183,7 @@ async def _listen(address: MetricsAddress) -> list[trio.SocketListener]:
 
 
 async def _read_request(stream: trio.SocketStream) -> bool:
-    """Read up to the end of a request's head; whether there was one."""
+    """Read to the end of a request's head; False if there is none."""
     received = bytearray()
     while b"\r\n\r\n" not in received:
         chunk = await stream.receive_some(4096)
