@@ -47,13 +47,10 @@ class RemotePaths:
 
     python: str
     base_dir: PurePosixPath
-    """The directory of all runs."""
     cache_dir: PurePosixPath
 
 
 class _Tunnel(MessageChannel[MasterMessage, FromAgent]):
-    """A channel to an agent through an SSH connection."""
-
     def __init__(
         self, connection: SSHConnection, stream: trio.abc.Stream, *, has_node_ended: Callable[[], Awaitable[bool]]
     ) -> None:
@@ -223,7 +220,6 @@ class SSHCluster:
         return f"exec {shlex.quote(self._paths.python)} {MODULE} {AGENT_MODULE} {options}{ranks}"
 
     def _understand(self, node: NodeSpec, completed: CompletedCommand) -> str:
-        """Return the path of the agent's socket from its answer."""
         if completed.exit_status == _NO_AGENT:
             raise AgentGone(node.name, "its agent is gone")
         try:

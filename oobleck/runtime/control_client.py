@@ -113,7 +113,6 @@ def decode_request(line: bytes) -> ControlRequest:
 
 
 def encode_error(error: OobleckError) -> bytes:
-    """Encode an error as a response, with its kind and its message."""
     kind = next(name for name, type_ in _ERRORS.items() if isinstance(error, type_))
     return to_json({"error": kind, "message": str(error)}).encode() + b"\n"
 

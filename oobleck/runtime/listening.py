@@ -51,18 +51,23 @@ async def accept(listener: trio.SocketListener) -> trio.SocketStream:
 
 
 async def serve_clients(
-    serve: Callable[[trio.SocketStream], Awaitable[object]],
+    answer: Callable[[trio.SocketStream], Awaitable[bytes]],
     listeners: Sequence[trio.SocketListener],
     *,
     max_clients: int,
+    timeout_s: float,
     task_status: trio.TaskStatus[list[trio.SocketListener]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve each client in its own task, until cancelled; at most `max_clients` at a time."""
+    """Answer each client within `timeout_s` and in its own task, at most `max_clients` at a time, until cancelled."""
     room = trio.Semaphore(max_clients)
 
-    async def serve_and_leave(stream: trio.SocketStream) -> None:
+    async def serve(stream: trio.SocketStream) -> None:
         try:
-            await serve(stream)
+            async with stream:
+                with trio.move_on_after(timeout_s):
+                    await stream.send_all(await answer(stream))
+        except trio.BrokenResourceError:
+            _log.debug("a client went away before its answer")
         finally:
             room.release()
 
@@ -70,9 +75,20 @@ async def serve_clients(
         async with listener:
             while True:
                 await room.acquire()
-                clients.start_soon(serve_and_leave, await accept(listener))
+                clients.start_soon(serve, await accept(listener))
 
     async with trio.open_nursery() as clients:
         for listener in listeners:
             clients.start_soon(accept_all, listener)
         task_status.started(list(listeners))
+
+
+async def receive_until(stream: trio.SocketStream, mark: bytes, *, most_bytes: int) -> bytes:
+    """Receive until `mark` has arrived, the stream has ended, or more than `most_bytes` have arrived."""
+    received = bytearray()
+    while mark not in received and len(received) <= most_bytes:
+        data = await stream.receive_some(4096)
+        if not data:
+            break
+        received += data
+    return bytes(received)

@@ -21,7 +21,7 @@ from oobleck.host.user_path import expand_user
 from oobleck.json_table import to_json
 
 from .files import MAX_SOCKET_PATH_BYTES, LineFile
-from .listening import listen_at, serve_clients
+from .listening import listen_at, receive_until, serve_clients
 
 if TYPE_CHECKING:
     from .tensorboard_file import TensorBoardFile
@@ -31,6 +31,7 @@ _log = logging.getLogger("oobleck.metrics")
 _CLIENT_TIMEOUT_S = 5.0
 _MAX_CLIENTS = 32
 _MAX_REQUEST_BYTES = 16_384
+_HEAD_END = b"\r\n\r\n"
 _PORT = re.compile(r"[0-9]{1,5}")
 _KEPT_BYTES = 16 << 20
 _BOARD_KEYS = ("loss", "grad_norm", "learning_rate", "step_time_s", "tokens_per_s", "mfu", "goodput", "nodes")
@@ -156,41 +157,24 @@ async def serve_metrics(
 ) -> None:
     """Answer every HTTP request with `text()`, until cancelled. Raises UsageError if it cannot listen."""
 
-    async def serve_client(stream: trio.SocketStream) -> None:
-        async with stream:
-            with trio.move_on_after(_CLIENT_TIMEOUT_S):
-                try:
-                    if await _read_request(stream):
-                        await stream.send_all(_response(text()))
-                except trio.BrokenResourceError:
-                    _log.debug("a metrics client went away before its answer")
+    async def answer(stream: trio.SocketStream) -> bytes:
+        head = await receive_until(stream, _HEAD_END, most_bytes=_MAX_REQUEST_BYTES)
+        return _response(text()) if _HEAD_END in head and len(head) <= _MAX_REQUEST_BYTES else b""
 
     try:
-        listeners = await _listen(address)
+        if address.path is None:
+            listeners = await trio.open_tcp_listeners(address.port, host=address.host)
+        else:
+            listeners = [trio.SocketListener(trio.socket.from_stdlib_socket(listen_at(address.path, _MAX_CLIENTS)))]
     except OSError as error:
         raise UsageError(f"--metrics: cannot listen there: {error.strerror}") from error
     try:
-        await serve_clients(serve_client, listeners, max_clients=_MAX_CLIENTS, task_status=task_status)
+        await serve_clients(
+            answer, listeners, max_clients=_MAX_CLIENTS, timeout_s=_CLIENT_TIMEOUT_S, task_status=task_status
+        )
     finally:
         if address.path is not None:
             address.path.unlink(missing_ok=True)
-
-
-async def _listen(address: MetricsAddress) -> list[trio.SocketListener]:
-    if address.path is None:
-        return await trio.open_tcp_listeners(address.port, host=address.host)
-    return [trio.SocketListener(trio.socket.from_stdlib_socket(listen_at(address.path, _MAX_CLIENTS)))]
-
-
-async def _read_request(stream: trio.SocketStream) -> bool:
-    """Read to the end of a request's head; False if there is none."""
-    received = bytearray()
-    while b"\r\n\r\n" not in received:
-        chunk = await stream.receive_some(4096)
-        received += chunk
-        if not chunk or len(received) > _MAX_REQUEST_BYTES:
-            return False
-    return True
 
 
 def _response(text: str) -> bytes:

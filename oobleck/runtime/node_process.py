@@ -25,6 +25,7 @@ from oobleck.errors import ConfigError, ExitCode, NodeUnreachable, UsageError
 
 from .agent import AGENT_MODULE
 from .descriptors import raise_descriptor_limit
+from .files import stat_fields
 from .launchers import INTRODUCTION, Introduction, read_pass
 from .patient_clock import PatientClock
 from .ssh import CommandProcesses, Farewell, dial_in, open_ssh_loop
@@ -47,11 +48,9 @@ class NodeCall:
     file: Path
     """The keys and the master's address; read for each call, because the next master may have another address."""
     line: str
-    """The node's line of a hostfile."""
     origin: str = ""
     grant: str = ""
     master: str | None = None
-    """An address to use instead of the file's."""
 
 
 def run_node(call: NodeCall, *, tell: Callable[[str], None]) -> int:
@@ -78,8 +77,6 @@ async def _run(call: NodeCall, tell: Callable[[str], None]) -> None:
 
 
 class _Caller:
-    """Dials in, again and again."""
-
     def __init__(
         self, call: NodeCall, commands: trio.Nursery, processes: CommandProcesses, tell: Callable[[str], None]
     ) -> None:
@@ -172,25 +169,13 @@ async def _wait_for_agents(scope: trio.CancelScope) -> None:
 
 
 def _agents() -> list[int]:
-    return [pid for pid in _children() if _AGENT in _command_line(pid)]
-
-
-def _children() -> list[int]:
-    children = []
-    for entry in os.listdir("/proc"):
-        if entry.isdecimal():
+    agents = []
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        if stat_fields(pid)[1:2] == [str(os.getpid())]:
             with suppress(OSError):
-                stat = Path("/proc", entry, "stat").read_text(errors="replace")
-                if int(stat.rpartition(")")[2].split()[1]) == os.getpid():
-                    children.append(int(entry))
-    return children
-
-
-def _command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+                if _AGENT in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    agents.append(pid)
+    return agents
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

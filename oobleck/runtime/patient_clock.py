@@ -26,7 +26,6 @@ class PatientClock(trio.abc.Clock):
 
     @property
     def held_up_s(self) -> float:
-        """How long the process was stopped so far."""
         self.current_time()
         return self._held_up_s
 

@@ -96,7 +96,6 @@ class SealedStream(trio.abc.Stream):
         return taken
 
     def _take(self) -> bytes | None:
-        """Return the next piece if all of it has arrived, else None."""
         if len(self._sealed) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._sealed)

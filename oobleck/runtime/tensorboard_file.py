@@ -43,5 +43,4 @@ class TensorBoardFile:
 
 
 def _as_float32(value: float) -> float:
-    """Return a value that fits into a 32-bit float, infinite if it is too large."""
     return value if not math.isfinite(value) or abs(value) <= _FLOAT32_MAX else math.copysign(math.inf, value)

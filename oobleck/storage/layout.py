@@ -88,7 +88,6 @@ class Layout:
         return tuple(entry for entry in self.entries if entry.layer == layer)
 
     def to_json(self) -> bytes:
-        """Encode the layout; places follow from the order."""
         listed = [[entry.layer, entry.spec.name, entry.spec.dtype, list(entry.spec.shape)] for entry in self.entries]
         return json.dumps({"metadata": dict(self.metadata), "tensors": listed}, separators=(",", ":")).encode()
 

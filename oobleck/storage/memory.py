@@ -29,7 +29,6 @@ from oobleck.errors import CorruptCheckpoint
 from .layout import Layout
 
 CHUNK_BYTES = 4 << 20
-"""The data that one checksum covers."""
 
 _PAGE = 4096
 _MAGIC = b"OOBLECK\x00"
@@ -108,7 +107,6 @@ class FlashMemory:
 
     @staticmethod
     def bytes_for(layout: Layout) -> int:
-        """Return the size of a layout's file."""
         return _Sizes(len(layout.to_json()), layout.size_bytes).total_bytes
 
     @classmethod
@@ -175,7 +173,6 @@ class Slot:
 
     @property
     def note(self) -> bytes:
-        """The writer's description of the state."""
         return bytes(memoryview(self.memory._map)[self._note_start : self._note_start + self._fields()[2]])
 
     def holds(self, name: str) -> bool:
@@ -262,7 +259,6 @@ def memory_files(directory: Path, stem: str) -> tuple[Path, ...]:
 
 
 def next_memory_file(directory: Path, stem: str) -> Path:
-    """Return the path for another file."""
     files = memory_files(directory, stem)
     return directory / f"{stem}.{_number(files[0]) + 1 if files else 1}"
 

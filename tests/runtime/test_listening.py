@@ -16,17 +16,17 @@ from oobleck.runtime.listening import serve_clients
 from .ssh_servers import until
 
 
-async def echo(stream: trio.SocketStream) -> None:
-    async with stream:
-        async for data in stream:
-            await stream.send_all(data)
+async def echo(stream: trio.SocketStream) -> bytes:
+    async for data in stream:
+        await stream.send_all(data)
+    return b""
 
 
 @asynccontextmanager
 async def serving(max_clients: int) -> AsyncIterator[int]:
     async with trio.open_nursery() as nursery:
         listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
-        nursery.start_soon(lambda: serve_clients(echo, listeners, max_clients=max_clients))
+        nursery.start_soon(lambda: serve_clients(echo, listeners, max_clients=max_clients, timeout_s=60))
         yield listeners[0].socket.getsockname()[1]
         nursery.cancel_scope.cancel()
 

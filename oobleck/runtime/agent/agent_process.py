@@ -128,7 +128,6 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _detach(log: int) -> None:
-    """Leave the SSH session, and redirect output to the log."""
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDONLY)

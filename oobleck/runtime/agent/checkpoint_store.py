@@ -132,10 +132,7 @@ def remove_stale_memory(run_memory: Path, *, now_s: float) -> None:
         with suppress(OSError):
             newest_s = max(each.stat().st_mtime for each in (path, *path.rglob("*")))
             stale_s = _STALE_ONLY_COPY_S if any(path.glob(f"*/{ONLY_COPY}")) else _STALE_S
-            if path != run_memory and now_s - newest_s > stale_s and not _has_living_agents(path):
+            owners = map(ProcessId.read, path.glob(f"*/{MEMORY_OWNER}"))
+            is_used = any(owner.lives for owner in owners if owner is not None)
+            if path != run_memory and now_s - newest_s > stale_s and not is_used:
                 shutil.rmtree(path)
-
-
-def _has_living_agents(run_memory: Path) -> bool:
-    owners = map(ProcessId.read, run_memory.glob(f"*/{MEMORY_OWNER}"))
-    return any(owner.lives for owner in owners if owner is not None)

@@ -26,7 +26,7 @@ import trio
 from oobleck.control import protocol
 from oobleck.errors import WorkersUnavailable
 from oobleck.host.machine import num_oom_kills
-from oobleck.runtime.files import AgentDir, ProcessId
+from oobleck.runtime.files import AgentDir, ProcessId, stat_fields
 from oobleck.runtime.listening import listen_at
 
 _REPORT = struct.Struct(">III")
@@ -100,10 +100,11 @@ class ForkedProcess:
 
 def _supervisor_of(pid: int) -> ProcessId | None:
     """Return the supervisor of a process, if it has not reaped it."""
-    with suppress(OSError, ValueError):
-        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-        if state == "Z" and Path(f"/proc/{parent}/comm").read_text().strip() == _SUPERVISOR:
-            return ProcessId.of(int(parent))
+    match stat_fields(pid):
+        case ["Z", parent, *_]:
+            with suppress(OSError, ValueError):
+                if Path(f"/proc/{parent}/comm").read_text().strip() == _SUPERVISOR:
+                    return ProcessId.of(int(parent))
     return None
 
 
@@ -120,8 +121,6 @@ async def _next_report(report: trio.lowlevel.FdStream) -> tuple[int, int, int] |
 
 
 class _Connection:
-    """A connection to a fork server."""
-
     def __init__(self, stream: trio.SocketStream, process: ProcessId | None) -> None:
         self.ended = trio.Event()
         self._has_forked = False

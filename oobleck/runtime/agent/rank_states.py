@@ -95,7 +95,6 @@ class RankStates:
                 await self._settled()
 
     async def settle(self) -> None:
-        """Have all states in memory written, and wait for it."""
         if self._is_open.is_set() and self._slots():
             self._requested += 1
             await self._settled()

@@ -20,7 +20,7 @@ from oobleck.control import protocol
 from oobleck.control.node_ranks import RankSetup, rank_environment
 from oobleck.errors import ConfigError, WorkersUnavailable
 from oobleck.job.ranks import RanksSpec
-from oobleck.runtime.files import AgentDir
+from oobleck.runtime.files import AgentDir, stat_fields
 from oobleck.runtime.python_process import module_command
 from oobleck.runtime.script_command import check_command
 from oobleck.storage.scripts import START_VARIABLE
@@ -178,10 +178,7 @@ class Rank:
         return sum(output.size() for output in self._output.values())
 
     def used_s(self) -> float:
-        with suppress(OSError, ValueError, IndexError):
-            fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        return 0.0
+        return sum(map(int, stat_fields(self.pid)[11:13])) / os.sysconf("SC_CLK_TCK")
 
     def ask_for_stack(self) -> None:
         if self._can_trace:
@@ -346,7 +343,6 @@ def _in_directory(run: RanksSpec, path: str) -> Path:
 
 
 def _bound() -> socket.socket:
-    """Bind a socket to a free port of all addresses."""
     try:
         sock = socket.socket(socket.AF_INET6)
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)

@@ -15,7 +15,7 @@ import trio
 from oobleck.control.protocol import ForkServerEnded, ProcessEnd, SetUpWorker, WorkerBound, WorkerMessage
 from oobleck.job import JobSpec
 from oobleck.roles.channel import MessageChannel
-from oobleck.runtime.files import AgentDir
+from oobleck.runtime.files import AgentDir, stat_fields
 from oobleck.runtime.python_process import as_no_rank, module_command
 from oobleck.wire import FrameDecoder
 
@@ -103,28 +103,13 @@ _TIMES = slice(11, 15)
 
 def processor_s(pid: int) -> float:
     """Return the CPU time in seconds of a process and its descendants, such as compilers; 0 once it is gone."""
-    return sum(map(_own_s, _family(pid)))
-
-
-def _own_s(pid: int) -> float:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return 0.0
-    words = stat.rpartition(b")")[2].split()  # its name, in parentheses, may be anything
-    return sum(map(int, words[_TIMES])) / _TICKS_PER_S
+    return sum(int(ticks) for each in _family(pid) for ticks in stat_fields(each)[_TIMES]) / _TICKS_PER_S
 
 
 def _family(pid: int) -> Iterator[int]:
     yield pid
-    for task in _tasks(pid):
-        with suppress(OSError):  # a kernel without this file reports only children that have ended
-            for child in Path(f"/proc/{pid}/task/{task}/children").read_bytes().split():
-                yield from _family(int(child))
-
-
-def _tasks(pid: int) -> list[str]:
-    try:
-        return os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        return []
+    with suppress(OSError):  # it has ended
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):  # a kernel without this file reports only children that have ended
+                for child in Path(f"/proc/{pid}/task/{task}/children").read_bytes().split():
+                    yield from _family(int(child))

@@ -11,7 +11,7 @@ from .agent_dir import (
 from .input_file import MAX_DATA_BYTES, read_input
 from .line_file import LineFile
 from .private_paths import private_directory
-from .process_id import ProcessId
+from .process_id import ProcessId, stat_fields
 from .run_dir import (
     BASE_DIR_VARIABLE,
     LAUNCHED_DIRECTORY,
@@ -37,4 +37,5 @@ __all__ = [
     "default_tag",
     "private_directory",
     "read_input",
+    "stat_fields",
 ]

@@ -50,7 +50,6 @@ class LineFile:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no lines wait."""
         return not self._kept
 
     @property
@@ -65,7 +64,15 @@ class LineFile:
         """Append a line with its newline, now or as soon as possible; drops minor lines first. Costs O(size)."""
         if not self._kept and self.try_write(line):
             return
-        self._keep(line, is_minor=is_minor)
+        if self._kept_bytes + len(line) > self._max_bytes:
+            left = deque(kept for kept in self._kept if not kept[1])
+            self.num_lost += len(self._kept) - len(left)
+            self._kept, self._kept_bytes = left, sum(len(line) for line, _ in left)
+        if self._kept_bytes + len(line) > self._max_bytes:
+            self.num_lost += 1
+        else:
+            self._kept.append((line, is_minor))
+            self._kept_bytes += len(line)
         if self._clock() >= self._retry_s:
             self.flush()
 
@@ -122,17 +129,6 @@ class LineFile:
 
     def close(self) -> None:
         os.close(self._descriptor)
-
-    def _keep(self, line: bytes, *, is_minor: bool) -> None:
-        if self._kept_bytes + len(line) > self._max_bytes:
-            left = deque(kept for kept in self._kept if not kept[1])
-            self.num_lost += len(self._kept) - len(left)
-            self._kept, self._kept_bytes = left, sum(len(line) for line, _ in left)
-        if self._kept_bytes + len(line) > self._max_bytes:
-            self.num_lost += 1
-            return
-        self._kept.append((line, is_minor))
-        self._kept_bytes += len(line)
 
 
 def _open(path: Path) -> int:

@@ -22,13 +22,12 @@ class ProcessId:
     started_ticks: int
     """Its start in the kernel's ticks since boot (`proc(5)`, field 22 of `stat`)."""
     boot: str
-    """The id of that boot."""
 
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
         """Return the process that has this pid now; None if there is none."""
-        status = _status(pid)
-        return cls(pid, status[1], _boot()) if status is not None else None
+        fields = stat_fields(pid)
+        return cls(pid, int(fields[19]), _boot()) if fields else None
 
     @classmethod
     def parse(cls, text: str) -> ProcessId | None:
@@ -51,20 +50,21 @@ class ProcessId:
 
     @property
     def is_of_this_boot(self) -> bool:
-        """Whether it was started on this machine since its last boot."""
         return _boot() == self.boot
 
     @property
     def lives(self) -> bool:
         """Whether it lives; a zombie does not."""
-        status = _status(self.pid)
-        return status is not None and status[0] != "Z" and status[1] == self.started_ticks and self.is_of_this_boot
+        return self._state not in ("", "Z") and self.is_of_this_boot
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal or a debugger has stopped it."""
-        status = _status(self.pid)
-        return status is not None and status[0] in "Tt" and status[1] == self.started_ticks
+        return self._state in ("T", "t")
+
+    @property
+    def _state(self) -> str:
+        fields = stat_fields(self.pid)
+        return fields[0] if fields and int(fields[19]) == self.started_ticks else ""
 
     def send(self, number: int) -> bool:
         """Send it a signal; False if it is gone, even if another process has its pid now. Raises PermissionError."""
@@ -89,14 +89,13 @@ class ProcessId:
         return True
 
 
-def _status(pid: int) -> tuple[str, int] | None:
-    """Return a process's state and start; None if there is none."""
+def stat_fields(pid: int) -> list[str]:
+    """Return the fields of /proc/<pid>/stat (`proc(5)`) from its state, field 3, on; none if there is no process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
-        return None
-    words = stat.rpartition(b")")[2].split()  # before it is the name, which may contain anything
-    return words[0].decode(), int(words[19])
+        return []
+    return stat.rpartition(b")")[2].decode().split()  # before it is the name, which may contain anything
 
 
 def _boot() -> str:

@@ -44,7 +44,6 @@ _DIGEST_CHARS = 8
 
 
 def default_base_dir() -> Path:
-    """Return the directory of all runs: $OOBLECK_BASE_DIR, or `~/.oobleck`."""
     return expand_user(os.environ.get(BASE_DIR_VARIABLE) or "~/.oobleck")
 
 
@@ -78,16 +77,11 @@ class RunDirectory:
 
         A master on another machine that shares this directory uses the same name, so it can take over.
         """
-        digest = hashlib.sha256(f"{self._first_host}:{self.path}".encode()).hexdigest()[:8]
+        host = ""
+        with suppress(OSError, ValueError):
+            host = (self.path / "host").read_text(encoding="utf-8").strip()
+        digest = hashlib.sha256(f"{host or socket.gethostname()}:{self.path}".encode()).hexdigest()[:8]
         return f"{self.tag}-{digest}"
-
-    @property
-    def _first_host(self) -> str:
-        try:
-            noted = (self.path / "host").read_text(encoding="utf-8").strip()
-        except (OSError, ValueError):
-            noted = ""
-        return noted or socket.gethostname()
 
     @property
     def journal(self) -> Path:
@@ -232,7 +226,6 @@ class RunDirectory:
 
 
 def _short_directory() -> Path:
-    """Return a private directory with a short path, for sockets."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and len(os.fsencode(runtime)) <= MAX_SOCKET_PATH_BYTES - len("/oobleck/0123456789abcdef.sock"):
         return Path(runtime) / "oobleck"

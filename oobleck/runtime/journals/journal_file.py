@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -18,8 +19,9 @@ from pathlib import Path
 from types import TracebackType
 
 from oobleck.control import journal
-from oobleck.errors import ConfigError, PeerError
-from oobleck.runtime.files import LineFile
+from oobleck.errors import ConfigError, PeerError, UsageError
+from oobleck.host.user_path import expand_user
+from oobleck.runtime.files import LineFile, RunDirectory
 from oobleck.wire import decode_json, encode_json
 
 from .journal_image import remove_image
@@ -28,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 _RESERVE_BYTES = 8192
 _STEP_DONE = b'{"@type":"StepDone",'
+_JOB_ENDED = b'{"@type":"JobEnded"'
+_LAST_BYTES = 1 << 16
+_POLL_S = 0.2
 
 
 class JournalWriter:
@@ -192,12 +197,12 @@ def read_entries(
                     return
                 place += len(line)
                 where = f"journal {path}, line {number}{f' after byte {start}' if start else ''}"
-                yield place, decode_line(line, plans, where=where)
+                yield place, _decode_line(line, plans, where=where)
     except OSError as error:
         raise ConfigError(f"journal {path}: {error.strerror}") from error
 
 
-def decode_line(line: bytes, plans: journal.PlanUnpacker, *, where: str) -> journal.JournalEntry:
+def _decode_line(line: bytes, plans: journal.PlanUnpacker, *, where: str) -> journal.JournalEntry:
     """Decode a line. Raises ConfigError, which begins with `where`."""
     try:
         return plans.entry(decode_json(journal.JournalLine, line))
@@ -218,6 +223,58 @@ def read_losses(path: Path) -> tuple[float, ...]:
     except (OSError, ValueError, TypeError, LookupError) as error:
         logger.warning("journal %s: not all losses can be read: %s", path, error)
     return tally.losses
+
+
+def find_journal(base_dir: Path, run: str | None) -> Path:
+    """Return the journal of a run, named by its tag, directory or file; None names the newest. Raises UsageError."""
+    journals = list(base_dir.glob("*/journal.jsonl"))
+    if run is None:
+        if not journals:
+            raise UsageError(f"no run has left a journal in {base_dir}; name another --base-dir")
+        return max(journals, key=lambda path: path.stat().st_mtime)
+    named = expand_user(run)
+    candidates = [RunDirectory(base_dir=base_dir, tag=run).journal] if "/" not in run else []
+    candidates += [named, named / "journal.jsonl"]
+    for path in candidates:
+        if path.is_file():
+            return path
+    known = ", ".join(sorted(path.parent.name for path in journals)) or "none"
+    raise UsageError(f"no journal of {run!r}; runs in {base_dir}: {known}")
+
+
+def has_end(path: Path) -> bool:
+    """Whether a journal's last entry is the end of its run; False if it cannot be read. O(1)."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _LAST_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return False
+    return bool(lines) and lines[-1].startswith(_JOB_ENDED)
+
+
+def follow_journal(path: Path) -> Iterator[journal.JournalEntry | None]:
+    """Yield entries as they are written, until the run ends; yields None while there are none.
+
+    Raises ConfigError for an unreadable file, or a broken line with its number.
+    """
+    try:
+        with path.open("rb") as lines:
+            number, start, plans = 0, 0, journal.PlanUnpacker()
+            while True:
+                line = lines.readline()
+                if not line.endswith(b"\n"):
+                    lines.seek(start)  # a line torn by a full disk is cut off and written again later
+                    yield None
+                    time.sleep(_POLL_S)
+                    continue
+                number, start = number + 1, start + len(line)
+                entry = _decode_line(line, plans, where=f"journal {path}, line {number}")
+                yield entry
+                if isinstance(entry, journal.JobEnded):
+                    return
+    except OSError as error:
+        raise ConfigError(f"journal {path}: {error.strerror}") from error
 
 
 def set_aside(path: Path) -> Path | None:

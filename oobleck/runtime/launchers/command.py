@@ -56,7 +56,8 @@ async def printed_by(command: str, *, named: str, timeout_s: float) -> str:
         with trio.move_on_after(timeout_s) as waiting:
             async with trio.open_nursery() as reading:
                 reading.start_soon(_keep_end, process.stderr, errors)
-                await _keep_start(process.stdout, printed)
+                while len(printed) <= _MOST_BYTES and (data := await process.stdout.receive_some(_READ_BYTES)):
+                    printed += data
                 if len(printed) > _MOST_BYTES:
                     waiting.cancel()
             await process.wait()
@@ -79,11 +80,6 @@ async def printed_by(command: str, *, named: str, timeout_s: float) -> str:
         return printed.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{named} printed something that is not UTF-8 text ({error.reason})") from error
-
-
-async def _keep_start(stream: trio.abc.ReceiveStream, kept: bytearray) -> None:
-    while len(kept) <= _MOST_BYTES and (data := await stream.receive_some(_READ_BYTES)):
-        kept += data
 
 
 async def _keep_end(stream: trio.abc.ReceiveStream, kept: bytearray) -> None:

@@ -53,7 +53,6 @@ class Introduction:
     process: str
     """Tells this `oobleck node` from an earlier one with the same name."""
     line: str
-    """A line of a hostfile."""
     origin: str = ""
     """Names, for people, what allocated the node."""
     grant: str = ""
@@ -116,7 +115,6 @@ class DialedInNodes:
         """Nodes that were given back, with the grants that they had."""
 
     async def serve(self, listeners: Sequence[trio.SocketListener], keys: ssh.DialInKeys) -> None:
-        """Accept nodes, until cancelled."""
         gate = ssh.LoginGate(
             partial(self._let_in, keys),
             max_logins=_LOGINS,
@@ -198,7 +196,9 @@ class DialedInNodes:
         try:
             connection = await ssh.call_back(caller, keys)
         except ssh.RefusedCaller as error:
-            self._note_refused(str(error))
+            if len(self._refused) < _MOST_REFUSALS and str(error) not in self._refused:
+                self._refused.add(str(error))
+                self.report(f"{error}; it is turned away")
             return
         is_in = False
         try:
@@ -248,11 +248,6 @@ class DialedInNodes:
     def report(self, text: str, *, level: str = "warning") -> None:
         """Report a text for people to read."""
         self._send(Reported(level=level, text=text))
-
-    def _note_refused(self, text: str) -> None:
-        if len(self._refused) < _MOST_REFUSALS and text not in self._refused:
-            self._refused.add(text)
-            self.report(f"{text}; it is turned away")
 
     def _send(self, change: NodeChange) -> None:
         with suppress(trio.WouldBlock):  # no task follows the changes

@@ -74,7 +74,7 @@ class PodWatch:
         kind, thing = _text(event, "type"), _at(event, "object")
         match kind:
             case "ADDED" | "MODIFIED":
-                self._see(_text(thing, "metadata", "name"), _pod(thing))
+                self._see(thing)
             case "DELETED":
                 self._pods.pop(_text(thing, "metadata", "name"), None)
             case "BOOKMARK":
@@ -88,7 +88,11 @@ class PodWatch:
                 raise PeerError(f"the API server sent {shown(line)}, which is not an event of a watch")
         self.version = _text(thing, "metadata", "resourceVersion") or self.version
 
-    def _see(self, name: str, pod: _Pod) -> None:
+    def _see(self, thing: object) -> None:
+        name, uid = _text(thing, "metadata", "name"), _text(thing, "metadata", "uid")
+        is_leaving = _at(thing, "metadata", "deletionTimestamp") is not None
+        problem = "" if is_leaving else next(_problems(_at(thing, "status")), "")
+        pod = _Pod(uid=uid, is_leaving=is_leaving, problem=problem)
         before = self._pods.get(name)
         if before is not None and before.uid != pod.uid:
             before = None  # deleted unseen, and created again under the same name
@@ -97,12 +101,6 @@ class PodWatch:
             self._leave(name)
         if pod.problem and (before is None or before.problem != pod.problem):
             self._report(f"pod {name}: {pod.problem}")
-
-
-def _pod(thing: object) -> _Pod:
-    uid, deleted = _text(thing, "metadata", "uid"), _at(thing, "metadata", "deletionTimestamp")
-    problem = next(_problems(_at(thing, "status")), "") if deleted is None else ""
-    return _Pod(uid=uid, is_leaving=deleted is not None, problem=problem)
 
 
 def _problems(status: object) -> Iterator[str]:
@@ -126,7 +124,6 @@ def _sentence(what: str, thing: object) -> str:
 
 
 def _at(thing: object, *path: str) -> object:
-    """Return a value in nested maps, or None."""
     for key in path:
         thing = thing.get(key) if isinstance(thing, dict) else None
     return thing

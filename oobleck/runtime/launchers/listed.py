@@ -7,7 +7,7 @@ added or drained by a command stay as they are.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count
@@ -92,7 +92,8 @@ def listed_changes(before: Sequence[NodeSpec], after: Sequence[NodeSpec]) -> Lis
             removed.discard(node.name)
             altered.append(node.name)
         else:
-            node = replace(spec, name=_free_name(spec, names))
+            candidates = chain([spec.name], (f"{spec.host}#{number}" for number in count(2)))
+            node = replace(spec, name=next(name for name in candidates if name not in names))
             names.add(node.name)
             joining.append(node)
         nodes.append(node)
@@ -102,11 +103,6 @@ def listed_changes(before: Sequence[NodeSpec], after: Sequence[NodeSpec]) -> Lis
 
 def _identity(spec: NodeSpec) -> tuple[str, int | None, tuple[int, ...]]:
     return spec.host.lower(), spec.port, spec.devices
-
-
-def _free_name(spec: NodeSpec, names: Collection[str]) -> str:
-    more = (f"{spec.host}#{number}" for number in count(2))
-    return next(name for name in chain([spec.name], more) if name not in names)
 
 
 class _NodesBySSH:
@@ -218,7 +214,6 @@ class VirtualNodes(_NodesBySSH):
         return self.nodes[: self._num_first]
 
     async def follow(self, changes: trio.MemorySendChannel[NodeChange]) -> None:
-        """Report nothing, until cancelled."""
         await trio.sleep_forever()
 
     def named(self, text: str) -> NodeSpec:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import shlex
 import subprocess
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import trio
@@ -40,59 +40,44 @@ async def ray_nodes() -> tuple[str, ...]:
     return tuple(listed.split())
 
 
+@dataclass(eq=False, kw_only=True)
 class RayActors:
     """Keeps an `oobleck node` on every node of the cluster."""
 
-    def __init__(
-        self,
-        run_id: str,
-        file: Path,
-        *,
-        is_place_named: bool,
-        log: Path,
-        callers: DialedInNodes,
-        silent_s: float = _SILENT_S,
-        again_s: float = _AGAIN_S,
-    ) -> None:
-        """`file` holds the nodes' keys; `log` receives Ray's output.
-
-        Unless the user chose the master's address in `file` (`is_place_named`), nodes dial in to the address by which
-        Ray knows this machine. The process that talks to Ray is restarted `again_s` after its end; a silence of
-        `silent_s` is reported.
-        """
-        self._run_id = run_id
-        self._file = file
-        self._is_place_named = is_place_named
-        self._log = log
-        self._callers = callers
-        self._silent_s = silent_s
-        self._again_s = again_s
-        self._is_unanswered = False
-        self._process: trio.Process | None = None
+    run_id: str
+    file: Path
+    """The nodes' keys."""
+    is_place_named: bool
+    """Whether the user chose the master's address in `file`; else nodes dial in where Ray knows this machine."""
+    log: Path
+    callers: DialedInNodes
+    silent_s: float = _SILENT_S
+    again_s: float = _AGAIN_S
+    _is_unanswered: bool = field(default=False, init=False)
+    _process: trio.Process | None = field(default=None, init=False)
 
     async def run(self) -> None:
         """Keep the actors, until cancelled. They stay for the next master, unless `end` was called."""
         while True:
             try:
                 await self._keep()
-                self._note(f"the process that talks to it has ended; see {self._log}")
+                self._note(f"the process that talks to it has ended; see {self.log}")
             except OSError as error:
                 self._note(error.strerror or str(error))
-            await trio.sleep(self._again_s)
+            await trio.sleep(self.again_s)
 
     def _note(self, problem: str) -> None:
-        """Report a problem, once until Ray answers again."""
         if not self._is_unanswered:
             self._is_unanswered = True
-            self._callers.report(
+            self.callers.report(
                 f"Ray cannot be asked: {problem}. The run continues with the nodes that it has, and no others are "
                 "looked for until Ray answers again"
             )
 
     async def end(self) -> None:
         """End the actors, so that Ray has its nodes back. Takes some seconds at most, and raises nothing."""
-        for node in self._callers.nodes:
-            await self._callers.release(node)  # works without Ray
+        for node in self.callers.nodes:
+            await self.callers.release(node)  # works without Ray
         process = self._process
         if process is None or process.stdin is None:
             return
@@ -107,23 +92,23 @@ class RayActors:
         """Handle lines of its process: an empty one means that Ray answered, others are for people."""
         if "" in lines and self._is_unanswered:
             self._is_unanswered = False
-            self._callers.report("Ray answers again", level="info")
+            self.callers.report("Ray answers again", level="info")
         for line in filter(None, lines):
-            self._callers.report("".join(each if each.isprintable() else "?" for each in line))
+            self.callers.report("".join(each if each.isprintable() else "?" for each in line))
 
     async def _keep(self) -> None:
         """Run one process that keeps the actors, until it ends."""
-        known = read_pass(self._file)
-        if not self._is_place_named:
+        known = read_pass(self.file)
+        if not self.is_place_named:
             known = replace(known, master=f"{{ip}}:{known.master.rpartition(':')[2]}")
         try:
-            log = self._log.open("ab")
+            log = self.log.open("ab")
         except OSError as error:
-            self._callers.report(f"nodes of Ray cannot be kept: {self._log}: {error.strerror}")
+            self.callers.report(f"nodes of Ray cannot be kept: {self.log}: {error.strerror}")
             return
         with log:
             process = await trio.lowlevel.open_process(
-                [*_PROCESS, "--run", self._run_id],
+                [*_PROCESS, "--run", self.run_id],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -139,11 +124,11 @@ class RayActors:
                 with trio.move_on_after(patience_s) as waiting:
                     data = await process.stdout.receive_some(_READ_BYTES)
                 if waiting.cancelled_caught:
-                    self._note(f"it has not answered for {patience_s:g} s; see {self._log}")
+                    self._note(f"it has not answered for {patience_s:g} s; see {self.log}")
                     continue
                 if not data:
                     break
-                patience_s = self._silent_s
+                patience_s = self.silent_s
                 *lines, rest = (rest + bytes(data)).split(b"\n")
                 self._take([line.decode(errors="replace").strip() for line in lines])
         except trio.BrokenResourceError:

@@ -13,7 +13,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import trio
@@ -43,7 +43,6 @@ class SlurmAllocation:
     """The id that users write: 17, 17_3 in an array, 17+1 in a heterogeneous job. It names one allocation, while the
     plain number may name many."""
     job_id: str
-    """The tasks' SLURM_JOB_ID."""
     component: str | None = None
     nodes: tuple[str, ...]
     limit_s: float = math.inf
@@ -114,46 +113,36 @@ def _seconds(text: str) -> float:
     return ((24.0 * days + hours) * 60 + minutes) * 60 + seconds
 
 
+@dataclass(eq=False, kw_only=True)
 class SlurmTasks:
     """Keeps an `oobleck node` on every node of the jobs."""
 
-    def __init__(
-        self,
-        jobs: SlurmJobs,
-        file: Path,
-        *,
-        log: Path,
-        callers: DialedInNodes,
-        interval_s: float = 5.0,
-        first_s: float = 3.0,
-    ) -> None:
-        """`file` holds the nodes' keys; `log` receives the output of the nodes and of srun.
-
-        During `first_s` it starts nothing, because nodes of an earlier master look for this one every two seconds.
-        """
-        self._jobs = jobs
-        self._file = file
-        self._log = log
-        self._callers = callers
-        self._interval_s = interval_s
-        self._first_s = first_s
-        self._again_s: dict[tuple[str, str], float] = {}
-        """When a node of a job may be started again, keyed by job and node."""
-        self._limited: set[str] = set()  # jobs whose time limit was reported
-        self._noticed: set[str] = set()  # jobs that have had notice
+    jobs: SlurmJobs
+    file: Path
+    """The nodes' keys."""
+    log: Path
+    """Receives the output of the nodes and of srun."""
+    callers: DialedInNodes
+    interval_s: float = 5.0
+    first_s: float = 3.0
+    """Nothing is started during this time, because nodes of an earlier master look for this one every two seconds."""
+    _again_s: dict[tuple[str, str], float] = field(default_factory=dict, init=False)
+    """When a node of a job may be started again, keyed by job and node."""
+    _limited: set[str] = field(default_factory=set, init=False)  # jobs whose time limit was reported
+    _noticed: set[str] = field(default_factory=set, init=False)  # jobs that have had notice
 
     async def run(self) -> None:
         """Ask Slurm for the nodes and start missing ones, until cancelled."""
-        await trio.sleep(self._first_s)
+        await trio.sleep(self.first_s)
         problem = ""
         async with trio.open_nursery() as nursery:
             while True:
                 try:
-                    jobs = await self._jobs.allocations()
+                    jobs = await self.jobs.allocations()
                 except ConfigError as error:
                     if str(error) != problem:
                         problem = str(error)
-                        self._callers.report(
+                        self.callers.report(
                             f"no more nodes are looked for: {error}; the run continues with those that it has"
                         )
                 else:
@@ -164,12 +153,12 @@ class SlurmTasks:
                         elif missing := self._missing(job):
                             nursery.start_soon(self._start, job, missing)
                             self._report_limit(job)
-                await trio.sleep(self._interval_s)
+                await trio.sleep(self.interval_s)
 
     def _report_limit(self, job: SlurmAllocation) -> None:
         if job.limit_s < math.inf and job.shown_id not in self._limited:
             self._limited.add(job.shown_id)
-            self._callers.report(
+            self.callers.report(
                 f"Slurm's job {job.shown_id} reaches its time limit in {job.left_s / 60:.0f} min; its nodes get "
                 f"notice {job.notice_s:.0f} s before, or earlier if sbatch is given --signal TERM@SECONDS",
                 level="info",
@@ -180,17 +169,17 @@ class SlurmTasks:
         if job.shown_id in self._noticed:
             return
         self._noticed.add(job.shown_id)
-        self._callers.report(f"Slurm's job {job.shown_id} reaches its time limit in {job.left_s:.0f} s")
+        self.callers.report(f"Slurm's job {job.shown_id} reaches its time limit in {job.left_s:.0f} s")
         try:
             await _ask("scancel", "--signal", "TERM", job.shown_id)
         except ConfigError as error:
-            self._callers.report(f"its nodes get no notice: {error}")
+            self.callers.report(f"its nodes get no notice: {error}")
 
     def _missing(self, job: SlurmAllocation) -> tuple[str, ...]:
         """Return the nodes to start now, and start none of them again too soon: Slurm may not know that one is dead."""
         # A node that was given back under one job may be allocated again by another.
-        here = {node.name for node in self._callers.nodes}
-        here |= {node for node, grant in self._callers.released.items() if grant in ("", job.job_id)}
+        here = {node.name for node in self.callers.nodes}
+        here |= {node for node, grant in self.callers.released.items() if grant in ("", job.job_id)}
         now_s = trio.current_time()
         again_s = {node: self._again_s.get((job.job_id, node), 0.0) for node in job.nodes}
         missing = tuple(node for node in job.nodes if node not in here and again_s[node] <= now_s)
@@ -203,9 +192,9 @@ class SlurmTasks:
         step = ["srun", "--jobid", job.job_id, "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--input", "none"]
         step += [] if job.component is None else ["--het-group", job.component]
         where = ["--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--nodelist", ",".join(nodes)]
-        task = module_command("oobleck", "node", str(self._file))
+        task = module_command("oobleck", "node", str(self.file))
         try:
-            with self._log.open("ab") as log:
+            with self.log.open("ab") as log:
                 process = await trio.lowlevel.open_process(
                     [*step, *where, *task],
                     stdin=subprocess.DEVNULL,
@@ -215,7 +204,7 @@ class SlurmTasks:
                 )
             await process.wait()
         except OSError as error:
-            self._callers.report(f"srun cannot be started: {error.strerror}")
+            self.callers.report(f"srun cannot be started: {error.strerror}")
 
 
 async def _ask(*words: str) -> str:

@@ -69,8 +69,6 @@ async def check_nodes(
 
 
 class _Cluster:
-    """The probes of all nodes, and their measurements."""
-
     def __init__(self, nodes: Sequence[NodeSpec]) -> None:
         self._probes = {spec.name: RemoteProbe(spec, self._pass_on) for spec in nodes}
         self._versions = _our_versions()

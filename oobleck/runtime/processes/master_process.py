@@ -32,7 +32,10 @@ def restart_master(master: ProcessId, *more: str, down_s: float) -> None:
             out, err = (stack.enter_context((process / "fd" / number).open("ab", buffering=0)) for number in "12")
         except OSError as error:
             raise UsageError(f"the run's master, process {master.pid}, cannot be looked into: {error}") from error
-        _kill(master)
+        master.send(signal.SIGKILL)
+        deadline_s = time.monotonic() + _END_TIMEOUT_S
+        while master.lives and time.monotonic() < deadline_s:  # until then it holds its run's lock
+            time.sleep(0.01)
         time.sleep(down_s)
         subprocess.Popen(
             [*arguments, *more],
@@ -47,11 +50,3 @@ def restart_master(master: ProcessId, *more: str, down_s: float) -> None:
 
 def _words(path: Path) -> list[str]:
     return os.fsdecode(path.read_bytes()).split("\0")[:-1]
-
-
-def _kill(master: ProcessId) -> None:
-    master.send(signal.SIGKILL)
-    deadline_s = time.monotonic() + _END_TIMEOUT_S
-    # It holds its run's lock until it is gone.
-    while master.lives and time.monotonic() < deadline_s:
-        time.sleep(0.01)

@@ -84,7 +84,6 @@ class _RayNode:
 
 
 def _living_nodes() -> list[_RayNode]:
-    """Return the nodes that may run work."""
     nodes = [each for each in ray.nodes() if each["Alive"] and each["Resources"].get("CPU", 0) >= 1]
     names = Counter(each["NodeName"] for each in nodes)  # several raylets on one machine share a name
     return [
@@ -162,7 +161,6 @@ class _Actors:
         del self._actors[node.node_id]
 
     def end(self) -> None:
-        """End all actors."""
         self._turn.acquire(timeout=_TURN_S)
         actors = list(self._actors.values())
         if not actors:

@@ -43,7 +43,6 @@ class DescribedScript:
 
     @classmethod
     def of(cls, spec: ScriptSpec, answer: Any) -> DescribedScript:
-        """Read the answer of the script's process."""
         return cls(spec=replace(spec, provides=tuple(answer["provides"])), settings=json.dumps(answer["settings"]))
 
 
@@ -124,7 +123,6 @@ class ScriptProcess:
 
 
 def problem_of(answer: Any) -> UserError:
-    """Return the error that a script's process answers with."""
     kind = UsageError if answer["is_usage"] else UnbuiltModel if answer.get("is_unbuilt") else ConfigError
     return kind(answer["problem"])
 
@@ -133,7 +131,6 @@ class EntryFeed:
     """Passes entries of the journal to a process, which may be slow, or gone."""
 
     def __init__(self, report: Callable[[str], None] = _log.warning) -> None:
-        """`report` receives texts for people."""
         self._send, self._entries = trio.open_memory_channel[JournalEntry](_MAX_ENTRIES)
         self._report = report
         self._is_behind = False

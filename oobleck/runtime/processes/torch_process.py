@@ -47,7 +47,6 @@ class LayerOutline:
     name: str
     parameters: int
     trained: int
-    """The number of parameters that are not frozen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,7 +83,6 @@ class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession[bytes]):
     _channel: asyncssh.SSHUNIXChannel[bytes]
 
     def __init__(self, note_traffic: Callable[[], None] = lambda: None) -> None:
-        """`note_traffic` is called whenever bytes arrive."""
         self._note_traffic = note_traffic
         self._unread = bytearray()
         self._readable = trio.Event()
@@ -146,7 +145,12 @@ class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession[bytes]):
                 await self._readable.wait()
             if self._is_closed:
                 raise trio.ClosedResourceError
-            return self._take(max_bytes or len(self._unread))
+            data = bytes(self._unread[:max_bytes])
+            del self._unread[:max_bytes]
+            if self._is_reading_paused and len(self._unread) < _RECEIVE_HIGH_BYTES // 2:
+                self._is_reading_paused = False
+                self._channel.resume_reading()
+            return data
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """Send, and wait while the peer accepts nothing."""
@@ -188,14 +192,6 @@ class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession[bytes]):
                 self._channel.close()
         await trio.lowlevel.checkpoint()
 
-    def _take(self, max_bytes: int) -> bytes:
-        data = bytes(self._unread[:max_bytes])
-        del self._unread[:max_bytes]
-        if self._is_reading_paused and len(self._unread) < _RECEIVE_HIGH_BYTES // 2:
-            self._is_reading_paused = False
-            self._channel.resume_reading()
-        return data
-
     def _check_writable(self) -> None:
         if self._is_closed or self._has_sent_eof:
             raise trio.ClosedResourceError
@@ -214,7 +210,6 @@ class SSHCommandStream(SSHStream):
 
     @property
     def errors(self) -> str:
-        """The end of the command's stderr."""
         return self._errors.decode(errors="replace").strip()
 
     # --- called by asyncssh ----------------------------------------------------------------------------------
@@ -235,7 +230,6 @@ class SSHCommandStream(SSHStream):
 
 
 def marked(command: str) -> str:
-    """Return a command that prints the mark first."""
     # A shell may echo this text, so the quotes keep the mark itself out of it.
     return f"echo oobleck-'begins'-here; {command}"
 

@@ -223,7 +223,6 @@ class _Attempt:
         self.is_jump_host = is_jump_host
         self.target = f"{'jump host ' * is_jump_host}{_target(spec)}"
         self.known_hosts: KnownHosts | None = None
-        """None if the host key is pinned."""
         self.algorithms: tuple[str, ...] = ()
         self.proxy_command: Sequence[str] = ()
 

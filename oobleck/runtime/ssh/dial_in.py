@@ -48,7 +48,6 @@ class Farewell(IntEnum):
     """Why a master ends a node's connection for good, as SSH's codes for private use (RFC 4250, section 4.2.2)."""
 
     RELEASED = 0xFE00_0001
-    """The run no longer needs the node."""
     REPLACED = 0xFE00_0002
     """Another process has dialled in under the same name."""
     REFUSED = 0xFE00_0003
@@ -56,7 +55,6 @@ class Farewell(IntEnum):
 
 
 def make_keys(*, master: str) -> tuple[DialInKeys, NodePass]:
-    """Make keys for a run whose master listens at `master`."""
     ours, theirs = (asyncssh.generate_private_key("ssh-ed25519") for _ in range(2))
     keys = DialInKeys(own_key=_private(ours), node_key=_public(theirs))
     return keys, NodePass(master=master, own_key=_private(theirs), master_key=_public(ours))

@@ -31,8 +31,6 @@ _ANY = "host"  # the name under which asyncssh receives the matching keys
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownHosts:
-    """The files to look a host up in, and the names to look for there."""
-
     files: tuple[Path, ...]
     """Listed in ssh's order, whether they exist or not."""
     names: tuple[str, ...]
@@ -148,7 +146,6 @@ class _Index:
         return [self._lines[number] for number in sorted(numbers)]
 
     def _search(self, name: str) -> None:
-        """Index a name's hashed lines."""
         self._searched.add(name)
         value = name.encode()
         numbers = {number for salt, digest, number in self._hashed if hmac.digest(salt, value, "sha1") == digest}

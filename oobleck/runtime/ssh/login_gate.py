@@ -69,7 +69,6 @@ class LoginGate:
         self._changed = trio.Event()
 
     async def serve(self, listener: trio.SocketListener) -> None:
-        """Accept every caller, until cancelled."""
         async with listener, trio.open_nursery() as callers:
             callers.start_soon(self._give_turns)
             while True:

@@ -28,7 +28,6 @@ class CommandProcesses:
 
     @asynccontextmanager
     async def start(self, command: str, environment: Mapping[str, str]) -> AsyncIterator[trio.Process]:
-        """Run a command in a shell. The caller waits for its end within the context."""
         self._num_starting += 1
         try:
             process = await trio.lowlevel.open_process(

@@ -71,7 +71,6 @@ def choose(holdings: Sequence[Holding]) -> Chosen | LostState | None:
 
 
 def _whole(holdings: Sequence[Holding]) -> list[Chosen]:
-    """Return the whole states of one start in one place."""
     savers = {holding.note.rank for holding in holdings}
     whole = []
     for name in sorted({holding.note.name for holding in holdings}):

@@ -30,13 +30,11 @@ class ScriptIdentity:
     script: str = ""
     """The path, or the directory and the module or program."""
     arguments: str = ""
-    """A digest of the arguments."""
     default_tag: str = ""
     """The run's tag, unless the user named it; then the arguments must match, too."""
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str]) -> ScriptIdentity:
-        """Return the identity in a rank's environment."""
         return cls(
             script=environment.get(SCRIPT_VARIABLE, ""),
             arguments=environment.get(_ARGUMENTS_VARIABLE, ""),
@@ -68,7 +66,6 @@ class ScriptIdentity:
 
 
 def identity_of(run: RanksSpec) -> ScriptIdentity:
-    """Return the identity of a run's script."""
     digest = hashlib.sha256(json.dumps(run.command[1:]).encode()).hexdigest()[:16]
     script = os.path.normpath(os.path.join(run.directory, run.command[0]))
     if run.entry != "script":

@@ -105,7 +105,13 @@ class Part:
     def read(self) -> Tensors:
         """Return its entries, which are views of the memory or the file. O(size). Raises CorruptCheckpoint."""
         if self._tensors is None:
-            self._tensors = _in_slot(self._where) if isinstance(self._where, Slot) else self._in_file(self._where)
+            if isinstance(self._where, Slot):
+                self._where.verify()
+                data = self._where.data
+                entries = self._where.memory.layout.entries
+                self._tensors = {each.spec.name: (each.spec, data[each.offset : each.stop]) for each in entries}
+            else:
+                self._tensors = self._in_file(self._where)
         return self._tensors
 
     def _in_file(self, path: Path) -> Tensors:
@@ -119,12 +125,10 @@ class Part:
 
 
 def state_name(step: int, start: str) -> str:
-    """Return the name of a state, which is also its directory's."""
     return f"step-{step:08d}.{start}"
 
 
 def memory_stem(local_rank: int) -> str:
-    """Return the stem of the names of a rank's memory files."""
     return f"rank{local_rank}"
 
 
@@ -173,12 +177,6 @@ def _read_note(raw: bytes) -> _PartFile:
     except ValueError as error:
         raise PeerError(f"it is not JSON: {error}") from error
     return decode_json(_PartFile, text)
-
-
-def _in_slot(slot: Slot) -> Tensors:
-    slot.verify()
-    data = slot.data
-    return {entry.spec.name: (entry.spec, data[entry.offset : entry.stop]) for entry in slot.memory.layout.entries}
 
 
 # --- from memory to disk ---------------------------------------------------------------------------------------------
@@ -249,8 +247,6 @@ def _ranks_in(state: Path) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """The name of a state's directory."""
-
     name: str
     step: int
     start: str
@@ -306,9 +302,7 @@ class StateAge:
 
     number: int
     step: int
-    start: (
-        str  # starts that have not seen each other may have the same number; then any order common to all ranks will do
-    )
+    start: str  # orders starts with the same number, which have not seen each other; any common order will do
 
     @classmethod
     def of(cls, start: str, step: int) -> StateAge:

@@ -36,7 +36,6 @@ class Sharding:
     """The mesh's device type, in torch's terms."""
     mesh: tuple[int, ...]
     names: tuple[str, ...] = ()
-    """The names of the mesh's dimensions, if any."""
     cut: tuple[int, ...]
     """The tensor's dimension that each mesh dimension cuts, or -1 if it replicates the tensor."""
 
@@ -46,7 +45,6 @@ class Sharding:
             raise CorruptCheckpoint(f"a mesh of {self.mesh} with the names {self.names}, cut along {self.cut}")
 
     def place(self, rank: int) -> tuple[int, ...]:
-        """Return a rank's coordinates in the mesh."""
         places = []
         for size in reversed(self.mesh):
             rank, place = divmod(rank, size)
@@ -58,7 +56,6 @@ class Sharding:
         return tuple(place for place, cut in zip(self.place(rank), self.cut, strict=True) if cut >= 0)
 
     def box(self, rank: int, shape: tuple[int, ...]) -> Box:
-        """Return a rank's part of a tensor of this shape."""
         starts, sizes = [0] * len(shape), list(shape)
         for place, parts, cut in zip(self.place(rank), self.mesh, self.cut, strict=True):
             if cut >= 0:
