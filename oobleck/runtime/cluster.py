@@ -1,4 +1,4 @@
-"""The cluster over SSH: agents are started, reached, killed and cleaned up through one connection a node."""
+"""The cluster over SSH: starts, reaches, kills and cleans up agents through one connection per node."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from oobleck.roles.channel import MessageChannel
 from oobleck.roles.master_ports import LinkLost
 from oobleck.wire import FrameDecoder
 
-from . import files
 from .agent import AGENT_MODULE
 from .connections import NodeConnections
+from .files import AgentCommands
 from .node_check import check_nodes
 from .python_process import MODULE, why_it_ended
 from .ssh import CompletedCommand, SSHConnection
@@ -34,27 +34,23 @@ from .ssh import CompletedCommand, SSHConnection
 _log = logging.getLogger("oobleck.cluster")
 
 _START_TIMEOUT_S = 30.0
-_START_SHARE = 0.25  # an agent may take this much of the time in which a node is to be ready, where that is longer
+_START_SHARE = 0.25  # the part of a node's time limit that its agent may take, if that is longer
 _COMMAND_TIMEOUT_S = 10.0
-_AT_ONCE = 32
-"""Short commands under way: thousands at once would keep this process busy for longer than any of them may take."""
-_NO_AGENT = 76  # a shell's exit status where an agent was to be taken up with that does not live
+_AT_ONCE = 32  # thousands of commands at once would keep this process busy for longer than any of them may take
+_NO_AGENT = 76  # a shell's exit status if the agent to attach to does not live
 _TOO_LONG = "a command took too long; is the machine overloaded?"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemotePaths:
-    """Where things are on the nodes."""
+    """Paths on the nodes, where `~` is the home directory there."""
 
     python: str
     base_dir: PurePosixPath
-    """Runs' directories; `~` is the home directory there."""
     cache_dir: PurePosixPath
 
 
 class _Tunnel(MessageChannel[MasterMessage, FromAgent]):
-    """A channel to an agent through an SSH connection."""
-
     def __init__(
         self, connection: SSHConnection, stream: trio.abc.Stream, *, has_node_ended: Callable[[], Awaitable[bool]]
     ) -> None:
@@ -71,20 +67,20 @@ class _Tunnel(MessageChannel[MasterMessage, FromAgent]):
         return self._connection.takes_calls
 
     def rest(self, is_resting: bool) -> None:
-        self._connection.rest(is_resting)
+        self._connection.keepalive.rest(is_resting)
 
     async def receive(self) -> FromAgent:
         try:
             return await super().receive()
         except trio.BrokenResourceError as error:
-            # Else the channel was closed alone: at its other end is the agent.
+            # If only this channel was closed, the agent closed it.
             if self._connection.is_lost and not await self._has_node_ended():
                 raise LinkLost(str(error)) from error
             raise
 
 
 class SSHCluster:
-    """The nodes of a job, reached by SSH, whatever their launcher is."""
+    """The nodes of a job, reached by SSH; implements `roles.master_ports.Cluster`."""
 
     def __init__(
         self,
@@ -98,11 +94,10 @@ class SSHCluster:
         checks_returning: bool = False,
         runs_ranks: bool = False,
     ) -> None:
-        """`nodes` are those known at the start; others may join them. A node is to be ready in `start_timeout_s`.
+        """`nodes` are those known at the start; others may join. `start_timeout_s` limits a node's start.
 
-        With `runs_ranks`, their agents run the ranks of a script in place of workers.
-
-        With `checks_returning`, a node that the run has let go is checked before its agent is started once more.
+        With `runs_ranks`, agents run a script's ranks instead of workers. With `checks_returning`, a node that the run
+        let go is checked before its agent is started again.
         """
         self._tag = tag
         self._run_id = run_id
@@ -116,36 +111,36 @@ class SSHCluster:
         self._released: set[str] = set()
         self._turns = trio.CapacityLimiter(_AT_ONCE)
         self._tending: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)
-        """Held while a node's agent is started or cleaned up after: a node may be added while it is still cleaned."""
+        """Held while an agent is started or cleaned up, because a node may be added again during its cleanup."""
 
     async def reach(self, node: NodeSpec, *, attach: bool) -> _Tunnel:
         """Start the node's agent and connect to it. Raises NodeUnreachable.
 
-        One that a killed master has left is taken up with by `attach`, or AgentGone is raised; else it is ended before,
-        for it would continue with the work of the run before.
+        `attach` connects to the agent that a killed master has left, or raises AgentGone. Otherwise that agent is
+        ended first, because it would continue the earlier run's work.
         """
-        limit_s = starting_s(self._agent_timeout_s, len(self._index))  # all may be reached at once, by this one process
+        limit_s = starting_s(self._agent_timeout_s, len(self._index))  # this process may reach all nodes at once
         async with self._tending[node.name]:
             connection = await self._connections.to(node)
             try:
                 if attach:
-                    command = f"({files.answer_command(self._run_id, node.name)}) || exit {_NO_AGENT}"
+                    command = f"({self._commands(node).answer()}) || exit {_NO_AGENT}"
                 else:
                     async with self._turns:
-                        await connection.run(files.end_command(self._run_id, node.name), timeout_s=limit_s)
+                        await connection.run(self._commands(node).end(), timeout_s=limit_s)
                     await self._check_if_returning(node)
                     command = self._agent_command(node)
                 completed = await connection.run(command, timeout_s=limit_s)
                 socket = self._understand(node, completed)
                 stream = await connection.open_unix(socket)
-                return _Tunnel(connection, stream, has_node_ended=partial(self._connections.has_ended, node))
+                return _Tunnel(connection, stream, has_node_ended=partial(self._connections.launcher.has_ended, node))
             except trio.BrokenResourceError as error:
                 raise NodeUnreachable(node.name, f"its agent could not be started: {error}") from error
             except trio.TooSlowError as error:
                 raise NodeUnreachable(node.name, f"its agent could not be started: {_TOO_LONG}") from error
 
     async def _check_if_returning(self, node: NodeSpec) -> None:
-        """Test a node alone that the run continues without. Raises FaultyNode with its fault."""
+        """Check a node that the run let go. Raises FaultyNode."""
         if not self._checks_returning or node.name not in self._let_go:
             return
         report = await check_nodes(
@@ -158,35 +153,35 @@ class SSHCluster:
 
     async def is_alive(self, node: NodeSpec) -> bool:
         try:
-            return await self._run(node, files.is_alive_command(self._run_id, node.name)) == 0
+            return await self._run(node, self._commands(node).is_alive()) == 0
         except NodeUnreachable:
             return False
 
     async def kill(self, node: NodeSpec) -> bool:
-        return await self._run(node, files.kill_command(self._run_id, node.name)) == 0
+        return await self._run(node, self._commands(node).kill()) == 0
 
     async def signal(self, node: NodeSpec, signal: str, processes: str) -> bool:
-        return await self._run(node, files.signal_command(self._run_id, node.name, signal, processes=processes)) == 0
+        return await self._run(node, self._commands(node).signal(signal, processes=processes)) == 0
 
     async def slow(self, node: NodeSpec, factor: float) -> bool:
-        return await self._run(node, files.slow_command(self._run_id, node.name, factor)) == 0
+        return await self._run(node, self._commands(node).slow(factor)) == 0
 
     async def clean(self, node: NodeSpec) -> None:
         self._let_go.add(node.name)
         try:
             async with self._tending[node.name]:
-                await self._run(node, files.clean_command(self._run_id, node.name))
+                await self._run(node, self._commands(node).clean())
         except NodeUnreachable as error:
             _log.info("%s is not cleaned up: %s", node.name, error.reason)
         if node.name in self._released:
             self._released.discard(node.name)
-            await self._connections.release(node)
+            await self._connections.launcher.release(node)
 
     def release(self, node: NodeSpec) -> None:
         self._released.add(node.name)
 
     async def forget(self, node: NodeSpec, *, keeps_only_copy: bool = False) -> None:
-        command = files.forget_command(self._run_id, node.name, keeps_only_copy=keeps_only_copy)
+        command = self._commands(node).forget(keeps_only_copy=keeps_only_copy)
         try:
             await self._run(node, command)
         except NodeUnreachable as error:
@@ -207,6 +202,9 @@ class SSHCluster:
             await self._connections.drop(node)
             raise NodeUnreachable(node.name, _TOO_LONG) from error
 
+    def _commands(self, node: NodeSpec) -> AgentCommands:
+        return AgentCommands(self._run_id, node.name)
+
     def _agent_command(self, node: NodeSpec) -> str:
         index = self._index.setdefault(node.name, len(self._index))
         log = self._paths.base_dir / self._tag / f"agent{index}.log"
@@ -222,7 +220,6 @@ class SSHCluster:
         return f"exec {shlex.quote(self._paths.python)} {MODULE} {AGENT_MODULE} {options}{ranks}"
 
     def _understand(self, node: NodeSpec, completed: CompletedCommand) -> str:
-        """Read the answer of the agent's start: the path of its socket."""
         if completed.exit_status == _NO_AGENT:
             raise AgentGone(node.name, "its agent is gone")
         try:

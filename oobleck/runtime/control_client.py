@@ -1,6 +1,6 @@
-"""Asking a run something from another process: the requests, their JSON, and a blocking client.
+"""The requests that other processes may send to a run, their JSON, and a blocking client.
 
-JSON lines over a UNIX socket that only the run's user can reach; one request, one response:
+The protocol is one JSON line each way over a UNIX socket that only the run's user can reach:
 
     {"@type": "KillRequest", "node": "node2"}   {"ok": {...}}
                                                 {"error": "usage", "message": "there is no node9"}
@@ -38,17 +38,17 @@ _ERRORS: Mapping[str, type[OobleckError]] = {
 
 
 class NoActiveRun(UsageError):
-    """Nothing listens where the run should."""
+    """No process listens on the run's socket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusRequest:
-    """What does the run look like?"""
+    """Return the run's status."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillRequest:
-    """Kill a node's agent and workers at once, as if its power had failed."""
+    """Kill a node's agent and workers at once, like a power failure."""
 
     node: str
 
@@ -62,27 +62,26 @@ class StopRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddRequest:
-    """Take a node in: one that the run knows by name, or a line as in a hostfile."""
+    """Add a node, by a name that the run knows, or by a line of a hostfile."""
 
     node: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRequest:
-    """Let a node go: it finishes the step, gives its state away, and leaves."""
+    """Drain a node: it finishes the step, hands over its state, and leaves."""
 
     node: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignalRequest:
-    """Send a signal to processes of a node, to see what follows."""
+    """Send a signal to processes of a node, to inject a fault."""
 
     node: str
     signal: str
-    """KILL, STOP, CONT or TERM."""
     processes: str
-    """`agent`, `worker0` and so on, or `*` for all of them."""
+    """`agent`, `fork_server`, `worker0` and so on, or `*` for the agent and all workers."""
 
     def __post_init__(self) -> None:
         if self.signal not in _SIGNALS:
@@ -94,7 +93,7 @@ class SignalRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowRequest:
-    """Have a node's workers take `factor` times as long as usual; 1 is their usual speed."""
+    """Make a node's workers take `factor` times as long as usual; 1 restores their speed."""
 
     node: str
     factor: float
@@ -108,31 +107,25 @@ ControlRequest = StatusRequest | KillRequest | StopRequest | AddRequest | DrainR
 _REQUESTS: tuple[type[ControlRequest], ...] = get_args(ControlRequest)
 
 
-def encode_request(asked: ControlRequest) -> bytes:
-    return encode_json(asked)
-
-
 def decode_request(line: bytes) -> ControlRequest:
-    """The request that a line of JSON says. Raises PeerError for anything else."""
+    """Raises PeerError for anything that is not a request."""
     return decode_json(_REQUESTS, line)
 
 
 def encode_error(error: OobleckError) -> bytes:
-    """An error as a response: its kind and its message."""
     kind = next(name for name, type_ in _ERRORS.items() if isinstance(error, type_))
     return to_json({"error": kind, "message": str(error)}).encode() + b"\n"
 
 
 def request(path: Path, asked: ControlRequest, timeout_s: float = 5.0) -> dict[str, object]:
-    """Ask the run that listens at `path`, and return its answer. Blocks for at most `timeout_s` seconds.
+    """Send a request to the run that listens at `path`, and return its answer, within `timeout_s` seconds.
 
-    Raises NoActiveRun if nothing listens, PeerError if the answer is late or broken, and whatever error of ours
-    the run answers with.
+    Raises NoActiveRun if no run listens, PeerError if the answer is late or broken, and the run's own error.
     """
     deadline = time.monotonic() + timeout_s
     try:
         with _connect(path, timeout_s) as connection:
-            connection.sendall(encode_request(asked))
+            connection.sendall(encode_json(asked))
             line = _read_line(connection, deadline)
     except TimeoutError as error:
         raise PeerError(f"the run at {path} gave no answer within {timeout_s:g} s") from error
@@ -151,7 +144,7 @@ def request(path: Path, asked: ControlRequest, timeout_s: float = 5.0) -> dict[s
 
 
 def active_runs(base_dir: Path) -> tuple[RunDirectory, ...]:
-    """The runs below `base_dir` whose master listens, by tag."""
+    """Return the runs below `base_dir` whose master listens, sorted by tag."""
     if not base_dir.is_dir():
         return ()
     runs = (RunDirectory(base_dir=base_dir, tag=path.name) for path in sorted(base_dir.iterdir()) if path.is_dir())
@@ -159,7 +152,7 @@ def active_runs(base_dir: Path) -> tuple[RunDirectory, ...]:
 
 
 def find_run(base_dir: Path, tag: str | None) -> RunDirectory:
-    """The active run with this tag, or the only one if no tag is given. Raises NoActiveRun or UsageError."""
+    """Return the active run with this tag, or the only one if `tag` is None. Raises NoActiveRun or UsageError."""
     if tag is not None:
         run = RunDirectory(base_dir=base_dir, tag=tag)
         if not _is_listening(run.control_socket):
@@ -178,9 +171,8 @@ def _listed(runs: tuple[RunDirectory, ...]) -> str:
 
 
 def _is_listening(path: Path) -> bool:
-    """Whether somebody accepts connections: a socket file alone may be left over from a killed run."""
     try:
-        _connect(path, 1.0).close()
+        _connect(path, 1.0).close()  # the file alone proves nothing, because a killed run leaves it
     except (NoActiveRun, OSError):
         return False
     return True

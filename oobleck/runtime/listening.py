@@ -1,8 +1,7 @@
-"""Accepting connections, whatever clients do: as many as there is room for, and none that ends the process.
+"""Accepts connections, up to a limit, and survives a lack of descriptors.
 
-A process that runs out of descriptors learns so from `accept`, for a client that did nothing wrong. That passes: trio's
-own `serve_listeners` takes a rest and continues, and so is it done here, but with one line in the log, not a traceback
-for each attempt; and beyond a number of clients none is accepted before another has left.
+`accept` fails if the process has no descriptors left, which passes. Like trio's `serve_listeners`, this pauses and
+continues, but it logs one line instead of a traceback per attempt.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _REST_S = 0.1
 
 
 def listen_at(path: Path, backlog: int) -> socket.socket:
-    """Listen on a UNIX socket that its user alone can reach; one that is there is replaced. Raises OSError."""
+    """Listen on a UNIX socket that only its user can reach, in place of any other socket there. Raises OSError."""
     if path.is_socket():
         path.unlink()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -37,33 +36,38 @@ def listen_at(path: Path, backlog: int) -> socket.socket:
 
 
 async def accept(listener: trio.SocketListener) -> trio.SocketStream:
-    """Wait for a client; through a lack of descriptors, too, which is said once."""
-    is_said = False
+    """Wait for a client, also through a lack of descriptors, which is logged once."""
+    is_logged = False
     while True:
         try:
             return await listener.accept()
         except OSError as error:
             if error.errno not in _SHORTAGES:
                 raise
-            if not is_said:
-                is_said = True
-                _log.warning("no client can be taken in: %s; raise `ulimit -n`, if it stays so", error.strerror)
+            if not is_logged:
+                is_logged = True
+                _log.warning("no client can be accepted: %s; raise `ulimit -n` if this lasts", error.strerror)
             await trio.sleep(_REST_S)
 
 
 async def serve_clients(
-    serve: Callable[[trio.SocketStream], Awaitable[object]],
+    answer: Callable[[trio.SocketStream], Awaitable[bytes]],
     listeners: Sequence[trio.SocketListener],
     *,
     max_clients: int,
+    timeout_s: float,
     task_status: trio.TaskStatus[list[trio.SocketListener]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve clients, each in a task of its own, until cancelled; further ones wait until somebody has left."""
+    """Answer each client within `timeout_s` and in its own task, at most `max_clients` at a time, until cancelled."""
     room = trio.Semaphore(max_clients)
 
-    async def serve_and_leave(stream: trio.SocketStream) -> None:
+    async def serve(stream: trio.SocketStream) -> None:
         try:
-            await serve(stream)
+            async with stream:
+                with trio.move_on_after(timeout_s):
+                    await stream.send_all(await answer(stream))
+        except trio.BrokenResourceError:
+            _log.debug("a client went away before its answer")
         finally:
             room.release()
 
@@ -71,9 +75,20 @@ async def serve_clients(
         async with listener:
             while True:
                 await room.acquire()
-                clients.start_soon(serve_and_leave, await accept(listener))
+                clients.start_soon(serve, await accept(listener))
 
     async with trio.open_nursery() as clients:
         for listener in listeners:
             clients.start_soon(accept_all, listener)
         task_status.started(list(listeners))
+
+
+async def receive_until(stream: trio.SocketStream, mark: bytes, *, most_bytes: int) -> bytes:
+    """Receive until `mark` has arrived, the stream has ended, or more than `most_bytes` have arrived."""
+    received = bytearray()
+    while mark not in received and len(received) <= most_bytes:
+        data = await stream.receive_some(4096)
+        if not data:
+            break
+        received += data
+    return bytes(received)

@@ -1,5 +1,4 @@
-"""Where a run's metrics go: JSON lines in its directory, TensorBoard's event files where that is installed, and an
-endpoint for Prometheus where one is asked for."""
+"""Outputs of a run's metrics: JSON lines, TensorBoard's event files if it is installed, and a Prometheus endpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from oobleck.host.user_path import expand_user
 from oobleck.json_table import to_json
 
 from .files import MAX_SOCKET_PATH_BYTES, LineFile
-from .listening import listen_at, serve_clients
+from .listening import listen_at, receive_until, serve_clients
 
 if TYPE_CHECKING:
     from .tensorboard_file import TensorBoardFile
@@ -32,18 +31,19 @@ _log = logging.getLogger("oobleck.metrics")
 _CLIENT_TIMEOUT_S = 5.0
 _MAX_CLIENTS = 32
 _MAX_REQUEST_BYTES = 16_384
+_HEAD_END = b"\r\n\r\n"
 _PORT = re.compile(r"[0-9]{1,5}")
 _KEPT_BYTES = 16 << 20
 _BOARD_KEYS = ("loss", "grad_norm", "learning_rate", "step_time_s", "tokens_per_s", "mfu", "goodput", "nodes")
 
 
 class MetricsOutput:
-    """Writes a sample for each committed step; what a full disk does not take is written when it does again."""
+    """Writes a sample for each committed step, now or once a full disk has room."""
 
     def __init__(self, path: Path, *, past: Metrics | None = None, tensorboard: bool | None = None) -> None:
-        """Lines are added at the end of `path`. `tensorboard`: None looks whether it is installed.
+        """Append to `path`; `tensorboard` is None to use it if it is installed.
 
-        `past` has taken in what a master before this one has written down already.
+        `past` has the entries of earlier masters.
         """
         self.metrics = Metrics() if past is None else past
         self._path = path
@@ -58,20 +58,20 @@ class MetricsOutput:
             _log.warning("metrics %s: %s; the run continues without them", path, error.strerror)
 
     def apply(self, entry: JournalEntry) -> None:
-        """Take in the next entry, and write a sample if a step was committed."""
+        """Apply an entry, and write a sample if it commits a step."""
         self.metrics.apply(entry)
         if self._lines is not None and isinstance(entry, StepDone):
             self._write(self._lines, self.metrics.sample(entry.t_s))
 
     def restore(self) -> None:
-        """Make the file again where it was removed, with all that it had. Raises OSError."""
+        """Create a removed file again with its content. Raises OSError."""
         if self._lines is not None:
             self._lines.restore()
 
     def close(self) -> None:
         if self._lines is not None:
             self._lines.flush()
-            if missing := self._lines.num_kept + self._lines.num_lost:
+            if missing := self._lines.num_missing:
                 _log.warning("metrics %s: the samples of %d steps are missing", self._path, missing)
             self._lines.close()
             self._lines = None
@@ -90,10 +90,9 @@ class MetricsOutput:
             self._write_to_board({key: values[key] for key in _BOARD_KEYS}, sample.step)
 
     def _write_to_board(self, values: Mapping[str, object], step: int) -> None:
-        """Begin another file after an error: the one before may end with half a record."""
         try:
             from .tensorboard_file import TensorBoardFile
-        except ImportError as error:  # half installed, or with packages that it cannot use: the run does not need it
+        except ImportError as error:  # an incomplete or incompatible installation must not end the run
             self._has_board = False
             _log.warning("TensorBoard's files are not written: it cannot be imported: %s", error)
             return
@@ -107,6 +106,7 @@ class MetricsOutput:
             self._board.add(step, known, wall_s=time.time())
         except OSError as error:
             _log.warning("TensorBoard's files lack step %d: %s", step, error.strerror)
+            # This file may end with half a record, so the next step begins another one.
             if self._board is not None:
                 self._board.close()
                 self._board = None
@@ -114,7 +114,7 @@ class MetricsOutput:
 
 @dataclass(frozen=True, slots=True)
 class MetricsAddress:
-    """Where an endpoint listens: a UNIX socket, or a port of the loopback interface."""
+    """The address of the endpoint: a UNIX socket, or a port on the loopback interface."""
 
     path: Path | None = None
     host: str = "127.0.0.1"
@@ -122,7 +122,7 @@ class MetricsAddress:
 
 
 def parse_metrics_address(text: str) -> MetricsAddress:
-    """Read `unix:PATH`, `PORT` or `LOOPBACK:PORT`. Raises UsageError: only this machine may read it."""
+    """Parse `unix:PATH`, `PORT` or `LOOPBACK:PORT`. Raises UsageError."""
     if text.startswith("unix:"):
         path = expand_user(text.removeprefix("unix:")).absolute()
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
@@ -134,8 +134,8 @@ def parse_metrics_address(text: str) -> MetricsAddress:
         raise UsageError(f"--metrics: {text!r} is not unix:PATH, PORT or 127.0.0.1:PORT")
     if not _is_loopback(host):
         raise UsageError(
-            f"--metrics: {host} is open to others; listen on 127.0.0.1 or unix:PATH, behind a proxy that asks who "
-            "they are"
+            f"--metrics: {host} is open to other machines; listen on 127.0.0.1 or unix:PATH, behind a proxy that "
+            "authenticates them"
         )
     return MetricsAddress(host=host, port=int(port))
 
@@ -155,46 +155,26 @@ async def serve_metrics(
     *,
     task_status: trio.TaskStatus[list[trio.SocketListener]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Answer every HTTP request with `text()` until cancelled. Raises UsageError where it cannot listen.
+    """Answer every HTTP request with `text()`, until cancelled. Raises UsageError if it cannot listen."""
 
-    A client that is slow or gone costs the others nothing.
-    """
-
-    async def serve_client(stream: trio.SocketStream) -> None:
-        async with stream:
-            with trio.move_on_after(_CLIENT_TIMEOUT_S):
-                try:
-                    if await _read_request(stream):
-                        await stream.send_all(_response(text()))
-                except trio.BrokenResourceError:
-                    _log.debug("a metrics client went away before its answer")
+    async def answer(stream: trio.SocketStream) -> bytes:
+        head = await receive_until(stream, _HEAD_END, most_bytes=_MAX_REQUEST_BYTES)
+        return _response(text()) if _HEAD_END in head and len(head) <= _MAX_REQUEST_BYTES else b""
 
     try:
-        listeners = await _listen(address)
+        if address.path is None:
+            listeners = await trio.open_tcp_listeners(address.port, host=address.host)
+        else:
+            listeners = [trio.SocketListener(trio.socket.from_stdlib_socket(listen_at(address.path, _MAX_CLIENTS)))]
     except OSError as error:
         raise UsageError(f"--metrics: cannot listen there: {error.strerror}") from error
     try:
-        await serve_clients(serve_client, listeners, max_clients=_MAX_CLIENTS, task_status=task_status)
+        await serve_clients(
+            answer, listeners, max_clients=_MAX_CLIENTS, timeout_s=_CLIENT_TIMEOUT_S, task_status=task_status
+        )
     finally:
         if address.path is not None:
             address.path.unlink(missing_ok=True)
-
-
-async def _listen(address: MetricsAddress) -> list[trio.SocketListener]:
-    if address.path is None:
-        return await trio.open_tcp_listeners(address.port, host=address.host)
-    return [trio.SocketListener(trio.socket.from_stdlib_socket(listen_at(address.path, _MAX_CLIENTS)))]
-
-
-async def _read_request(stream: trio.SocketStream) -> bool:
-    """Read up to the end of a request's head; whether there was one."""
-    received = bytearray()
-    while b"\r\n\r\n" not in received:
-        chunk = await stream.receive_some(4096)
-        received += chunk
-        if not chunk or len(received) > _MAX_REQUEST_BYTES:
-            return False
-    return True
 
 
 def _response(text: str) -> bytes:

@@ -1,8 +1,8 @@
-"""The process of a node that dials in: `oobleck node`, in the foreground, a child of whatever gave the node.
+"""The process of a node that dials in: `oobleck node`, in the foreground, started by the node's scheduler.
 
-It connects to the master, serves its commands over that connection, and looks for the next master when this one is
-gone. The agents that it starts become its children: a scheduler that ends it, or all that is below it, ends them too.
-Its SIGTERM is their notice: they hand over what they hold, and it ends once they have left.
+It connects to the master, serves the master's commands over that connection, and looks for the next master when this
+one is gone. The agents that it starts become its children, so a scheduler that ends its process tree ends them too. Its
+SIGTERM is their notice: they hand over their state, and it ends once they have left.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from oobleck.errors import ConfigError, ExitCode, NodeUnreachable, UsageError
 
 from .agent import AGENT_MODULE
 from .descriptors import raise_descriptor_limit
+from .files import stat_fields
 from .launchers import INTRODUCTION, Introduction, read_pass
 from .patient_clock import PatientClock
 from .ssh import CommandProcesses, Farewell, dial_in, open_ssh_loop
@@ -33,7 +34,7 @@ _log = logging.getLogger("oobleck.node")
 
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 2.0
-_LEAST_SHARE = 0.5  # of a wait: nodes that have lost one master at the same time do not all come back at the same time
+_LEAST_SHARE = 0.5  # of a wait, which is random so that the nodes of a lost master do not all call at the same time
 _POLL_S = 0.1
 _REAP_S = 1.0
 _AGENT = AGENT_MODULE.encode()
@@ -42,20 +43,18 @@ _SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2): orphans among o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCall:
-    """What `oobleck node` was asked for."""
+    """The arguments of `oobleck node`."""
 
     file: Path
-    """The keys, and where the master was; read again for each call, for the next master may have another place."""
+    """The keys and the master's address; read for each call, because the next master may have another address."""
     line: str
-    """What the node is, as in a hostfile."""
     origin: str = ""
     grant: str = ""
     master: str | None = None
-    """In place of the file's."""
 
 
 def run_node(call: NodeCall, *, tell: Callable[[str], None]) -> int:
-    """Dial in until the run needs the node no more, or it is taken away; returns the exit code. Raises UserError."""
+    """Dial in until the run releases the node or it is taken away; returns the exit code. Raises UserError."""
     raise_descriptor_limit()  # agents and workers inherit it
     read_pass(call.file)
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -63,7 +62,7 @@ def run_node(call: NodeCall, *, tell: Callable[[str], None]) -> int:
         trio.run(_run, call, tell, clock=PatientClock())
         return ExitCode.DONE
     finally:
-        for pid in _agents():  # what is left would train on for a master that cannot reach it
+        for pid in _agents():  # they would continue to train for a master that cannot reach them
             _signal(pid, signal.SIGKILL)
 
 
@@ -78,8 +77,6 @@ async def _run(call: NodeCall, tell: Callable[[str], None]) -> None:
 
 
 class _Caller:
-    """Dials in, again and again."""
-
     def __init__(
         self, call: NodeCall, commands: trio.Nursery, processes: CommandProcesses, tell: Callable[[str], None]
     ) -> None:
@@ -87,27 +84,27 @@ class _Caller:
         self._commands = commands
         self._processes = processes
         self._tell = tell
-        self._said = ""
-        # Agents are started by the interpreter of this process.
+        self._told = ""
+        # The master starts agents by `python3`, which must be this process's interpreter.
         path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
-        said = Introduction(process=secrets.token_hex(8), line=call.line, origin=call.origin, grant=call.grant)
-        self._environment = {INTRODUCTION: str(said), "PATH": path}
+        introduction = Introduction(process=secrets.token_hex(8), line=call.line, origin=call.origin, grant=call.grant)
+        self._environment = {INTRODUCTION: str(introduction), "PATH": path}
 
     async def run(self) -> None:
-        """Returns once the run needs this node no more. Raises UsageError where the master refuses it."""
+        """Return once the run releases this node. Raises UsageError if the master refuses it."""
         wait_s = _FIRST_WAIT_S
         while True:
             try:
-                farewell = await self._call_once()
-                if farewell is not None:
+                if await self._is_released():
                     return
                 wait_s = _FIRST_WAIT_S
             except (NodeUnreachable, ConfigError) as error:
-                self._say(f"{error}; it is tried again until there is a master")
+                self._tell_once(f"{error}; it is tried again until there is a master")
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
             await trio.sleep(wait_s * random.uniform(_LEAST_SHARE, 1))
 
-    async def _call_once(self) -> Farewell | None:
+    async def _is_released(self) -> bool:
+        """Serve one master until its connection ends."""
         known = read_pass(self._call.file)
         place = self._call.master or known.master
         host, port = parse_place(place)
@@ -117,26 +114,25 @@ class _Caller:
             )
         except ValueError as error:
             raise ConfigError(f"{self._call.file}: not the keys of a run ({error})") from error
-        self._say(f"serves the master at {place}")
+        self._tell_once(f"serves the master at {place}")
         ended = await wait_for_end()
         if ended is None:
-            self._say(f"the master at {place} is gone; the next one is looked for")
-            return None
+            self._tell_once(f"the master at {place} is gone; the next one is looked for")
+            return False
         farewell, reason = ended
         if farewell is not Farewell.RELEASED:
             raise UsageError(f"the master at {place} has turned this node away: {reason}")
         self._tell(reason)
-        return farewell
+        return True
 
-    def _say(self, text: str) -> None:
-        """Say it, once until there is something else to be said."""
-        if text != self._said:
-            self._said = text
+    def _tell_once(self, text: str) -> None:
+        if text != self._told:
+            self._told = text
             self._tell(text)
 
 
 def parse_place(text: str) -> tuple[str, int]:
-    """Read HOST:PORT; brackets around an IPv6 address. Raises ConfigError."""
+    """Parse HOST:PORT, with brackets around an IPv6 address. Raises ConfigError."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ConfigError(f"{text!r} is not HOST:PORT, as in master.cluster:7077")
@@ -144,14 +140,14 @@ def parse_place(text: str) -> tuple[str, int]:
 
 
 async def _reap_orphans(processes: CommandProcesses) -> None:
-    """Agents, and workers whose fork server has ended, are nobody's children but ours."""
+    # Agents, and workers whose fork server has ended, become children of this process.
     while True:
         await trio.sleep(_REAP_S)
         processes.reap_orphans()
 
 
 async def _leave_on_notice(scope: trio.CancelScope, tell: Callable[[str], None]) -> None:
-    """SIGTERM or Ctrl-C asks the agents to leave, and ends this process after them; a second one ends all at once."""
+    """End after the agents have left, which SIGTERM or Ctrl-C asks them to do; a second signal ends all at once."""
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         number = await anext(signals)
         agents = _agents()
@@ -167,32 +163,19 @@ async def _leave_on_notice(scope: trio.CancelScope, tell: Callable[[str], None])
 
 
 async def _wait_for_agents(scope: trio.CancelScope) -> None:
-    while _agents():  # noqa: ASYNC110  they are no children that trio knows
+    while _agents():  # noqa: ASYNC110  trio does not know these children
         await trio.sleep(_POLL_S)
     scope.cancel()
 
 
 def _agents() -> list[int]:
-    return [pid for pid in _children() if _AGENT in _command_line(pid)]
-
-
-def _children() -> list[int]:
-    children = []
-    for entry in os.listdir("/proc"):
-        if entry.isdecimal():
+    agents = []
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        if stat_fields(pid)[1:2] == [str(os.getpid())]:
             with suppress(OSError):
-                stat = Path("/proc", entry, "stat").read_text(errors="replace")
-                if int(stat.rpartition(")")[2].split()[1]) == os.getpid():
-                    children.append(int(entry))
-    return children
-
-
-def _command_line(pid: int) -> bytes:
-    """Empty for one that has ended, and is not waited for."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+                if _AGENT in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    agents.append(pid)
+    return agents
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

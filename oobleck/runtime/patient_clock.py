@@ -1,8 +1,8 @@
-"""Trio's clock for a process that may be stopped: the time in which it could not run is not counted.
+"""A trio clock that does not count time in which the process was stopped.
 
-A process that is stopped (a signal, a virtual machine that moves, swapping) finds all of its time limits over once it
-continues: handshakes, commands and answers would fail although no peer was slow. This clock continues where it
-stopped, so that each of them has the time that was left.
+After a stop (by a signal, a virtual machine's migration, swapping) all time limits of a process would be over:
+handshakes, commands and answers would fail although no peer was slow. This clock resumes where it stopped, so each has
+its remaining time.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from collections.abc import Callable
 
 import trio
 
-_HELD_UP_S = 1.0  # what takes no longer is work, or waiting for a turn; a process that was away for longer was stopped
+_HELD_UP_S = 1.0  # shorter delays are work, or waiting for the CPU; a longer one is a stop
 
 
 class PatientClock(trio.abc.Clock):
-    """Trio reads it before and after each time that it sleeps. A read costs about a microsecond."""
+    """Trio reads it before and after each sleep, for about a microsecond."""
 
     def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._held_up_s = 0.0
-        self._expected_s = math.inf  # by then it is looked at again, if the process runs
+        self._expected_s = math.inf  # when the next read is due if the process runs
 
     @property
     def held_up_s(self) -> float:
-        """How long the process was stopped so far: what this clock is behind."""
         self.current_time()
         return self._held_up_s
 

@@ -1,4 +1,4 @@
-"""Measured profiles and speeds of links, cached as files under their keys."""
+"""A cache of measured profiles and link speeds, one file per key."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ class ProfileFiles:
         self._directory = directory
 
     def load(self, key: str) -> str | None:
-        """Return the cached profile, or None where there is none that can be read."""
+        """Return the cached profile, or None if there is none that can be read."""
         try:
             return (self._directory / f"{key}.json").read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             return None
 
     def store(self, key: str, profile_json: str) -> None:
-        """Cache a profile; readers see all of it or nothing. Where the disk refuses it, it is measured again."""
+        """Cache a profile, atomically; if that fails, a later run measures again."""
         try:
             write_whole(self._directory / f"{key}.json", profile_json)
         except OSError as error:
             _log.warning("a measured profile is not kept: %s: %s", error.filename, error.strerror)
 
     def with_links(self, profile: Profile) -> Profile:
-        """Return a profile with what runs have timed in place of what it assumes: of each link, the newest file."""
+        """Return a profile whose assumed link speeds are replaced by measured ones, the newest of each link."""
         network = profile.network
         paths = [path for path in self._directory.glob(f"{LINK_KEYS}*.json") if path.is_file()]
         for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True):
             try:
                 network = network.with_link(*link_from_json(self.load(path.stem) or ""))
             except ConfigError:
-                continue  # torn: a run times the link again
+                continue  # a torn file; some run will measure the link again
         return replace(profile, network=network)

@@ -1,8 +1,7 @@
-"""How processes of ours are started: the interpreter, where it looks for modules, and which variables it finds.
+"""How to start our own processes: the interpreter, its module path, and its environment.
 
-Python puts the current directory before all others when started with `-m`, and a shell on a node starts in the home
-directory: a file `random.py` there would be ours. With `-P` only what is installed, and what PYTHONPATH names, counts;
-a script's own directory is added where the script runs.
+`python -m` puts the current directory first on the module path, and a shell on a node starts in the home directory, so
+a file `random.py` there would replace Python's. With `-P`, only installed modules and PYTHONPATH count.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def why_it_ended(python: str, errors: str, exit_status: int | None) -> str:
-    """Return why a process of ours ended on a node before it could say so itself, and what to change.
+    """Explain from the end of its stderr why a process of ours failed to start on a node, and what to change.
 
-    `errors` are its last words on standard error; `exit_status` is the shell's.
+    `exit_status` is the shell's.
     """
     lines = errors.strip().splitlines()
     if exit_status == _NOT_FOUND:
@@ -58,10 +57,9 @@ def why_it_ended(python: str, errors: str, exit_status: int | None) -> str:
 
 
 def as_no_rank(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return an environment without what says that a process is one rank among several.
+    """Return an environment without the variables that make a process one rank among several.
 
-    torchrun, mpirun and srun leave such variables to whatever they start, and shells to what is typed next. A script's
-    libraries would wait for the other ranks; under `oobleck up` there are none.
+    Children of torchrun, mpirun and srun inherit them, and a script's libraries would wait for ranks that do not exist.
     """
     return {
         name: value for name, value in environment.items() if name not in _PLACES and not name.startswith(_PREFIXES)

@@ -1,13 +1,13 @@
-"""Links between agents: TCP, with both sides proved and all that passes sealed.
+"""Links between agents: TCP with mutual authentication and encryption.
 
     caller ── a nonce ──> listener
            <── a nonce ──
            <── sealed ──>
 
-Both have the listener's ticket, which the master sent them over SSH. The keys of either direction are made of it and of
-both nonces. Each piece that is sent is sealed with AES-GCM under its number: one that was forged, changed, repeated or
-left out does not open, and ends the link. The first that opens proves its sender. So these links keep what SSH keeps,
-and nobody else can say anything to an agent; that there is an agent anybody can see who may connect to it.
+Both have the listener's ticket, which the master sent them over SSH. The key of each direction is derived from the
+ticket and both nonces. Each piece is sealed with AES-GCM under its number: one that was forged, changed, repeated or
+left out does not open, and ends the link. The first piece that opens authenticates its sender. So links protect what
+SSH protects; anyone who can connect to an agent learns only that it exists.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TICKET_BYTES = 32
 _KEY_BYTES = 16
 _LENGTH = struct.Struct(">I")
 _COUNT = struct.Struct(">4xQ")
-_MOST_BYTES = 1 << 20  # sealed as one piece
+_MOST_BYTES = 1 << 20  # of a piece
 _SEAL_BYTES = 16
 _READ_BYTES = 1 << 16
 _PROOF_S = 5.0
@@ -41,7 +41,7 @@ _GET_INTERFACE_ADDRESS = 0x8915
 
 
 class SealedStream(trio.abc.Stream):
-    """A stream over another one, whose two ends have the keys."""
+    """An encrypted stream over another one."""
 
     def __init__(self, stream: trio.abc.Stream, *, send_key: bytes, receive_key: bytes) -> None:
         self._stream = stream
@@ -53,7 +53,7 @@ class SealedStream(trio.abc.Stream):
         self._is_closed = False
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        """Send bytes. One that is cancelled has broken the stream."""
+        """Send bytes; a cancellation breaks the stream."""
         pieces: list[bytes] = []
         for start in range(0, len(data), _MOST_BYTES):
             piece = self._seal.encrypt(_COUNT.pack(self._num_sent), bytes(data[start : start + _MOST_BYTES]), None)
@@ -65,7 +65,7 @@ class SealedStream(trio.abc.Stream):
         await self._stream.wait_send_all_might_not_block()
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        """Wait for bytes; cancelling loses none. Raises trio.BrokenResourceError for what does not open."""
+        """Wait for bytes; a cancellation loses none. Raises trio.BrokenResourceError if a piece does not open."""
         if max_bytes is not None and index(max_bytes) < 1:
             raise ValueError(f"max_bytes is {max_bytes}; it must be at least 1")
         if self._is_receiving:
@@ -96,7 +96,6 @@ class SealedStream(trio.abc.Stream):
         return taken
 
     def _take(self) -> bytes | None:
-        """Open the next piece, if it is all there."""
         if len(self._sealed) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._sealed)
@@ -110,7 +109,7 @@ class SealedStream(trio.abc.Stream):
         try:
             opened = self._open.decrypt(_COUNT.pack(self._num_received), piece, None)
         except InvalidTag as error:
-            raise trio.BrokenResourceError("what came was not sealed by one who knows the ticket") from error
+            raise trio.BrokenResourceError("a piece was not sealed by a holder of the ticket") from error
         self._num_received += 1
         return opened
 
@@ -130,7 +129,6 @@ class _Listener:
         return await accept_client(self._listener)
 
     async def greet(self, caller: trio.abc.Stream) -> trio.abc.Stream:
-        """Seal what passes. Whether the caller knows the ticket shows in the first that it says."""
         return await _greet(caller, self.door.ticket, calls=False)
 
     async def aclose(self) -> None:
@@ -164,16 +162,16 @@ class RelaySockets:
 
 
 def _address_of(name: str) -> str:
-    """The address of a network interface of this machine; any other name is one already."""
+    """Return the address of a network interface of this machine; any other name is an address already."""
     if name not in {interface for _, interface in socket.if_nameindex()}:
         return name
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        asked = struct.pack("256s", name.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _GET_INTERFACE_ADDRESS, asked)[20:24])
+        request = struct.pack("256s", name.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _GET_INTERFACE_ADDRESS, request)[20:24])
 
 
 async def _greet(stream: trio.abc.Stream, ticket: bytes, *, calls: bool) -> SealedStream:
-    """Exchange nonces, of which and of the ticket the keys are made."""
+    """Exchange nonces, and derive the keys; only the first piece shows whether the other side has the ticket."""
     own, other = secrets.token_bytes(_NONCE_BYTES), b""
     with trio.fail_after(_PROOF_S):
         await stream.send_all(own)

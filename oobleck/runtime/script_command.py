@@ -1,7 +1,6 @@
-"""Whether there is what the ranks of a run are to execute: asked before any starts, for each would find the same.
+"""Checks that the command of a run's ranks exists before they start, because each would fail in the same way.
 
-Nothing of the user's is executed for an answer: a module's packages are only looked for. What cannot be known that way
-is left to the ranks.
+The check executes no code of the user: it only looks for a module's packages. The ranks find what it cannot.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ _MAINS = ("__main__.py", "__main__.pyc")
 
 
 def check_command(run: RanksSpec, inherited: Mapping[str, str]) -> None:
-    """Raise ConfigError for a script, a module or a program that is not on this node, or cannot be executed.
+    """Raise ConfigError if a run's script, module or program does not exist on this node or cannot be executed.
 
-    `inherited` is the environment of its ranks, but for what the run itself gives them.
+    `inherited` is the ranks' environment before the run's own variables.
     """
     if not os.path.isdir(run.directory):
         raise ConfigError(f"there is no directory {run.directory} here, where the script is to run (--directory)")
@@ -55,11 +54,12 @@ def _check_script(path: Path, name: str, directory: str) -> None:
 
 
 def _check_module(name: str, paths: list[str]) -> None:
-    """Look for a module as `python -m` does, without importing the packages that it is in."""
+    """Look for a module like `python -m`, but without importing the packages around it."""
     found, searched = None, paths
-    for number in range(len(parts := name.split("."))):
-        whole = ".".join(parts[: number + 1])
-        found = _find(whole, searched) if parts[number] else None
+    parts = name.split(".")
+    for number, part in enumerate(parts, start=1):
+        whole = ".".join(parts[:number])
+        found = _find(whole, searched) if part else None
         if found is None:
             raise ConfigError(f"-m {name}: there is no module {whole} here; it is looked for in {paths[0]} first")
         if found.submodule_search_locations is None:
@@ -72,13 +72,13 @@ def _check_module(name: str, paths: list[str]) -> None:
 
 
 def _find(name: str, paths: list[str]) -> ModuleSpec | None:
-    """Find a module on paths; one that is not in a package may be known in other ways, as editable installs are."""
     found = PathFinder.find_spec(name, paths)
+    # Other finders may know a module outside packages, as with editable installs.
     return found if found is not None or "." in name else importlib.util.find_spec(name)
 
 
 def _moves(package: ModuleSpec) -> bool:
-    """Whether a package says by itself where its modules are."""
+    """Whether a package may set the path of its modules itself."""
     try:
         return package.origin is not None and b"__path__" in Path(package.origin).read_bytes()
     except OSError:

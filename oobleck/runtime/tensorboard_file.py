@@ -1,9 +1,9 @@
-"""Scalars in an event file, by TensorBoard's own messages and records.
+"""Writes scalars to an event file, with TensorBoard's own messages and records.
 
-Imported only where TensorBoard is installed: it takes a twentieth of a second.
+Imported only if TensorBoard is installed; that takes 50 ms.
 
-TensorBoard's `EventFileWriter` and torch's `SummaryWriter` are not used. They write in a thread, so that a full disk is
-heard of a step late and once only, and the master could not begin another file.
+Rejected: TensorBoard's `EventFileWriter` and torch's `SummaryWriter`. They write in a thread, so they report a full
+disk only once and a step late, and the master could not begin another file.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 
 class TensorBoardFile:
-    """An event file that is open for writing. Raises OSError like any file."""
+    """An open event file. Its methods raise OSError."""
 
     def __init__(self, directory: Path, *, wall_s: float, name: str) -> None:
-        """`wall_s` is now, in seconds since 1970; `name` distinguishes files of one second."""
+        """`wall_s` is the time in seconds since 1970; `name` distinguishes files of one second."""
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = directory / f"events.out.tfevents.{int(wall_s)}.{name}"
         self._records = RecordWriter(path.open("ab", buffering=0))
@@ -43,5 +43,4 @@ class TensorBoardFile:
 
 
 def _as_float32(value: float) -> float:
-    """What a record of 32 bits can hold: what is too large for one is infinite."""
     return value if not math.isfinite(value) or abs(value) <= _FLOAT32_MAX else math.copysign(math.inf, value)

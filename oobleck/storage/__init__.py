@@ -1,10 +1,10 @@
 """Checkpoints as bytes: slots of shared memory, layer files and manifests on disk. No torch, no trio, no decisions.
 
-    worker ── copies its layers ──> memory slot ── agent persists ──> layer files ── all there ──> manifest
-                                    (`memory`)                        (`layer_file`)               (`directory`)
+    worker ── copies its layers ──> memory slot ── agent persists ──> layer files ── complete ──> manifest
+                                    (`memory`)                        (`layer_file`)              (`directory`)
 
-A slot or a file is described by its `Layout`: tensors by name, each with a type, a shape and a place. Workers
-put tensors of torch around the same bytes (`oobleck.training.checkpoint.state`).
+A `Layout` describes a slot or a file: named tensors, each with a type, a shape and a place. Workers view the same bytes
+as torch's tensors (`oobleck.training.checkpoint.state`).
 """
 
 from __future__ import annotations

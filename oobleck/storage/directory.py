@@ -1,8 +1,8 @@
-"""A directory of checkpoints on disk. A checkpoint is complete when its manifest has its name, and not before.
+"""A directory of checkpoints on disk. A checkpoint is complete once its manifest has its name.
 
-<directory>/step-00000120.5f3a9c1e.2/     step, run and generation: written once, never written over
+<directory>/step-00000120.5f3a9c1e.2/     step, run and generation: written once, never overwritten
     layer-0000.safetensors …              each with its optimizer state; layer-0000.0.safetensors, …1… are two parts
-    manifest.json                         the last to get its name; holds the SHA-256 of every file
+    manifest.json                         renamed last; has the SHA-256 of every file
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _REMOVED_PREFIX = ".removed-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileFault:
-    """What is wrong with one file of a checkpoint."""
+    """A fault in one file of a checkpoint."""
 
     file: Path
     problem: str
@@ -45,64 +45,61 @@ class FileFault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundManifest:
-    """A checkpoint in the directory: complete with its manifest, or what keeps it from being used."""
+    """A checkpoint in the directory: its manifest, or the problem that makes it unusable."""
 
     name: str
     manifest: Manifest | None
     problem: str | None = None
     is_damaged: bool = False
-    """There is a manifest, and it cannot be used: the checkpoint was complete once."""
+    """Whether the checkpoint was complete once, but its manifest is unusable now."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointDirectory:
-    """Where the checkpoints of a run lie; nothing exists before the first `persist`."""
+    """The directory of a run's checkpoints; it need not exist before the first `persist`."""
 
     path: Path
 
     # --- writing -------------------------------------------------------------------------------------------
 
     def persist(self, name: str, slot: Slot) -> tuple[Shard, ...]:
-        """Write the layers of a slot, one file each. O(size). Raises OSError, or CorruptCheckpoint for a bad slot.
+        """Write the layers of a slot, one file each. O(size).
 
-        The slot must hold the state of that name, is verified before its bytes are written, and must be the same
-        after: its worker may have saved a newer state into it since the caller found it, and what is broken in memory
-        must never get a checksum that says it is whole.
+        Raises OSError, or CorruptCheckpoint if the slot is broken or does not hold the named state all the time.
         """
-        sequence = slot.sequence  # first: whatever is saved into the slot from here on changes it
+        # The worker may save a newer state into the slot at any time, which changes its sequence. Bytes that are broken
+        # in memory must never get a checksum that declares them whole.
+        sequence = slot.sequence
         if not slot.holds(name):
             raise CorruptCheckpoint(f"{slot.memory.path}: slot {slot.number} has another state than {name} by now")
         slot.verify()
         layout = slot.memory.layout
         target = self.path / name
-        target.mkdir(mode=0o700, parents=True, exist_ok=True)  # once: where others remove it meanwhile, this fails
+        target.mkdir(mode=0o700, parents=True, exist_ok=True)  # only once, so that this fails if others remove it
         try:
             shards = tuple(self.write_layer(name, layer, layout, slot.data) for layer in layout.layers)
         except OSError:
-            self._take_back(target, layout)
+            # The next save needs the room that these files take.
+            with suppress(OSError):
+                for layer in layout.layers:
+                    (target / layer_file_name(layer, _part_of(layout))).unlink(missing_ok=True)
+                target.rmdir()  # fails if other nodes have written there
             raise
         if not slot.is_valid or slot.sequence != sequence:
-            raise CorruptCheckpoint(f"{slot.memory.path}: slot {slot.number} was written over while it was read")
+            raise CorruptCheckpoint(f"{slot.memory.path}: slot {slot.number} was overwritten while it was read")
         return shards
 
-    def _take_back(self, target: Path, layout: Layout) -> None:
-        """Remove what was written before the disk refused more: the next save needs the room."""
-        with suppress(OSError):
-            for layer in layout.layers:
-                (target / layer_file_name(layer, _part_of(layout))).unlink(missing_ok=True)
-            target.rmdir()  # unless others have written there
-
     def write_layer(self, name: str, layer: int, layout: Layout, data: memoryview) -> Shard:
-        """Write a layer's file into a checkpoint's directory, which must be there. O(size). Raises OSError."""
+        """Write a layer's file into a checkpoint's existing directory. O(size). Raises OSError."""
         file = layer_file_name(layer, _part_of(layout))
         metadata = {**layout.metadata, "format": "pt", "layer": str(layer)}
         size, digest = write_layer_file(self.path / name / file, layout.entries_of(layer), data, metadata=metadata)
         return Shard(layer=layer, part=layout.part, file=file, size_bytes=size, sha256=digest)
 
     def commit(self, manifest: Manifest) -> None:
-        """Give a checkpoint its manifest: from here on it is complete. Every node may do so; they write the same.
+        """Write a checkpoint's manifest, which makes it complete. Several nodes may write the same one.
 
-        Raises OSError; FileNotFoundError where nothing of it is here, or where it has just been removed.
+        Raises OSError; FileNotFoundError if the checkpoint's directory is not here.
         """
         target = self.path / manifest.name
         text = json.dumps(to_builtins(manifest), indent=1).encode() + b"\n"
@@ -110,41 +107,39 @@ class CheckpointDirectory:
         fsync_directory(self.path)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove checkpoints. Each loses its name first, so that none is ever taken for complete when it is not.
-
-        Others may remove the same ones at the same time, or complete them: they find nothing under the name any more.
-        Raises OSError.
-        """
+        """Remove checkpoints. Raises OSError."""
         for name in names:
             if not name.startswith(_PREFIX) or "/" in name:
-                continue  # not one of ours
+                continue  # not a checkpoint
             try:
+                # Renamed first, so that none is ever taken for complete while it is not, and that other nodes, which
+                # may remove or complete it at the same time, find nothing under its name.
                 (self.path / name).rename(self.path / f"{_REMOVED_PREFIX}{name}")
                 fsync_directory(self.path)
             except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):  # the latter: one of this name is being removed
+                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):  # gone, or another node is removing it
                     raise
-        for nameless in self.path.glob(f"{_REMOVED_PREFIX}*"):  # others', too: they may have been killed over it
-            shutil.rmtree(nameless, ignore_errors=True)
+        for renamed in self.path.glob(f"{_REMOVED_PREFIX}*"):  # also those of nodes that were killed meanwhile
+            shutil.rmtree(renamed, ignore_errors=True)
 
     def remove_unfinished(self, names: Iterable[str]) -> None:
-        """Remove what is there of saves that were given up; what has a manifest, whole or not, is left alone."""
+        """Remove those of the checkpoints that have no manifest, not even a damaged one."""
         self.remove(name for name in names if self.is_unfinished(name))
 
     # --- reading -------------------------------------------------------------------------------------------
 
     def names(self) -> tuple[str, ...]:
-        """Everything that looks like a checkpoint, complete or not, sorted."""
+        """Return the sorted names of all checkpoints, complete or not."""
         if not self.path.is_dir():
             return ()
         return tuple(sorted(path.name for path in self.path.glob(f"{_PREFIX}*") if path.is_dir()))
 
     def is_unfinished(self, name: str) -> bool:
-        """Whether a checkpoint has no manifest, not even a damaged one: it was never complete."""
+        """Whether a checkpoint was never complete: it has no manifest, not even a damaged one."""
         return not os.path.lexists(self.path / name / MANIFEST_NAME)
 
     def find(self) -> tuple[FoundManifest, ...]:
-        """All checkpoints, the newest first; reads manifests only."""
+        """Return all checkpoints, the newest first; reads only manifests."""
         found = [self._found(name) for name in self.names()]
         age = ages(each.manifest for each in found if each.manifest is not None)
         whole = sorted((each for each in found if each.name in age), key=lambda each: age[each.name], reverse=True)
@@ -157,7 +152,7 @@ class CheckpointDirectory:
             return FoundManifest(name=name, manifest=None, problem=str(error), is_damaged=not self.is_unfinished(name))
 
     def manifest(self, name: str) -> Manifest:
-        """Read a checkpoint's manifest. Raises CorruptCheckpoint that names the file."""
+        """Read a checkpoint's manifest. Raises CorruptCheckpoint, which names the file."""
         path = self.path / name / MANIFEST_NAME
         try:
             raw = load_json(path.read_bytes())
@@ -175,24 +170,23 @@ class CheckpointDirectory:
         return manifest
 
     def layers_here(self, manifest: Manifest) -> tuple[int, ...]:
-        """The layers all of whose files are here and as long as they should be; their bytes are not looked at."""
+        """Return the layers whose files are all here with the right sizes; does not read their bytes."""
         here = Counter(shard.layer for shard in manifest.shards if self._fault_in_size(manifest, shard) is None)
         return tuple(sorted(layer for layer, count in here.items() if count == manifest.num_parts))
 
     def faults(self, manifest: Manifest) -> Iterator[FileFault]:
-        """Read every file and report what is missing, cut off or changed. O(size)."""
-        told = {(shard.layer, shard.part) for shard in manifest.shards}
+        """Read every file, and yield what is missing, cut off or changed. O(size)."""
+        listed = {(shard.layer, shard.part) for shard in manifest.shards}
         for layer, part in product(range(len(manifest.layer_names)), range(manifest.num_parts)):
-            if (layer, part) not in told:
+            if (layer, part) not in listed:
                 file = layer_file_name(layer, None if manifest.num_parts == 1 else part)
                 yield FileFault(file=self.path / manifest.name / file, problem="not in the manifest")
         for shard in manifest.shards:
-            fault = self.fault_of(manifest, shard)
-            if fault is not None:
+            if (fault := self.fault_of(manifest, shard)) is not None:
                 yield fault
 
     def fault_of(self, manifest: Manifest, shard: Shard) -> FileFault | None:
-        """Read a layer's file and compare it with the manifest; None when it is whole. O(size)."""
+        """Compare a layer's file with the manifest; None if it is whole. O(size)."""
         fault = self._fault_in_size(manifest, shard)
         if fault is not None:
             return fault
@@ -219,10 +213,9 @@ class CheckpointDirectory:
 
 
 def _part_of(layout: Layout) -> int | None:
-    """Which part of its layers a layout has, where these are cut."""
     return layout.part if "part" in layout.metadata else None
 
 
 def layer_file_name(layer: int, part: int | None = None) -> str:
-    """The name of a layer's file, or of that of one of its parts."""
+    """Return the name of the file of a layer, or of one of its parts."""
     return f"layer-{layer:04d}.safetensors" if part is None else f"layer-{layer:04d}.{part}.safetensors"

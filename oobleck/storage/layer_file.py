@@ -1,10 +1,10 @@
-"""Files of one layer each in the format of safetensors: https://huggingface.co/docs/safetensors (the format's section).
+"""Files with one layer each, in safetensors' format: https://huggingface.co/docs/safetensors (the format's section).
 
     8 bytes    length of the header, little-endian
     header     JSON: tensor name -> dtype, shape, data_offsets; "__metadata__" -> texts; padded with spaces
     data       the tensors, one after the other
 
-Written here rather than by the library, since the bytes come straight from shared memory, in a process without torch.
+Rejected: the library, because the bytes come straight from shared memory, in a process without torch.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from oobleck.errors import CorruptCheckpoint
 from .layout import Entry, TensorSpec
 
 _LENGTH = struct.Struct("<Q")
-_MAX_HEADER_BYTES = 100_000_000  # the limit that safetensors itself has
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _WRITE_BYTES = 4 << 20
 _METADATA = "__metadata__"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFile:
-    """A layer's file, mapped."""
+    """A mapped layer file."""
 
     path: Path
     tensors: Mapping[str, tuple[TensorSpec, memoryview]]
@@ -41,16 +41,16 @@ class LayerFile:
 def write_layer_file(
     path: Path, entries: Sequence[Entry], data: memoryview, *, metadata: Mapping[str, str]
 ) -> tuple[int, str]:
-    """Write the entries' bytes of a slot's data as one file, atomically; returns its size and its SHA-256.
+    """Write the entries' bytes of a slot's data as one file; returns its size and SHA-256. O(size).
 
-    The name is there only when all bytes are on the disk. O(size). Raises OSError, with nothing left behind.
+    The name appears only once all bytes are on the disk. Raises OSError, with nothing left behind.
     """
     head = _header(entries, metadata)
     return write_file(path, [memoryview(head), *(data[entry.offset : entry.stop] for entry in entries)])
 
 
 def write_file(path: Path, parts: Sequence[memoryview]) -> tuple[int, str]:
-    """Write a file under another name, force it to the disk, then rename it; returns its size and its SHA-256."""
+    """Write a file under another name, force it to the disk, then rename it; returns its size and SHA-256."""
     temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     digest = hashlib.sha256()
@@ -62,7 +62,8 @@ def write_file(path: Path, parts: Sequence[memoryview]) -> tuple[int, str]:
                     piece = part[start : start + _WRITE_BYTES]
                     digest.update(piece)
                     size += len(piece)
-                    _write_all(descriptor, piece)
+                    while piece:
+                        piece = piece[os.write(descriptor, piece) :]
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -76,13 +77,12 @@ def write_file(path: Path, parts: Sequence[memoryview]) -> tuple[int, str]:
 
 
 def file_digest(path: Path) -> str:
-    """The SHA-256 of a file as it is now. O(size). Raises OSError."""
+    """Return a file's SHA-256. O(size). Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fsync_directory(path: Path) -> None:
-    """Force a directory's names to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -91,12 +91,10 @@ def fsync_directory(path: Path) -> None:
 
 
 def read_layer_file(path: Path) -> LayerFile:
-    """Map a layer's file; its data is read when it is looked at. Raises CorruptCheckpoint that names the file.
-
-    The map is private: a writer changes nothing but its own copy (torch wants memory that can be written).
-    """
+    """Map a layer's file, whose data is read on access. Raises CorruptCheckpoint, which names the file."""
     try:
         with path.open("rb") as file:
+            # torch needs writable memory, so the map is private: writes change only this process's copy.
             mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         raise CorruptCheckpoint(f"{path}: {getattr(error, 'strerror', None) or error}") from error
@@ -114,9 +112,9 @@ def _parse(path: Path, mapped: memoryview) -> LayerFile:
     metadata = {str(key): str(value) for key, value in header.pop(_METADATA, {}).items()}
     data = mapped[_LENGTH.size + length :]
     tensors: dict[str, tuple[TensorSpec, memoryview]] = {}
-    for name, said in header.items():
-        spec = TensorSpec(name=name, dtype=said["dtype"], shape=tuple(said["shape"]))
-        start, stop = said["data_offsets"]
+    for name, fields in header.items():
+        spec = TensorSpec(name=name, dtype=fields["dtype"], shape=tuple(fields["shape"]))
+        start, stop = fields["data_offsets"]
         if not 0 <= start <= stop <= len(data) or stop - start != spec.size_bytes:
             raise ValueError(f"{name}: bytes {start} to {stop} of {len(data)}, for {spec.size_bytes}")
         tensors[name] = (spec, data[start:stop])
@@ -124,21 +122,12 @@ def _parse(path: Path, mapped: memoryview) -> LayerFile:
 
 
 def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
-    told: dict[str, object] = {_METADATA: dict(metadata)}
+    header: dict[str, object] = {_METADATA: dict(metadata)}
     offset = 0
     for entry in entries:
-        stop = offset + entry.spec.size_bytes
-        told[entry.spec.name] = {
-            "dtype": entry.spec.dtype,
-            "shape": list(entry.spec.shape),
-            "data_offsets": [offset, stop],
-        }
+        spec, stop = entry.spec, offset + entry.spec.size_bytes
+        header[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offset, stop]}
         offset = stop
-    raw = json.dumps(told, separators=(",", ":")).encode()
+    raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     return _LENGTH.pack(len(raw)) + raw
-
-
-def _write_all(descriptor: int, piece: memoryview) -> None:
-    while piece:
-        piece = piece[os.write(descriptor, piece) :]

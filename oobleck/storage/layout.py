@@ -1,4 +1,4 @@
-"""What the bytes of a slot are: tensors, layer by layer, each aligned to a cache line."""
+"""Describes the bytes of a slot: tensors, layer by layer, each aligned to a cache line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPE_BYTES: Mapping[str, int] = {
     "F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-"""Bytes of one element, by the names that safetensors gives to types."""
+"""Bytes per element, keyed by safetensors' names of types."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +25,11 @@ class TensorSpec:
 
     name: str
     dtype: str
-    """A key of `DTYPE_BYTES`."""
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES or any(size < 0 for size in self.shape):
-            raise CorruptCheckpoint(f"tensor {self.name!r}: {self.dtype} {list(self.shape)} is no type and shape")
+            raise CorruptCheckpoint(f"tensor {self.name!r}: {self.dtype} {list(self.shape)} is not a type and a shape")
 
     @property
     def size_bytes(self) -> int:
@@ -52,14 +51,14 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The tensors of some layers, in order, and what every layer's file says of the model beside them."""
+    """The tensors of some layers, in order, and the metadata for every layer's file."""
 
     entries: tuple[Entry, ...]
     metadata: Mapping[str, str]
 
     @classmethod
     def of(cls, layers: Mapping[int, Sequence[TensorSpec]], *, metadata: Mapping[str, str]) -> Layout:
-        """Lay out layers one after the other, tensors at multiples of `ALIGNMENT_BYTES`."""
+        """Lay out tensors one after the other, at multiples of `ALIGNMENT_BYTES`."""
         entries: list[Entry] = []
         offset = 0
         for layer, specs in sorted(layers.items()):
@@ -70,7 +69,7 @@ class Layout:
 
     @property
     def part(self) -> int:
-        """Which part of each layer this is, where devices shared each stage."""
+        """The number of this part of each layer, if devices shared each stage."""
         return int(self.metadata.get("part", "0"))
 
     @property
@@ -83,20 +82,18 @@ class Layout:
 
     @cached_property
     def size_bytes(self) -> int:
-        """Of a slot's data."""
         return max((-(-entry.stop // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for entry in self.entries), default=0)
 
     def entries_of(self, layer: int) -> tuple[Entry, ...]:
         return tuple(entry for entry in self.entries if entry.layer == layer)
 
     def to_json(self) -> bytes:
-        """The layout as JSON; places follow from the order, so they are not written."""
         listed = [[entry.layer, entry.spec.name, entry.spec.dtype, list(entry.spec.shape)] for entry in self.entries]
         return json.dumps({"metadata": dict(self.metadata), "tensors": listed}, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, raw: bytes) -> Layout:
-        """Read what `to_json` wrote. Raises CorruptCheckpoint."""
+        """Decode the output of `to_json`. Raises CorruptCheckpoint."""
         try:
             read = json.loads(raw)
             layers: dict[int, list[TensorSpec]] = {}

@@ -1,15 +1,15 @@
-"""A worker's newest states in shared memory: two slots, of which a kill at any byte leaves the older one whole.
+"""A worker's newest states in shared memory: two slots, so that a kill at any byte leaves the older state whole.
 
-The file lies in a memory file system, so it outlives the worker and its agent; only the machine's end ends it.
+The file is in a memory file system, so it outlives the worker and its agent, until the machine ends.
 
     page 0        magic, version, sizes, a checksum of them and of the layout
     layout        JSON, see `Layout`
-    slot headers  state, sequence, what was saved (JSON), a checksum of every chunk of data, a checksum of all that
+    slot headers  state, sequence, the writer's note (JSON), a checksum of every chunk of data, a checksum of all that
     slot data     two times the same size
 
-A slot is EMPTY, WRITING or VALID. The writer says WRITING before the first byte, and VALID after the last one and
-all checksums; a process that is killed has made its stores in this order. Nothing is renamed or moved, so a save
-is a copy of memory and nothing else. Readers trust no slot whose checksums disagree.
+A slot is EMPTY, WRITING or VALID. The writer marks it WRITING before the first byte, and VALID after the last byte and
+all checksums; a kill preserves this order of stores. A save renames and moves nothing, so it costs only a copy. Readers
+trust no slot whose checksums disagree.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from oobleck.errors import CorruptCheckpoint
 from .layout import Layout
 
 CHUNK_BYTES = 4 << 20
-"""Data under one checksum."""
 
 _PAGE = 4096
 _MAGIC = b"OOBLECK\x00"
@@ -41,7 +40,7 @@ _MAX_NOTE_BYTES = 16 << 10
 
 
 class SlotState(IntEnum):
-    """What a slot's bytes are worth."""
+    """Whether a slot's bytes are a state."""
 
     EMPTY = 0
     WRITING = 1
@@ -50,7 +49,7 @@ class SlotState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Where things lie in a file, from the sizes of its layout and its data."""
+    """The offsets in a file, which follow from the sizes of its layout and its data."""
 
     layout_bytes: int
     data_bytes: int
@@ -75,7 +74,7 @@ class _Sizes:
 
 
 class FlashMemory:
-    """One file of two slots, mapped. One process writes; any may read."""
+    """A mapped file of two slots. One process writes; any may read."""
 
     def __init__(self, path: Path, mapped: mmap.mmap, layout: Layout, sizes: _Sizes) -> None:
         self.path = path
@@ -85,22 +84,22 @@ class FlashMemory:
 
     @classmethod
     def create(cls, path: Path, layout: Layout) -> FlashMemory:
-        """Make a file with empty slots and all of its memory present; O(size), the page faults included.
-
-        Raises OSError where there is not enough memory: asking now keeps a later store from being killed for it.
-        """
+        """Create a file with empty slots; O(size), with the page faults. Raises OSError if memory is short."""
         raw = layout.to_json()
         sizes = _Sizes(len(raw), layout.size_bytes)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, sizes.total_bytes)
+            os.posix_fallocate(descriptor, 0, sizes.total_bytes)  # else a later store may be killed for lack of memory
             mapped = mmap.mmap(descriptor, sizes.total_bytes)
         except OSError:
             os.unlink(path)
             raise
         finally:
             os.close(descriptor)
-        _touch(mapped)
+        # Touch every page, so that the first save meets no page fault; in pieces, so that other threads get their turn.
+        for start in range(0, len(mapped), CHUNK_BYTES):
+            stop = min(start + CHUNK_BYTES, len(mapped))
+            mapped[start:stop:_PAGE] = bytes((stop - start) // _PAGE)
         mapped[_PAGE : _PAGE + len(raw)] = raw
         checksum = zlib.crc32(raw, zlib.crc32(_sizes_text(sizes)))
         mapped[: _HEAD.size] = _HEAD.pack(_MAGIC, _VERSION, len(raw), sizes.data_bytes, checksum)
@@ -108,12 +107,11 @@ class FlashMemory:
 
     @staticmethod
     def bytes_for(layout: Layout) -> int:
-        """How large the file of a layout is."""
         return _Sizes(len(layout.to_json()), layout.size_bytes).total_bytes
 
     @classmethod
     def open(cls, path: Path) -> FlashMemory:
-        """Map an existing file. Raises CorruptCheckpoint for one that is not whole, OSError for none."""
+        """Map an existing file. Raises CorruptCheckpoint if it is not whole, OSError if there is none."""
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             size = os.fstat(descriptor).st_size
@@ -133,17 +131,16 @@ class FlashMemory:
         return tuple(Slot(self, number) for number in range(_NUM_SLOTS))
 
     def valid_slots(self) -> tuple[Slot, ...]:
-        """The slots that say they are valid, the newest first; data is not looked at."""
+        """Return the slots with valid headers, the newest first; does not read their data."""
         return tuple(sorted((slot for slot in self.slots() if slot.is_valid), key=lambda slot: -slot.sequence))
 
     def next_slot(self) -> Slot:
-        """The slot to write next: never the newest valid one."""
+        """Return the slot to write next: never the newest valid one."""
         valid = self.valid_slots()
         return Slot(self, 1 - valid[0].number) if valid else Slot(self, 0)
 
     def close(self) -> None:
-        """Unmap. Where tensors still look at the memory it stays mapped until they are gone."""
-        with suppress(BufferError):
+        with suppress(BufferError):  # views by tensors keep it mapped until they are gone
             self._map.close()
 
     def unlink(self) -> None:
@@ -171,21 +168,20 @@ class Slot:
 
     @property
     def is_valid(self) -> bool:
-        """Whether the slot says so and its header is whole."""
+        """Whether the slot is marked valid and its header is whole."""
         return self.state is SlotState.VALID and self._checksum() == self._fields()[3]
 
     @property
     def note(self) -> bytes:
-        """What the writer says of the state it saved."""
         return bytes(memoryview(self.memory._map)[self._note_start : self._note_start + self._fields()[2]])
 
     def holds(self, name: str) -> bool:
-        """Whether the writer's note says that the state is of this name."""
+        """Whether the writer's note names the state so."""
         return f'"{name}"'.encode() in self.note
 
     @property
     def digest(self) -> str:
-        """Of the data, by its checksums: not strong, and known without looking at the data."""
+        """A weak digest of the data, computed from its checksums alone."""
         stop = self._checksums_start + 4 * self.memory._sizes.num_chunks
         return f"{zlib.crc32(memoryview(self.memory._map)[self._checksums_start : stop]):08x}"
 
@@ -195,12 +191,12 @@ class Slot:
         return memoryview(self.memory._map)[start : start + self.memory._sizes.data_bytes]
 
     def begin(self) -> None:
-        """Say that the slot is being written, before its first byte is."""
+        """Mark the slot as being written, before its first byte is."""
         sequence = max(slot.sequence for slot in self.memory.slots()) + 1
         _SLOT.pack_into(self.memory._map, self._start, SlotState.WRITING, sequence, 0, 0)
 
     def seal(self, note: bytes) -> None:
-        """Take the checksums of the data and say that the slot is valid; O(size), so not for a training thread."""
+        """Compute the data's checksums and mark the slot valid; O(size), so not for a training thread."""
         assert self.state is SlotState.WRITING, self.state
         assert len(note) <= _MAX_NOTE_BYTES, len(note)
         mapped = self.memory._map
@@ -237,7 +233,7 @@ class Slot:
         return state, sequence, min(note_bytes, _MAX_NOTE_BYTES), checksum
 
     def _checksum(self) -> int:
-        """Of the header: sequence, note and the chunks' checksums."""
+        """Return the checksum of the header: of sequence, note and the chunks' checksums."""
         _, sequence, note_bytes, _ = self._fields()
         view = memoryview(self.memory._map)
         stop = self._checksums_start + 4 * self.memory._sizes.num_chunks
@@ -247,25 +243,22 @@ class Slot:
 
 
 def find_slots(directory: Path, stem: str) -> tuple[Slot, ...]:
-    """All valid slots of the files `<stem>.<n>` in a directory, newest file first; those that are broken are left out.
-
-    A writer makes a new file when what it holds changes, so that the old one stays until the new one has a state.
-    """
-    found: list[Slot] = []
+    """Return all valid slots of the unbroken files `<stem>.<n>` in a directory, newest file first."""
+    # A writer begins a new file when its layout changes, and the old one stays until the new one has a state.
+    slots: list[Slot] = []
     for path in memory_files(directory, stem):
         with suppress(CorruptCheckpoint, OSError):
-            found.extend(FlashMemory.open(path).valid_slots())
-    return tuple(found)
+            slots.extend(FlashMemory.open(path).valid_slots())
+    return tuple(slots)
 
 
 def memory_files(directory: Path, stem: str) -> tuple[Path, ...]:
-    """The files `<stem>.<n>` in a directory, which need not exist, the newest first."""
+    """Return the files `<stem>.<n>` in a directory, which need not exist, newest first."""
     files = [path for path in directory.glob(f"{stem}.*") if path.suffix[1:].isdecimal()]
     return tuple(sorted(files, key=_number, reverse=True))
 
 
 def next_memory_file(directory: Path, stem: str) -> Path:
-    """A name for another file."""
     files = memory_files(directory, stem)
     return directory / f"{stem}.{_number(files[0]) + 1 if files else 1}"
 
@@ -274,18 +267,11 @@ def _number(path: Path) -> int:
     return int(path.suffix[1:])
 
 
-def _touch(mapped: mmap.mmap) -> None:
-    """Write to every page, so that the first save meets no page fault; in pieces, to give other threads their turn."""
-    for start in range(0, len(mapped), CHUNK_BYTES):
-        stop = min(start + CHUNK_BYTES, len(mapped))
-        mapped[start:stop:_PAGE] = bytes((stop - start) // _PAGE)
-
-
 def _read_head(path: Path, mapped: mmap.mmap, size: int) -> tuple[Layout, _Sizes]:
     magic, version, layout_bytes, data_bytes, checksum = _HEAD.unpack_from(mapped, 0)
     sizes = _Sizes(layout_bytes, data_bytes)
     if magic != _MAGIC or version != _VERSION or sizes.total_bytes != size:
-        raise CorruptCheckpoint(f"{path}: not a memory of this version, or not whole")
+        raise CorruptCheckpoint(f"{path}: not a memory file of this version, or not whole")
     raw = mapped[_PAGE : _PAGE + layout_bytes]
     if zlib.crc32(raw, zlib.crc32(_sizes_text(sizes))) != checksum:
         raise CorruptCheckpoint(f"{path}: its layout has changed")

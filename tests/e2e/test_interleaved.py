@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from oobleck.control.journal import PlanAdopted
-from oobleck.runtime.journals.journal_reading import follow_journal
+from oobleck.runtime.journals import follow_journal
 from oobleck.schedule import ScheduleKind
 
 from . import test_sections as sections

@@ -14,7 +14,7 @@ from oobleck.control.journal import PlanAdopted, ProfileKnown
 from oobleck.control.training.planning import schedules_for
 from oobleck.job import JobSpec
 from oobleck.planner import Profile, SplitBackward, profile_from_json, profile_to_json
-from oobleck.runtime.journals.journal_reading import follow_journal
+from oobleck.runtime.journals import follow_journal
 from oobleck.schedule import ScheduleKind
 
 from .elastic import (

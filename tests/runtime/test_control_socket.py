@@ -24,12 +24,12 @@ from oobleck.runtime.control_client import (
     active_runs,
     decode_request,
     encode_error,
-    encode_request,
     find_run,
     request,
 )
 from oobleck.runtime.control_socket import serve_control
 from oobleck.runtime.files.run_dir import RunDirectory
+from oobleck.wire import encode_json
 
 REQUESTS = [
     StatusRequest(),
@@ -130,7 +130,7 @@ async def test_clients_that_hang_up_hurt_nobody(path):
         for _ in range(100):
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.connect(str(path))
-                connection.sendall(encode_request(StatusRequest()))
+                connection.sendall(encode_json(StatusRequest()))
 
     await trio.to_thread.run_sync(hang_up)
     assert await ask(path, StatusRequest())
@@ -194,7 +194,7 @@ def test_no_base_directory_is_no_active_run(tmp_path):
 
 @pytest.mark.parametrize("asked", REQUESTS)
 def test_requests_survive_the_wire(asked):
-    assert decode_request(encode_request(asked)) == asked
+    assert decode_request(encode_json(asked)) == asked
 
 
 json_values = st.recursive(
@@ -212,7 +212,7 @@ def test_any_line_is_a_request_or_a_peer_error(line):
         asked = decode_request(line)
     except PeerError:
         return
-    assert decode_request(encode_request(asked)) == asked
+    assert decode_request(encode_json(asked)) == asked
 
 
 @pytest.mark.parametrize(

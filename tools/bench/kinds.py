@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds 
 
 from oobleck.control.journal import JobStarted, JournalEntry, PlanAdopted, ProfileKnown, StepDone
 from oobleck.planner import ExecutionPlan, Profile, profile_from_json, with_shared_links
-from oobleck.runtime.journals.journal_reading import follow_journal
+from oobleck.runtime.journals import follow_journal
 from oobleck.schedule.forecast import forecast
 from tools.smoke import parse_arguments
 

@@ -95,12 +95,12 @@ async def _callers(
         if isinstance(source, inputs.FromRay):
             tell(f"starting `oobleck node` on {len(source.names)} nodes of Ray's")
             is_named, log = source.host is not None, directory / "ray.log"
-            actors = launchers.RayActors(run_id, file, is_place_named=is_named, log=log, callers=callers)
+            actors = launchers.RayActors(run_id=run_id, file=file, is_place_named=is_named, log=log, callers=callers)
             serving.start_soon(actors.run)
         elif isinstance(source, inputs.FromSlurm):
             jobs = launchers.SlurmJobs(job_id=source.job_id, name=source.job_name)
             tell(f"starting `oobleck node` on {len(source.names)} nodes of {jobs}")
-            tasks = launchers.SlurmTasks(jobs, file, log=directory / "srun.log", callers=callers)
+            tasks = launchers.SlurmTasks(jobs=jobs, file=file, log=directory / "srun.log", callers=callers)
             serving.start_soon(tasks.run)
         elif source.pods is not None:
             tell(f"waiting for {source.count} pods with the labels {source.pods}")

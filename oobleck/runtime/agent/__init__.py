@@ -1,7 +1,7 @@
 """The agent's process, and what it starts on its node: workers, ranks, and the servers that fork them.
 
-Nothing but this process is built of these modules: others start it, by the name that is given out here. It starts on
-every node before anything can train there, so it loads the wire's messages and no journal, planner or coordinator.
+No other process imports these modules; others start the agent by the module name below. It starts on every node before
+training can begin, so it loads the wire's messages but no journal, planner or coordinator.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The agent's process: `python -m oobleck.runtime.agent.agent_process`, started over SSH.
 
-It binds its socket, forks into the background, and tells the waiting SSH command where to connect, in one line of
-JSON. It leaves the same line in its directory, where a master that comes back finds it (`answer_command`). Where an
-agent of the same job and node runs already, it names that one.
+It binds its socket, forks into the background, and prints where to connect as one line of JSON for the waiting SSH
+command. The same line stays in its directory for a master that returns (`answer_command`). If an agent of the same run
+and node is running already, the line names that one.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from .rank_states import RankStates
 from .ranks import RankProcesses
 from .workers import ForkingWorkerHost
 
-_BACKLOG = 128  # masters that look for an agent which is stopped: it turns all but the newest away once it continues
+_BACKLOG = 128  # for masters that look for a stopped agent, which drops all but the newest once it continues
 
 _log = logging.getLogger("oobleck.agent")
 
 
 def main() -> None:
-    """Become the agent of a node, in the background; the foreground process says where and leaves."""
+    """Become the agent of a node in the background; the foreground process prints where, and ends."""
     arguments = _parse_arguments()
     try:
         _become_agent(arguments)
@@ -79,7 +79,7 @@ def _become_agent(arguments: argparse.Namespace) -> None:
         os._exit(0)
     _detach(log)
     directory.note_process("agent", os.getpid())
-    # Absolute: the fork server of the workers may have been started by another job, in another directory.
+    # Another job may have started the workers' fork server in another directory, so this path must be absolute.
     cache_dir = Path(arguments.cache).expanduser().absolute()
     checkpoints = NodeCheckpoints(directory, default_directory=log_path.parent / "checkpoints")
     try:
@@ -109,10 +109,7 @@ def _answers(path: Path) -> bool:
 
 
 def _open_log(path: Path) -> int:
-    """Open the log for appending; it and the run's directory are for its user alone, the base directory may be shared.
-
-    Raises ConfigError.
-    """
+    """Open the log, readable by its user only; the base directory may be shared. Raises ConfigError."""
     try:
         path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         private_directory(path.parent)
@@ -122,7 +119,7 @@ def _open_log(path: Path) -> int:
 
 
 def _listen(path: Path) -> socket.socket:
-    """Listen at a path; a dead agent's socket is replaced. Raises ConfigError when the path is too long."""
+    """Listen at a path, in place of a dead agent's socket. Raises ConfigError."""
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
         raise ConfigError(f"{path} is too long for a socket's path; set TMPDIR there to a shorter directory")
     if not str(path).isprintable():
@@ -131,7 +128,6 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _detach(log: int) -> None:
-    """Leave the SSH session: a session of our own, and output that goes to the log."""
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -199,7 +195,7 @@ async def _serve(
 
 
 async def _watch_for_notice(agent: Agent) -> None:
-    """SIGTERM is notice of termination: the node asks to be drained, and gives its state away first."""
+    """Treat SIGTERM as notice of termination: the node asks to be drained."""
     with trio.open_signal_receiver(signal.SIGTERM) as signals:
         async for _ in signals:
             agent.request_leave("its agent was sent SIGTERM")

@@ -1,6 +1,6 @@
-"""A node's place for states: shared memory that outlives the processes, and the directory of checkpoints.
+"""A node's storage for states: shared memory that outlives the processes, and the directory of checkpoints.
 
-Files are written by a thread, so that a slow disk holds up nothing else of the agent.
+A thread writes the files, so that a slow disk does not hold up the agent.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ from oobleck.wire import decode_json
 _ANY_DEVICE = "device*"
 _STALE_ONLY_COPY_S = 7 * 86_400.0
 _STALE_S = 86_400.0
-"""Memory of a run that has not been continued for so long is given back by the next run of another name."""
 
 
 class NodeCheckpoints:
     """The port `CheckpointStore` of a real node."""
 
     def __init__(self, directory: AgentDir, *, default_directory: Path) -> None:
-        """`default_directory` is where checkpoints lie unless the job says otherwise."""
+        """`default_directory` holds checkpoints unless the job names another one."""
         self._memory = directory.memory
         self._default_directory = default_directory
         self._checkpoints = CheckpointDirectory(default_directory)
         self._written: set[str] = set()
-        """Checkpoints that are not complete yet, and that this node has written layers of."""
+        """Incomplete checkpoints of which this node has written layers."""
 
     def open(self, spec: CheckpointSpec, *, run: str) -> StoragePaths:
         path = self._default_directory if spec.directory is None else expand_user(spec.directory).absolute()
@@ -48,7 +47,8 @@ class NodeCheckpoints:
             write_whole(self._memory / MEMORY_OWNER, f"{ProcessId.of(os.getpid())}\n")
         except OSError as error:
             raise ConfigError(f"shared memory: {self._memory / MEMORY_OWNER}: {error.strerror}") from error
-        remove_stale_memory(self._memory.parent, now_s=time.time())  # after: what is somebody else's is not removed
+        # Only now is it certain that this memory belongs to this user.
+        remove_stale_memory(self._memory.parent, now_s=time.time())
         return StoragePaths(memory=str(self._memory), checkpoints=str(path), run=run)
 
     async def persist(self, device: int, name: str) -> tuple[Shard, ...]:
@@ -68,7 +68,7 @@ class NodeCheckpoints:
         await trio.to_thread.run_sync(self._commit, manifest, remove, abandon_on_cancel=True)
 
     def keep_memory(self) -> None:
-        """Leave the node's shared memory where it is: it has what no disk has."""
+        """Mark the node's shared memory as the only copy of its state."""
         with suppress(OSError):
             (self._memory / ONLY_COPY).touch(mode=0o600)
 
@@ -81,7 +81,7 @@ class NodeCheckpoints:
             try:
                 os.rmdir(empty)
             except OSError:
-                return  # others use it
+                return  # other runs use it
 
     def _persist(self, device: int, name: str) -> tuple[Shard, ...]:
         for slot in self._slots_of(name, f"device{device}"):
@@ -101,10 +101,10 @@ class NodeCheckpoints:
         return [slot for slot in find_slots(self._memory, stem) if slot.holds(name)]
 
     def _has_what_the_disk_lacks(self) -> bool:
-        """Whether memory has a state that is newer than every complete checkpoint of its run that this node sees."""
+        """Whether memory has a state newer than every complete checkpoint of its run that this node sees."""
         on_disk = [found.manifest for found in self._checkpoints.find() if found.manifest is not None]
         for slot in find_slots(self._memory, _ANY_DEVICE):
-            with suppress(PeerError):  # of another version
+            with suppress(PeerError):  # another version wrote the note
                 state = decode_json(SavedState, slot.note)
                 run, age = run_of(state.name), (state.generation, state.step)
                 of_run = [(each.generation, each.step) for each in on_disk if each.run == run]
@@ -113,10 +113,10 @@ class NodeCheckpoints:
         return False
 
     def _commit(self, manifest: Manifest, remove: tuple[str, ...]) -> None:
-        """Where nothing of a checkpoint is, a manifest would claim layers; a node that wrote some must find them."""
         try:
             self._checkpoints.commit(manifest)
         except FileNotFoundError:
+            # This directory has nothing of the checkpoint, which is right only if this node wrote nothing of it.
             if manifest.name in self._written:
                 raise
         self._written.discard(manifest.name)
@@ -124,20 +124,15 @@ class NodeCheckpoints:
 
 
 def remove_stale_memory(run_memory: Path, *, now_s: float) -> None:
-    """Give back what other runs of this user have left in memory: those that ended by a kill, a day ago or longer.
+    """Remove memory that this user's other runs left a day ago or earlier, or a week ago if no disk has its state.
 
-    What no disk has, as after a last save that failed, is kept for a week.
-
-    `run_memory` is where our own run keeps its states; `now_s` is the time of day.
+    `run_memory` is our own run's memory, `now_s` the time of day.
     """
     for path in run_memory.parent.glob("*/"):
         with suppress(OSError):
             newest_s = max(each.stat().st_mtime for each in (path, *path.rglob("*")))
             stale_s = _STALE_ONLY_COPY_S if any(path.glob(f"*/{ONLY_COPY}")) else _STALE_S
-            if path != run_memory and now_s - newest_s > stale_s and not _has_living_agents(path):
+            owners = map(ProcessId.read, path.glob(f"*/{MEMORY_OWNER}"))
+            is_used = any(owner.lives for owner in owners if owner is not None)
+            if path != run_memory and now_s - newest_s > stale_s and not is_used:
                 shutil.rmtree(path)
-
-
-def _has_living_agents(run_memory: Path) -> bool:
-    owners = map(ProcessId.read, run_memory.glob(f"*/{MEMORY_OWNER}"))
-    return any(owner.lives for owner in owners if owner is not None)

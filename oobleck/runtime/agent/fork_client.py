@@ -1,9 +1,9 @@
-"""What a fork server does for an agent: it forks processes, whose ends other processes report (see `_REPORT`).
+"""An agent's side of a fork server, which forks processes whose supervisors report their ends (see `_REPORT`).
 
-Where such a process is gone, the fork server reports the end in its place; one that is stopped is ended for that.
+If a supervisor is gone, the fork server reports the end in its place; a stopped supervisor is killed for that.
 
-The first agent of a job on a machine that needs the server starts it; it ends with its last client. Where it ends
-before, the processes that it has forked live on, and the first agent that notices starts another one.
+The first agent of a job on a machine starts the server, which ends with its last client. If it ends earlier, the forked
+processes live on, and the first agent to notice starts another server.
 """
 
 from __future__ import annotations
@@ -19,33 +19,30 @@ import subprocess
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 
 import trio
 
 from oobleck.control import protocol
-from oobleck.control.protocol import Killed, ProcessEnd
 from oobleck.errors import WorkersUnavailable
 from oobleck.host.machine import num_oom_kills
-from oobleck.runtime.files import AgentDir, ProcessId
+from oobleck.runtime.files import AgentDir, ProcessId, stat_fields
 from oobleck.runtime.listening import listen_at
 
 _REPORT = struct.Struct(">III")
-"""That a process exists: its number, and whether it is warm. Then that it has ended: its number, and how."""
+"""(FORKED, pid, is warm) once a process exists, then (ENDED, pid, wait status)."""
 _SUPERVISOR = "oobleck-waits"
 _ANY = b"f"
 _COLD = b"c"
 _LISTEN_BACKLOG = 64
 _START_TIMEOUT_S = 120.0
-_PATIENCE_S = 30.0
-"""How long a server that has forked before may take to fork again: a big process on a busy machine takes a second."""
+_PATIENCE_S = 30.0  # for a server that has forked before: a big process on a busy machine takes a second
 _MAX_RESTARTS = 3
-_RESTARTS_WITHIN_S = 600.0  # a server that ends again after so many restarts within this time is not started again
-_TRY_AGAIN_S = 0.5  # before a server is started again that could not be
-_STOPPED_S = 0.5  # how often to look whether a server that does not answer is stopped: it is not waited for
-_LAST_WORDS_S = 2.0  # how long a process that is gone may take to be reaped
-_LOOK_S = 0.05  # how often to look whether a process lives
+_RESTARTS_WITHIN_S = 600.0  # the time within which _MAX_RESTARTS are allowed
+_RETRY_S = 0.5  # before starting a server again after a failed start
+_STOPPED_POLL_S = 0.5
+_REAPED_WITHIN_S = 2.0
+_POLL_S = 0.05
 
 
 def _end_of(wait_status: int) -> protocol.ProcessEnd:
@@ -54,65 +51,65 @@ def _end_of(wait_status: int) -> protocol.ProcessEnd:
 
 
 class ForkedProcess:
-    """A process that a server has forked: whether it lives, and how it ended."""
+    """A process that a server has forked."""
 
     def __init__(self, pid: int, report: trio.lowlevel.FdStream, *, is_warm: bool) -> None:
-        """`report` comes from the process that waits for it."""
+        """`report` comes from the process's supervisor; `is_warm` says that its imports were done before the fork."""
         self.pid = pid
         self.is_warm = is_warm
-        """Whether it was forked from a process that has imported what earlier ones did."""
         self.ended = trio.Event()
         self.end: protocol.ProcessEnd = protocol.Unseen()
         self._report = report
         self._id = ProcessId.of(pid)
-        self._told = trio.Event()
+        self._has_report = trio.Event()
 
     def kill(self) -> None:
         self.send(signal.SIGKILL)
 
     def send(self, number: int) -> None:
-        """Send it a signal; nothing where it has ended."""
-        if not self.ended.is_set() and self._id is not None:  # else it had ended before we could look
+        """Send a signal, unless the process has ended."""
+        if not self.ended.is_set() and self._id is not None:  # None if it ended before we could read its id
             self._id.send(number)
 
     async def follow(self) -> None:
-        """Learn how it ended, or at least that it did, and set `ended`."""
+        """Wait until the process has ended; set `end` if that is reported, and `ended` in any case."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._look, nursery.cancel_scope)
+            nursery.start_soon(self._give_up_report, nursery.cancel_scope)
             if (end := await _next_report(self._report)) is not None:
                 self.note_end(end[2])
-            await self._told.wait()
+            await self._has_report.wait()
             nursery.cancel_scope.cancel()
         await self._report.aclose()
         self.ended.set()
 
     def note_end(self, wait_status: int) -> None:
-        """Note how it ended; whoever has waited for it says so."""
+        """Note the end that a supervisor or the fork server reports."""
         self.end = _end_of(wait_status)
-        self._told.set()
+        self._has_report.set()
 
-    async def _look(self, scope: trio.CancelScope) -> None:
-        """Look whether it lives: the process that waits for it may be stopped, or gone with the fork server."""
-        while self._id is not None and self._id.lives:  # noqa: ASYNC110  nothing tells
-            await trio.sleep(_LOOK_S)
-        await trio.sleep(_LAST_WORDS_S)
+    async def _give_up_report(self, scope: trio.CancelScope) -> None:
+        """Cancel the wait for a report some time after the end: the supervisor may be stopped, or gone as well."""
+        while self._id is not None and self._id.lives:  # noqa: ASYNC110  there is no event to wait for
+            await trio.sleep(_POLL_S)
+        await trio.sleep(_REAPED_WITHIN_S)
         if (supervisor := _supervisor_of(self.pid)) is not None:
-            supervisor.send(signal.SIGKILL)  # the fork server waits in its place then
-            await trio.sleep(_LAST_WORDS_S)
+            supervisor.send(signal.SIGKILL)  # then the fork server waits in its place
+            await trio.sleep(_REAPED_WITHIN_S)
         scope.cancel()
 
 
 def _supervisor_of(pid: int) -> ProcessId | None:
-    """The process that waits for this one, and has not noticed its end."""
-    with suppress(OSError, ValueError):
-        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-        if state == "Z" and Path(f"/proc/{parent}/comm").read_text().strip() == _SUPERVISOR:
-            return ProcessId.of(int(parent))
+    """Return the supervisor of a process, if it has not reaped it."""
+    match stat_fields(pid):
+        case ["Z", parent, *_]:
+            with suppress(OSError, ValueError):
+                if Path(f"/proc/{parent}/comm").read_text().strip() == _SUPERVISOR:
+                    return ProcessId.of(int(parent))
     return None
 
 
 async def _next_report(report: trio.lowlevel.FdStream) -> tuple[int, int, int] | None:
-    """Return the next report; None where there is no more."""
+    """Return the next report; None at the end."""
     data = b""
     with suppress(trio.BrokenResourceError):
         while len(data) < _REPORT.size:
@@ -124,53 +121,44 @@ async def _next_report(report: trio.lowlevel.FdStream) -> tuple[int, int, int] |
 
 
 class _Connection:
-    """The connection to a fork server."""
-
     def __init__(self, stream: trio.SocketStream, process: ProcessId | None) -> None:
-        self.has_answered = False
-        """Whether it has forked anything: it may still be starting."""
         self.ended = trio.Event()
+        self._has_forked = False
         self._stream = stream
         self._process = process
 
     async def fork(self, descriptor: int, *, is_cold: bool) -> ForkedProcess | None:
-        """Fork a process that speaks through this socket; None where the server is gone, or does not answer in time.
+        """Fork a process that uses this socket; None if the server is gone, stopped, or too slow.
 
-        `is_cold` has the server itself fork, and end the process that would do so in its place.
+        With `is_cold` the server forks itself, and ends the warm process that would fork otherwise.
         """
         reading, writing = os.pipe2(os.O_CLOEXEC)
         report = trio.lowlevel.FdStream(reading)
         first = None
-        with trio.move_on_after(_PATIENCE_S if self.has_answered else _START_TIMEOUT_S):
+        with trio.move_on_after(_PATIENCE_S if self._has_forked else _START_TIMEOUT_S):
             with ExitStack() as sent, suppress(OSError, trio.ClosedResourceError):
                 sent.callback(os.close, writing)
                 await send_descriptors(self._stream.socket, _COLD if is_cold else _ANY, (descriptor, writing))
-            first = await self._first_report(report)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._cancel_if_stopped, nursery.cancel_scope)
+                first = await _next_report(report)
+                nursery.cancel_scope.cancel()
         if first is None:
             await report.aclose()
             return None
-        self.has_answered = True
+        self._has_forked = True
         return ForkedProcess(first[1], report, is_warm=bool(first[2]))
 
-    async def _first_report(self, report: trio.lowlevel.FdStream) -> tuple[int, int, int] | None:
-        """Return the first report; None where there is none, or will be none for as long as the server is stopped."""
-        first = None
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._look, nursery.cancel_scope)
-            first = await _next_report(report)
-            nursery.cancel_scope.cancel()
-        return first
-
-    async def _look(self, scope: trio.CancelScope) -> None:
+    async def _cancel_if_stopped(self, scope: trio.CancelScope) -> None:
         while True:
-            await trio.sleep(_STOPPED_S)
+            await trio.sleep(_STOPPED_POLL_S)
             if self._process is not None and self._process.is_stopped:
                 scope.cancel()
 
-    async def hear(
-        self, tell: Callable[[protocol.RanksCold], Awaitable[None]], note_end: Callable[[int, int], None]
+    async def receive(
+        self, report: Callable[[protocol.RanksCold], Awaitable[None]], note_end: Callable[[int, int], None]
     ) -> None:
-        """Hear what the server has to say, until it ends."""
+        """Handle the server's messages, until it ends."""
         buffered = b""
         async with self._stream:
             with suppress(trio.BrokenResourceError):
@@ -181,67 +169,62 @@ class _Connection:
                             case {"ended": int(pid), "status": int(status)}:
                                 note_end(pid, status)
                             case {"problem": problem}:
-                                await tell(protocol.RanksCold(problem=str(problem)))
+                                await report(protocol.RanksCold(problem=str(problem)))
         self.ended.set()
 
     def kill(self) -> None:
-        """End the server, which does not answer."""
         if self._process is not None:
             self._process.send(signal.SIGKILL)
 
 
 class ForkServer:
-    """The fork server of an agent, as often as it has to be started. `run` must be running."""
+    """The fork server of an agent, restarted when it ends. `run` must be running."""
 
     def __init__(
         self, directory: AgentDir, command: Sequence[str], *, environment: Mapping[str, str] | None = None
     ) -> None:
-        """`command` gets the number of its listening socket's descriptor; `environment` is the agent's by default."""
+        """`command` receives its listening socket's descriptor; `environment` is the agent's by default."""
         self._directory = directory
         self._command = tuple(command)
         self._environment = dict(os.environ if environment is None else environment)
         self._server: _Connection | None = None
-        self._server_pid: int | None = None  # the one that this agent has started
+        self._server_pid: int | None = None
         self.has_started = False
-        """Whether this agent has started one, and not another of this machine."""
-        self._settled = trio.Event()  # there is a server, or there will be none any more
+        """Whether this agent has started a server; another agent on this machine may have."""
+        self.settled = trio.Event()
+        """Set while there is a server, which may still warm up, and once there will be no other."""
         self._given_up: str | None = None
         self._living: dict[int, ForkedProcess] = {}
         self._ends_s: deque[float] = deque(maxlen=_MAX_RESTARTS + 1)
-        self._follow_up, self._followed = trio.open_memory_channel[ForkedProcess](math.inf)
-        self._say, self._said = trio.open_memory_channel[protocol.ForkServerEnded | protocol.RanksCold](
+        self._forked, self._to_follow = trio.open_memory_channel[ForkedProcess](math.inf)
+        self._report, self._reports = trio.open_memory_channel[protocol.ForkServerEnded | protocol.RanksCold](
             _MAX_RESTARTS + 1
         )
 
-    async def settled(self) -> None:
-        """Wait until there is a server, which may still warm up, or there will be none any more."""
-        await self._settled.wait()
-
     async def run(self) -> None:
-        """Connect to the fork server, starting it where there is none, as often as it takes; hear of workers' ends."""
+        """Connect to the fork server, start it when there is none, and follow the processes that it forks."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._follow, nursery)
             while self._given_up is None:
                 try:
                     with trio.fail_after(_START_TIMEOUT_S):
                         server = await self._connect()
-                except OSError as error:  # no memory, no process: there may be some in a moment
-                    end = await self._how_it_ended()  # if it was started: before it could be spoken to
-                    await self._tell_end(
+                except OSError as error:  # no memory or no process: there may be some in a moment
+                    end = await self._server_end()  # the server may have started and ended
+                    await self._report_end(
                         protocol.NotStarted(problem=str(error)) if isinstance(end, protocol.Unseen) else end
                     )
-                    await trio.sleep(_TRY_AGAIN_S)
+                    await trio.sleep(_RETRY_S)
                     continue
                 self._server = server
-                self._settled.set()
-                await server.hear(self._say.send, self._note_end)
-                self._server, self._settled = None, trio.Event()
-                await self._tell_end(await self._how_it_ended())
-            self._settled.set()
+                self.settled.set()
+                await server.receive(self._report.send, self._note_end)
+                self._server, self.settled = None, trio.Event()
+                await self._report_end(await self._server_end())
+            self.settled.set()
 
     async def _follow(self, nursery: trio.Nursery) -> None:
-        """Follow the processes that were forked, however their server fares."""
-        async for process in self._followed:
+        async for process in self._to_follow:
             self._living[process.pid] = process
             nursery.start_soon(self._follow_one, process)
 
@@ -251,57 +234,53 @@ class ForkServer:
             del self._living[process.pid]
 
     def _note_end(self, pid: int, wait_status: int) -> None:
-        """Note the end of a process whose supervisor is gone; it may be another agent's."""
+        # The process has no supervisor any more, and may be another agent's.
         if (process := self._living.get(pid)) is not None:
             process.note_end(wait_status)
 
     async def server_ended(self) -> protocol.ForkServerEnded | protocol.RanksCold:
-        """Wait until a fork server, or the warm process of one, ends that was not meant to; returns how it ended."""
-        return await self._said.receive()
+        """Wait until a fork server or its warm process ends unexpectedly; returns how it ended."""
+        return await self._reports.receive()
 
-    async def _tell_end(self, end: protocol.ServerEnd) -> None:
-        """Say that the server has ended; give up where that was too often."""
+    async def _report_end(self, end: protocol.ServerEnd) -> None:
+        """Report the server's end, and give up after too many."""
         now_s = trio.current_time()
         self._ends_s.append(now_s)
         if len(self._ends_s) > _MAX_RESTARTS and self._ends_s[0] > now_s - _RESTARTS_WITHIN_S:
             how = protocol.server_end_text(end)
             self._given_up = f"its fork server ended {len(self._ends_s)} times within ten minutes, at last: {how}"
-        await self._say.send(protocol.ForkServerEnded(end=end, is_restarted=self._given_up is None))
+        await self._report.send(protocol.ForkServerEnded(end=end, is_restarted=self._given_up is None))
 
-    async def _how_it_ended(self) -> protocol.ServerEnd:
-        """Say how the server ended, which only the agent hears that has started it."""
+    async def _server_end(self) -> protocol.ServerEnd:
+        """Return how the server ended, which only the agent that started it can learn."""
         pid, self._server_pid = self._server_pid, None
-        if pid is None:
-            return protocol.Unseen()
-        with trio.move_on_after(_LAST_WORDS_S):
-            while True:
-                try:
+        if pid is not None:
+            with trio.move_on_after(_REAPED_WITHIN_S), suppress(ChildProcessError):
+                while True:
                     reaped, status = os.waitpid(pid, os.WNOHANG)  # noqa: ASYNC222  it does not wait
-                except ChildProcessError:
-                    break
-                if reaped:
-                    return _end_of(status)
-                await trio.sleep(_LOOK_S)
+                    if reaped:
+                        return _end_of(status)
+                    await trio.sleep(_POLL_S)
         return protocol.Unseen()
 
     async def fork(self) -> tuple[ForkedProcess, trio.SocketStream]:
-        """Fork a process, by the next server if this one is gone; returns it, and the socket through which it hears.
+        """Fork a process, with the next server if this one is gone; returns it with our end of its socket.
 
-        Raises WorkersUnavailable when servers have ended so often that there is no next one.
+        Raises WorkersUnavailable once the server has ended too often.
         """
         while self._given_up is None:
-            await self._settled.wait()
+            await self.settled.wait()
             if (server := self._server) is None:
-                continue  # it ended just now
+                continue  # it ended in the meantime
             for is_cold in (False, True):
                 ours, theirs = trio.socket.socketpair()
                 with ExitStack() as unless_forked:
-                    unless_forked.callback(ours.close)  # by which a process that is forked too late ends
+                    unless_forked.callback(ours.close)  # ends a process that is forked too late
                     with theirs:
                         process = await server.fork(theirs.fileno(), is_cold=is_cold)
                     if process is not None:
                         unless_forked.pop_all()
-                        self._follow_up.send_nowait(process)
+                        self._forked.send_nowait(process)
                         return process, trio.SocketStream(ours)
             server.kill()
             await server.ended.wait()
@@ -332,10 +311,7 @@ async def _open_socket(path: Path) -> trio.SocketStream:
 
 
 def _start_fork_server(command: Sequence[str], path: Path, environment: Mapping[str, str]) -> int:
-    """Start the server on a socket that exists at once, so that clients may connect while it warms up.
-
-    Returns its process id.
-    """
+    """Start the server, and return its pid; clients may connect at once, while it warms up."""
     with listen_at(path, _LISTEN_BACKLOG) as listener:
         process = subprocess.Popen(
             [*command, str(listener.fileno())],
@@ -344,7 +320,7 @@ def _start_fork_server(command: Sequence[str], path: Path, environment: Mapping[
             start_new_session=True,
             env=environment,
         )
-    process.returncode = 0  # nobody waits for it through this object, whose end is not the server's
+    process.returncode = 0  # else this object would warn when it is collected before the server's end
     return process.pid
 
 
@@ -355,26 +331,19 @@ async def send_descriptors(sock: trio.socket.SocketType, request: bytes, descrip
 
 
 class OomKills:
-    """Tells a process that the kernel has killed for lack of memory from one that somebody else has killed.
+    """Tells the kernel's kills for lack of memory from other kills by SIGKILL.
 
-    It goes by the count that the agent's cgroup keeps; its workers and ranks are in the same one.
-
-    Each kill of the kernel explains one end. Both are SIGKILL, and only the count tells them apart.
+    Only the count of the agent's cgroup, which its workers and ranks share, tells them apart. Each kill that it counts
+    explains one end.
     """
 
     def __init__(self, count: Callable[[], int] = num_oom_kills) -> None:
         self._count = count
         self._num_explained = count()
 
-    def explain(self, process: ForkedProcess) -> ProcessEnd:
-        """Return how a process has ended, with what the kernel says of it; the same whenever it is asked."""
-        process.end = self._explained(process.end)
+    def explain(self, process: ForkedProcess) -> protocol.ProcessEnd:
+        """Return how a process ended, and whether the kernel killed it; the same for each call."""
+        if process.end == protocol.Killed(signal=signal.SIGKILL) and self._count() > self._num_explained:
+            self._num_explained += 1
+            process.end = protocol.Killed(signal=signal.SIGKILL, is_out_of_memory=True)
         return process.end
-
-    def _explained(self, end: ProcessEnd) -> ProcessEnd:
-        if end != Killed(signal=signal.SIGKILL):
-            return end
-        if self._count() <= self._num_explained:
-            return end
-        self._num_explained += 1
-        return replace(end, is_out_of_memory=True)

@@ -1,7 +1,7 @@
-"""Notice of termination: clouds announce that a machine is about to be taken away, where it asks.
+"""Notice of termination: a cloud tells a machine that asks whether it is about to be taken away.
 
-How, is the job's to say: a command that succeeds, or a URL that answers, once there is such a notice. A question that
-fails in any other way is no notice: it is asked again.
+The job names a command that succeeds, or a URL that answers, once there is a notice. Any other result means that there
+is none yet.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHOWN_CHARS = 200
 
 
 async def await_notice(control: ControlSpec) -> str:
-    """Ask again and again; return what was said once there is a notice: never where nothing is to be asked."""
+    """Poll until there is a notice, and return its text; never returns if the job names nothing to ask."""
     while True:
         for answer in (await _ask_command(control), await _ask_url(control)):
             if answer is not None:
@@ -35,7 +35,6 @@ async def await_notice(control: ControlSpec) -> str:
 
 
 async def _ask_command(control: ControlSpec) -> str | None:
-    """What the command says when it succeeds; None where it does not."""
     if control.notice_command is None:
         return None
     with trio.move_on_after(_QUESTION_S):
@@ -57,7 +56,8 @@ async def _ask_url(control: ControlSpec) -> str | None:
 
 
 def _fetch(url: str, control: ControlSpec) -> bytes | None:
-    """The body of an answer 200; None for any other. Metadata servers are the machine's own: no proxy is asked."""
+    """Return the body of an answer with status 200, else None."""
+    # A metadata server is local to the machine, so no proxy applies.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     headers = {name: str(value) for name, value in control.notice_headers.items()}
     try:

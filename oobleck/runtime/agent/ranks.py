@@ -20,7 +20,7 @@ from oobleck.control import protocol
 from oobleck.control.node_ranks import RankSetup, rank_environment
 from oobleck.errors import ConfigError, WorkersUnavailable
 from oobleck.job.ranks import RanksSpec
-from oobleck.runtime.files import AgentDir
+from oobleck.runtime.files import AgentDir, stat_fields
 from oobleck.runtime.python_process import module_command
 from oobleck.runtime.script_command import check_command
 from oobleck.storage.scripts import START_VARIABLE
@@ -31,11 +31,11 @@ from .rank_states import RankStates
 
 _MODULE = "oobleck.training.process.rank_server"
 _ROOM = " " * 2048
-"""For the names of its processes: the kernel shows them as what stands where the command line of their server did."""
+"""Room for its processes' names: the kernel shows a name from the memory of the server's command line."""
 _CHUNK_BYTES = 1 << 15
 _OVERFLOW_BYTES = 1 << 20
 _OWN_SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
-"""By which a process ends over a fault of its own, of which native code may have written something before."""
+"""Signals that a process's own fault raises; native code may have written about it."""
 _STDERR = 2
 _TAIL_BYTES = 4096
 _TAIL_LINES = 20
@@ -44,20 +44,19 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 class _Output:
-    """What a rank writes to one stream: into a file, and to the agent where that takes nothing."""
+    """The output of a rank's stream: a file, and the overflow that the file could not take."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = 0
-        self._overflow: deque[tuple[int, bytes]] = deque()  # not shown yet; each after so many bytes of the file
+        self._overflow: deque[tuple[int, bytes]] = deque()  # not shown yet; (bytes of the file before it, data)
         self._overflow_end = b""
         self._num_overflow = 0
         self._pending = b""
-        self._parts: list[tuple[bool, bytes]] = []
-        """Whether it is of the file, and what it is: what `_pending` was taken from."""
+        self._parts: list[tuple[bool, bytes]] = []  # the parts of `_pending`, each from the file or not
 
     def overflow(self, data: bytes, after: int) -> None:
-        """Take what could not be written to the file, after so many bytes of it."""
+        """Note data that the file could not take after its first `after` bytes."""
         self._overflow.append((after, data))
         self._num_overflow += len(data)
         self._overflow_end = (self._overflow_end + data)[-_TAIL_BYTES:]
@@ -68,9 +67,9 @@ class _Output:
         return sum(len(data) for _, data in self._overflow) > _OVERFLOW_BYTES
 
     def new(self, *, is_last: bool) -> str:
-        """Whole lines after what was shown, a chunk of them; a line that never ends is cut.
+        """Return the next whole lines, up to a chunk; a longer line is cut.
 
-        Bytes that are no UTF-8 are surrogates in it (PEP 383), as in a character that is cut.
+        Surrogates (PEP 383) stand for bytes that are not UTF-8, such as parts of a cut character.
         """
         if not self._pending:
             self._parts = list(self._next_parts())
@@ -80,7 +79,7 @@ class _Output:
         return self._pending.decode(errors="surrogateescape")
 
     def _next_parts(self) -> Iterator[tuple[bool, bytes]]:
-        """A chunk of what follows what was shown, in the order in which it was written."""
+        """Yield the parts of the next chunk in the order of writing."""
         written, offset = b"", self._offset
         with suppress(OSError), self.path.open("rb") as file:
             file.seek(offset)
@@ -117,7 +116,6 @@ class _Output:
         return self._num_overflow
 
     def tail(self) -> str:
-        """The last lines of all."""
         last = b""
         with suppress(OSError), self.path.open("rb") as file:
             file.seek(max(0, self.path.stat().st_size - _TAIL_BYTES))
@@ -138,9 +136,9 @@ class Rank:
         oom_kills: OomKills,
         can_trace: bool,
     ) -> None:
-        """`guard` ends the process when it is closed, be it by our own end; `overflow` has what its files do not take.
+        """Closing `guard`, also by the agent's end, ends the process; `overflow` brings what its files cannot take.
 
-        A program that is not Python has no stack to show, and would end by the signal.
+        Without `can_trace` the program is not Python: it has no stack to show, and the signal would end it.
         """
         self.pid = process.pid
         self.is_warm = process.is_warm
@@ -156,7 +154,9 @@ class Rank:
 
     async def wait(self) -> protocol.ProcessEnd:
         await self._process.ended.wait()
-        self._signal_group(signal.SIGKILL)  # what it has started, if that is still there
+        # The rank's pid is also the id of its process group, which stays reserved while any child in it lives.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
         self._guard.socket.close()
         self._take_overflow(is_last=True)
         self._overflow.close()
@@ -168,20 +168,15 @@ class Rank:
     def kill(self) -> None:
         self._process.kill()
 
-    def _signal_group(self, number: signal.Signals) -> None:
-        """Its pid is also its process group's id, which stays reserved while any member lives."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
-
     def error(self, end: protocol.ProcessEnd) -> protocol.RankError | None:
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            said = json.loads(self._error_file.read_text(encoding="utf-8"))["message"]
-            if isinstance(said, str):
-                return protocol.RankError(message=said, is_exception=True)
-            detail = str(said.get("extraInfo", {}).get("py_callstack", ""))
-            return protocol.RankError(message=str(said["message"]), detail=detail.rstrip(), is_exception=True)
+            message = json.loads(self._error_file.read_text(encoding="utf-8"))["message"]
+            if isinstance(message, str):
+                return protocol.RankError(message=message, is_exception=True)
+            detail = str(message.get("extraInfo", {}).get("py_callstack", ""))
+            return protocol.RankError(message=str(message["message"]), detail=detail.rstrip(), is_exception=True)
         if isinstance(end, protocol.Killed) and end.signal not in _OWN_SIGNALS:
-            return None  # by others: what it has written last is not about it
+            return None  # another process killed it, so its last output is not about its end
         tail = self._output[True].tail().rstrip()
         return protocol.RankError(message=tail.splitlines()[-1], detail=tail) if tail else None
 
@@ -189,10 +184,7 @@ class Rank:
         return sum(output.size() for output in self._output.values())
 
     def used_s(self) -> float:
-        with suppress(OSError, ValueError, IndexError):
-            fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        return 0.0
+        return sum(map(int, stat_fields(self.pid)[11:13])) / os.sysconf("SC_CLK_TCK")
 
     def ask_for_stack(self) -> None:
         if self._can_trace:
@@ -211,7 +203,6 @@ class Rank:
         return problem
 
     def _take_overflow(self, *, is_last: bool = False) -> None:
-        """Receive output that the rank could not write."""
         with suppress(OSError):  # there is no more, or the socket is closed
             # Output left in the socket makes the rank wait, so it writes no faster than its output is shown.
             while is_last or not any(output.is_behind for output in self._output.values()):
@@ -231,10 +222,10 @@ class Rank:
 
 
 class RankProcesses:
-    """Where an agent starts ranks. `run` must be running."""
+    """Starts the ranks of a node. `run` must be running."""
 
     def __init__(self, directory: AgentDir, *, logs: Path, states: RankStates) -> None:
-        """`logs` is where ranks' output lies, unless the user names another directory."""
+        """`logs` is the directory for the ranks' output, unless the user names another one."""
         self._directory = directory
         self._states = states
         self._logs = logs
@@ -245,7 +236,7 @@ class RankProcesses:
         self._num_ranks = 1
 
     async def run(self) -> None:
-        """Keep the fork server, for ever, once it is known what runs."""
+        """Keep the fork server running once `prepare` has created it, until cancelled."""
         await self._has_server.wait()
         assert self._server is not None
         async with trio.open_nursery() as nursery:
@@ -258,7 +249,7 @@ class RankProcesses:
         return await self._server.server_ended()
 
     async def prepare(self, run: RanksSpec, devices: tuple[int, ...]) -> int:
-        """Start the fork server; returns how many ranks the node has. Raises ConfigError."""
+        """Start the fork server, and return the node's number of ranks. Raises ConfigError."""
         check_command(run, os.environ)
         self._num_ranks = _num_ranks(run.ranks_per_node, devices)
         self._states.open(run)
@@ -268,7 +259,7 @@ class RankProcesses:
         await trio.to_thread.run_sync(_remove_attempts, self._logs)
         _make_logs(self._logs / "attempt_0" / "0")
         environment = {**run.environment}
-        if self._num_ranks > 1:  # libraries may read it when they are loaded
+        if self._num_ranks > 1:  # here, because libraries may read it when the server loads them
             environment.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
         command = module_command(_MODULE, str(self._directory.fork_warmth), _ROOM)
         self._server = ForkServer(self._directory, command, environment={**os.environ, **environment})
@@ -277,7 +268,7 @@ class RankProcesses:
         return self._num_ranks
 
     async def _check_server(self, run: RanksSpec) -> None:
-        """Have a process forked that ends at once: what keeps ranks from starting is known before any does."""
+        """Fork a process that ends at once, to learn early what keeps ranks from starting. Raises ConfigError."""
         assert self._server is not None
         try:
             process, guard = await self._server.fork()
@@ -301,7 +292,7 @@ class RankProcesses:
         self._states.leave()
 
     def reserve_port(self) -> int:
-        """Return a port that is free, and keep it: bound, not listening, so that a rank can listen there."""
+        """Return a free port, and keep it bound but not listening, so that a rank can listen there."""
         if self._port is not None:
             self._port.close()
         self._port = sock = _bound()
@@ -309,7 +300,7 @@ class RankProcesses:
         return port
 
     async def start(self, setup: RankSetup) -> Rank:
-        """Fork a rank. Raises WorkersUnavailable, or ConfigError where its files cannot be made."""
+        """Fork a rank. Raises WorkersUnavailable, or ConfigError if its files cannot be created."""
         assert self._server is not None
         logs = self._logs / f"attempt_{setup.attempt}" / str(setup.local_rank)
         _make_logs(logs)
@@ -317,14 +308,14 @@ class RankProcesses:
         self._directory.note_process(f"rank{setup.local_rank}", process.pid)
         overflow, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         overflow.setblocking(False)
-        with theirs, suppress(OSError, trio.BrokenResourceError):  # it has ended already, as waiting for it tells
-            told = encode_frame(self._told(setup, logs))
-            await send_descriptors(guard.socket, told[:1], (theirs.fileno(),))
-            await guard.send_all(told[1:])
+        with theirs, suppress(OSError, trio.BrokenResourceError):  # it has ended already, which `wait` reports
+            order = encode_frame(self._order(setup, logs))
+            await send_descriptors(guard.socket, order[:1], (theirs.fileno(),))
+            await guard.send_all(order[1:])
         can_trace = setup.run.entry != "program"
         return Rank(process, guard, overflow, logs, oom_kills=self._oom_kills, can_trace=can_trace)
 
-    def _told(self, setup: RankSetup, logs: Path) -> protocol.BecomeRank:
+    def _order(self, setup: RankSetup, logs: Path) -> protocol.BecomeRank:
         run = setup.run
         environment = {**os.environ, **rank_environment(setup, os.environ)}
         environment["TORCHELASTIC_ERROR_FILE"] = str(logs / "error.json")
@@ -341,19 +332,19 @@ class RankProcesses:
 
 
 def _remove_attempts(logs: Path) -> None:
-    """Remove the logs of a run before; whatever else the user keeps there stays."""
+    """Remove the logs of an earlier run, but nothing else that the user keeps there."""
     for attempt in logs.glob("attempt_*"):
         shutil.rmtree(attempt, ignore_errors=True)
 
 
 def _make_logs(directory: Path) -> None:
-    """Make a directory with a rank's files. Raises ConfigError, but not for a full disk: ranks run without them."""
+    """Create a directory with a rank's files. Raises ConfigError."""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name in ("stdout.log", "stderr.log"):
             (directory / name).touch(mode=0o600)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # on a full disk, ranks run without these files
             raise ConfigError(f"--log-dir: {directory}: {error.strerror}") from error
 
 
@@ -362,11 +353,10 @@ def _in_directory(run: RanksSpec, path: str) -> Path:
 
 
 def _bound() -> socket.socket:
-    """A socket that is bound to a free port of all addresses. torch's store binds with SO_REUSEADDR too."""
     try:
         sock = socket.socket(socket.AF_INET6)
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # torch's store sets it too
         sock.bind(("::", 0))
     except OSError:  # no IPv6 here
         sock = socket.socket(socket.AF_INET)
@@ -376,7 +366,7 @@ def _bound() -> socket.socket:
 
 
 def _num_ranks(asked: str, devices: tuple[int, ...]) -> int:
-    """How many ranks a node has. Raises ConfigError where it has none of what is to be counted."""
+    """Raises ConfigError if there is nothing of the kind to count."""
     match asked:
         case "slots":
             return len(devices)
@@ -392,7 +382,7 @@ def _num_ranks(asked: str, devices: tuple[int, ...]) -> int:
 
 
 def _num_gpus() -> int:
-    """GPUs that ranks will see, counted without loading what could make a context."""
+    """Count the GPUs that ranks will see, without a library that could create a context."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])

@@ -15,7 +15,7 @@ import trio
 from oobleck.control.protocol import ForkServerEnded, ProcessEnd, SetUpWorker, WorkerBound, WorkerMessage
 from oobleck.job import JobSpec
 from oobleck.roles.channel import MessageChannel
-from oobleck.runtime.files import AgentDir
+from oobleck.runtime.files import AgentDir, stat_fields
 from oobleck.runtime.python_process import as_no_rank, module_command
 from oobleck.wire import FrameDecoder
 
@@ -52,7 +52,7 @@ class Worker:
         return processor_s(self.pid)
 
     async def aclose(self) -> None:
-        """Listen no longer; a worker that lives ends by that."""
+        """Close the channel, which ends a living worker."""
         await self._channel.aclose()
 
 
@@ -60,7 +60,7 @@ class ForkingWorkerHost:
     """Starts workers through the fork server. `run` must be running."""
 
     def __init__(self, directory: AgentDir, *, server: Sequence[str] = _SERVER) -> None:
-        """`server` is the command of a fork server; it gets the number of its listening socket's descriptor."""
+        """`server` is the fork server's command, which receives its listening socket's descriptor."""
         self._directory = directory
         self._oom_kills = OomKills()
         self._server = ForkServer(directory, server, environment=as_no_rank())
@@ -69,13 +69,13 @@ class ForkingWorkerHost:
         await self._server.run()
 
     async def server_ended(self) -> ForkServerEnded:
-        said = await self._server.server_ended()
-        assert isinstance(said, ForkServerEnded), "it is warm itself"
-        return said
+        ended = await self._server.server_ended()
+        assert isinstance(ended, ForkServerEnded), "the server itself is warm"
+        return ended
 
     async def prepare(self, job: JobSpec, cache_dir: Path) -> None:
-        """Tokenise the text while the fork server still imports torch; the agent that started it does so."""
-        await self._server.settled()
+        """Tokenise the text while the fork server still imports torch; only the agent that started it does so."""
+        await self._server.settled.wait()
         makes_data = job.script is not None and "data" in job.script.provides
         if not self._server.has_started or makes_data or job.data.shards:
             return
@@ -91,43 +91,25 @@ class ForkingWorkerHost:
         process, stream = await self._server.fork()
         worker = Worker(process, MessageChannel(stream, FrameDecoder(WorkerMessage)), self._oom_kills)
         self._directory.note_process(f"worker{setup.worker_id.device}", worker.pid)
-        with suppress(trio.BrokenResourceError):  # it has ended already, as waiting for it tells
+        with suppress(trio.BrokenResourceError):  # it has ended already, which `wait` reports
             await worker.send([setup])
         return worker
 
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _TIMES = slice(11, 15)
-"""User and system time, its own and that of children that it has waited for; counted from the state's field."""
+"""User and system time of the process and of its reaped children, counted from the state's field."""
 
 
 def processor_s(pid: int) -> float:
-    """Return the seconds of processor time that a process has used; 0 when it is gone.
-
-    All that descend from it count as well: compilers are processes of their own.
-    """
-    return sum(map(_own_s, _family(pid)))
-
-
-def _own_s(pid: int) -> float:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return 0.0
-    words = stat.rpartition(b")")[2].split()  # its name, in parentheses, may be anything
-    return sum(map(int, words[_TIMES])) / _TICKS_PER_S
+    """Return the CPU time in seconds of a process and its descendants, such as compilers; 0 once it is gone."""
+    return sum(int(ticks) for each in _family(pid) for ticks in stat_fields(each)[_TIMES]) / _TICKS_PER_S
 
 
 def _family(pid: int) -> Iterator[int]:
     yield pid
-    for task in _tasks(pid):
-        with suppress(OSError):  # a kernel may lack this file; then only children that have ended are counted
-            for child in Path(f"/proc/{pid}/task/{task}/children").read_bytes().split():
-                yield from _family(int(child))
-
-
-def _tasks(pid: int) -> list[str]:
-    try:
-        return os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        return []
+    with suppress(OSError):  # it has ended
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):  # a kernel without this file reports only children that have ended
+                for child in Path(f"/proc/{pid}/task/{task}/children").read_bytes().split():
+                    yield from _family(int(child))

@@ -5,20 +5,13 @@ from __future__ import annotations
 from .agent_dir import (
     MEMORY_OWNER,
     ONLY_COPY,
+    AgentCommands,
     AgentDir,
-    answer_command,
-    clean_command,
-    end_command,
-    forget_command,
-    is_alive_command,
-    kill_command,
-    signal_command,
-    slow_command,
 )
 from .input_file import MAX_DATA_BYTES, read_input
 from .line_file import LineFile
 from .private_paths import private_directory
-from .process_id import ProcessId
+from .process_id import ProcessId, stat_fields
 from .run_dir import (
     BASE_DIR_VARIABLE,
     LAUNCHED_DIRECTORY,
@@ -35,20 +28,14 @@ __all__ = [
     "MAX_SOCKET_PATH_BYTES",
     "MEMORY_OWNER",
     "ONLY_COPY",
+    "AgentCommands",
     "AgentDir",
     "LineFile",
     "ProcessId",
     "RunDirectory",
-    "answer_command",
-    "clean_command",
     "default_base_dir",
     "default_tag",
-    "end_command",
-    "forget_command",
-    "is_alive_command",
-    "kill_command",
     "private_directory",
     "read_input",
-    "signal_command",
-    "slow_command",
+    "stat_fields",
 ]

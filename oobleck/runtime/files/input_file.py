@@ -1,7 +1,6 @@
-"""Files that a user names, read within bounds: of size, and of the time that a pipe may take to say something.
+"""Files that a user names, read within limits of size and of the time that a pipe may take.
 
-A name may stand for anything: a directory, a device that never ends, a pipe that nobody writes to. Each of them is an
-error in words, and at once.
+A name may belong to anything: a directory, an endless device, a pipe without a writer. Each is a clear error, at once.
 """
 
 from __future__ import annotations
@@ -16,29 +15,26 @@ from oobleck.errors import ConfigError, UsageError
 from oobleck.host.user_path import expand_user
 
 MAX_TEXT_BYTES = 4 << 20
-"""Of what people write: jobs, hostfiles, scripts. The longest hostfile that is allowed has half of it."""
+"""The limit for what people write: jobs, hostfiles, scripts. The longest valid hostfile takes half of it."""
 MAX_DATA_BYTES = 64 << 20
-"""Of what programs write: traces, profiles, configurations of models."""
+"""The limit for what programs write: traces, profiles, models' configurations."""
 
-_PATIENCE_S = 10.0  # how long a pipe may take, all in all
+_PATIENCE_S = 10.0
 _CHUNK_BYTES = 1 << 20
 
 
 def read_input(path: Path, what: str, *, most_bytes: int = MAX_TEXT_BYTES, patience_s: float = _PATIENCE_S) -> str:
-    """Return the text of a file that the user has named; `what` it is for stands in errors.
+    """Return the text of a file that the user named as `what`, with newlines as line ends and no byte order mark.
 
-    Line ends become newlines, and a byte order mark is left out. Blocks for `patience_s` at most, where the file is a
-    pipe or a terminal.
-
-    Raises UsageError where there is no such file, and ConfigError where what is there cannot be read as text, or is
-    longer than `most_bytes`.
+    Blocks for `patience_s` at most, if the file is a pipe or a terminal. Raises UsageError if the file does not exist,
+    and ConfigError if it cannot be read as text or exceeds `most_bytes`.
     """
     place = f"{what} {str(path)!r}" if not str(path).isprintable() else f"{what} {path}"
     try:
         content = _read(path, place, most_bytes, patience_s)
     except FileNotFoundError as error:
         raise UsageError(f"{place}: {error.strerror}") from error
-    except (OSError, ValueError, RuntimeError) as error:  # a name with a null character; the home of no user
+    except (OSError, ValueError, RuntimeError) as error:  # the name has a null character, or an unknown user's home
         raise ConfigError(f"{place}: {getattr(error, 'strerror', None) or error}") from error
     try:
         text = content.decode("utf-8-sig")
@@ -48,13 +44,13 @@ def read_input(path: Path, what: str, *, most_bytes: int = MAX_TEXT_BYTES, patie
 
 
 def _read(path: Path, place: str, most_bytes: int, patience_s: float) -> bytes:
-    """All bytes of a file. Without O_NONBLOCK, a pipe that nobody writes to could not even be opened."""
+    # Without O_NONBLOCK, opening a pipe that has no writer would block.
     descriptor = os.open(expand_user(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
-        found = os.fstat(descriptor)
-        if stat.S_ISDIR(found.st_mode):
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(0, "it is a directory; name a file")
-        if stat.S_ISREG(found.st_mode) and found.st_size > most_bytes:
+        if stat.S_ISREG(status.st_mode) and status.st_size > most_bytes:
             raise _too_long(place, most_bytes)
         return _read_all(descriptor, place, most_bytes, time.monotonic() + patience_s)
     finally:

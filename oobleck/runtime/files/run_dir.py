@@ -1,17 +1,17 @@
-"""Where a run keeps its files: `<base_dir>/<tag>/`, readable by its user alone.
+"""The files of a run: `<base_dir>/<tag>/`, readable by its user only.
 
 journal.jsonl        everything that the master saw and decided
 metrics.jsonl        a sample of numbers for each committed step
 lock                 held by the run's master while it lives
 host                 the machine of the first master
-owner                the script or job file of the first run of this tag
+owner                the script or job file of the tag's first run
 command              the command that started the newest master, for people
 control.sock         status, kill and stop; a link to a short directory elsewhere if this path is too long
-temporary            where the agents of virtual nodes have their sockets
-agent<index>.log     one for each line of the hostfile
+temporary            the directory with the sockets of virtual nodes' agents
+agent<index>.log     one per line of the hostfile
 profile/             measured profiles
-tensorboard/         the metrics again, where TensorBoard is installed
-dial-in/             keys for nodes that dial in, and what their scheduler says
+tensorboard/         the metrics again, if TensorBoard is installed
+dial-in/             keys for nodes that dial in, and the output of their scheduler
 """
 
 from __future__ import annotations
@@ -36,23 +36,21 @@ from .process_id import ProcessId
 BASE_DIR_VARIABLE = "OOBLECK_BASE_DIR"
 
 LAUNCHED_DIRECTORY = ".launched"
-"""In the directory of all runs: jobs that `oobleck.launch` has written."""
+"""The part of the directory of all runs where `oobleck.launch` writes jobs."""
 MAX_SOCKET_PATH_BYTES = 100
-"""Below the limit of every system we run on: 108 with its closing zero on Linux, 104 on macOS."""
+"""A length below the limits of Linux (108 with its closing zero) and macOS (104)."""
 _TAG_CHARS = 40
 _DIGEST_CHARS = 8
 
 
 def default_base_dir() -> Path:
-    """The directory of all runs: $OOBLECK_BASE_DIR, or `~/.oobleck`."""
-    configured = os.environ.get(BASE_DIR_VARIABLE)
-    return expand_user(configured or "~/.oobleck")
+    return expand_user(os.environ.get(BASE_DIR_VARIABLE) or "~/.oobleck")
 
 
 def default_tag(base_dir: Path, tag: str, owner: str) -> str:
-    """Return the tag of a run that the user has not named: `tag`, or one of its own where that is of another owner.
+    """Return the tag of a run that the user has not named: `tag`, or a variant of it if another owner has that.
 
-    `owner` is the path of what the run is of. The same one always gets the same tag, and with it its states.
+    `owner` is the path of the run's job or script, which always gets the same tag and so finds its states.
     """
     digest = hashlib.sha256(os.fsencode(owner)).hexdigest()[:_DIGEST_CHARS]
     apart = f"{tag[: _TAG_CHARS - _DIGEST_CHARS - 1]}-{digest}"
@@ -66,29 +64,24 @@ class RunDirectory:
     """The paths of one run; nothing exists before `create`."""
 
     base_dir: Path
-    """By any of its names: links in it are followed once, here, so that agents and later masters find one place."""
     tag: str
 
     @property
     def path(self) -> Path:
+        # Links are resolved, so that agents and later masters find the same place under any name.
         return self.base_dir.resolve() / self.tag
 
     @property
     def run_id(self) -> str:
-        """A name for this run's files on the nodes: other machines and base directories may use the same tag.
+        """The name for this run's files on the nodes, distinct from runs of other machines and base directories.
 
         A master on another machine that shares this directory uses the same name, so it can take over.
         """
-        digest = hashlib.sha256(f"{self._first_host}:{self.path}".encode()).hexdigest()[:8]
+        host = ""
+        with suppress(OSError, ValueError):
+            host = (self.path / "host").read_text(encoding="utf-8").strip()
+        digest = hashlib.sha256(f"{host or socket.gethostname()}:{self.path}".encode()).hexdigest()[:8]
         return f"{self.tag}-{digest}"
-
-    @property
-    def _first_host(self) -> str:
-        try:
-            noted = (self.path / "host").read_text(encoding="utf-8").strip()
-        except (OSError, ValueError):
-            noted = ""
-        return noted or socket.gethostname()
 
     @property
     def journal(self) -> Path:
@@ -100,7 +93,7 @@ class RunDirectory:
 
     @property
     def cache(self) -> Path:
-        """Where tokenised text is kept: for all runs of this user, unless the base directory's is somebody else's."""
+        """The directory for tokenised text, which all runs share unless it belongs to another user."""
         shared = self.path.parent / "cache"
         is_foreign = shared.exists() and shared.stat().st_uid != os.getuid()
         return self.path / "cache" if is_foreign else shared
@@ -111,12 +104,12 @@ class RunDirectory:
 
     @property
     def control_socket(self) -> Path:
-        """Where the run listens: in its directory if that path is short enough for a socket."""
+        """The run's socket, in its directory if that path is short enough."""
         path = self.path / "control.sock"
         if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
             return path
         try:
-            return Path(os.readlink(path))  # other terminals may have another runtime directory than the master
+            return Path(os.readlink(path))  # another terminal may have a different runtime directory than the master
         except OSError:
             return self._short_socket
 
@@ -127,33 +120,34 @@ class RunDirectory:
 
     @property
     def master(self) -> ProcessId | None:
-        """The process that holds the run's lock, or was the last to hold it; None when none ever did."""
+        """The last process that held the run's lock, or holds it now; None if there was none."""
         return ProcessId.read(self.path / "lock")
 
     @property
     def owner(self) -> str | None:
-        """The path of what the first run of this tag was of; None where nothing says so."""
+        """The path of the job or script of the tag's first run, if noted."""
         try:
             return (self.path / "owner").read_text(encoding="utf-8", errors="surrogateescape").rstrip("\n") or None
         except OSError:
             return None
 
     def note_owner(self, owner: str) -> None:
-        """Note what the run is of, unless the tag has an owner already. The lock must be held. Raises OSError."""
+        """Note the path of the run's job or script, unless the tag has one. Needs the lock. Raises OSError."""
         if self.owner is None:
             write_whole(self.path / "owner", f"{owner}\n")
 
     @property
     def command(self) -> str:
-        """The command that started the newest master, for people; empty where nobody has noted it."""
+        """The command that started the newest master, for people; empty if not noted."""
         try:
             return (self.path / "command").read_text(encoding="utf-8").strip()
         except (OSError, ValueError):
             return ""
 
     def note_command(self, words: Sequence[str]) -> None:
-        """Note the command line of this process, without the values of variables and a script's arguments: those may
-        be secrets. Best effort, raises nothing.
+        """Note the command line of this process; best effort, raises nothing.
+
+        The values of variables and a script's arguments are left out, because they may be secrets.
         """
         shown = list(words)
         for index, word in enumerate(words):
@@ -163,15 +157,13 @@ class RunDirectory:
             name, equals, value = word.removeprefix("--env=").partition("=")
             if equals and value and (word.startswith("--env=") or words[index - 1 : index] == ["--env"]):
                 shown[index] = f"{'--env=' if word.startswith('--env=') else ''}{name}=…"
-        line = f"cd {shlex.quote(os.getcwd())} && {' '.join(map(_quoted, shown))}"
+        quoted = (word if word.endswith("…") else shlex.quote(word) for word in shown)
+        line = f"cd {shlex.quote(os.getcwd())} && {' '.join(quoted)}"
         with suppress(OSError, UnicodeEncodeError):
             write_whole(self.path / "command", f"{line}\n")
 
     def create(self) -> None:
-        """Make the directory and its parents; the run's own becomes private, an existing base directory stays as it is.
-
-        Raises ConfigError where that is impossible.
-        """
+        """Create the directory, private to its user, and its parents. Raises ConfigError."""
         try:
             str(self.path).encode()
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -185,18 +177,15 @@ class RunDirectory:
             with suppress(OSError):  # without it, no master on another machine can take over
                 write_whole(self.path / "host", f"{socket.gethostname()}\n")
         if self.control_socket.parent != self.path:
-            self._link_socket()
+            link = self.path / "control.sock"
+            link.unlink(missing_ok=True)
+            link.symlink_to(self._short_socket)
         private_directory(self.control_socket.parent)
 
-    def _link_socket(self) -> None:
-        link = self.path / "control.sock"
-        link.unlink(missing_ok=True)
-        link.symlink_to(self._short_socket)
-
     def pin_temporary_directory(self) -> Path:
-        """Where the run's virtual nodes have their agents: where those of a master before us are, if any are left.
+        """Return the temporary directory for virtual nodes' agents, which must exist.
 
-        TMPDIR may have another value by now. The directory must exist.
+        Agents of an earlier master may still use another one, because TMPDIR may have changed since.
         """
         note = self.path / "temporary"
         try:
@@ -212,9 +201,9 @@ class RunDirectory:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the run's lock; the system releases it when the process dies. The directory must exist.
+        """Hold the run's lock, which the system releases when the process dies. The directory must exist.
 
-        Raises UsageError if another process holds it, ConfigError where it cannot be written.
+        Raises UsageError if another process holds it, ConfigError if it cannot be written.
         """
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -226,25 +215,17 @@ class RunDirectory:
                     f"a run with tag {self.tag} is active (process {holder[0] if holder else 'unknown'}); stop it with "
                     f"`oobleck stop {self.tag}` or choose another --tag"
                 ) from None
-            self._note_holder(descriptor)
+            try:
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"{ProcessId.of(os.getpid())}\n".encode(), 0)
+            except OSError as error:
+                raise ConfigError(f"{self.path / 'lock'}: {error.strerror}") from error
             yield
         finally:
             os.close(descriptor)
 
-    def _note_holder(self, lock: int) -> None:
-        try:
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, f"{ProcessId.of(os.getpid())}\n".encode(), 0)
-        except OSError as error:
-            raise ConfigError(f"{self.path / 'lock'}: {error.strerror}") from error
-
-
-def _quoted(word: str) -> str:
-    return word if word.endswith("…") else shlex.quote(word)
-
 
 def _short_directory() -> Path:
-    """A directory of ours with a short path, for sockets whose own place is too deep."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and len(os.fsencode(runtime)) <= MAX_SOCKET_PATH_BYTES - len("/oobleck/0123456789abcdef.sock"):
         return Path(runtime) / "oobleck"

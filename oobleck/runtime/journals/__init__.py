@@ -1,10 +1,20 @@
-"""Journals on disk: written, read whole or from an image of what is before, found, and followed while they grow."""
+"""Journals on disk: writing, reading (whole or from an image), finding, and following them while they grow."""
 
 from __future__ import annotations
 
-from .journal_file import JournalWriter, aside_of, put_back, read_entries, read_journal, read_losses, set_aside
+from .journal_file import (
+    JournalWriter,
+    aside_of,
+    find_journal,
+    follow_journal,
+    has_end,
+    put_back,
+    read_entries,
+    read_journal,
+    read_losses,
+    set_aside,
+)
 from .journal_image import read_image, write_image
-from .journal_reading import find_journal, follow_journal, has_end
 
 __all__ = [
     "JournalWriter",

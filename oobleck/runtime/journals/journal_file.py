@@ -1,9 +1,9 @@
-"""The journal on disk: one JSON line an entry, only ever appended to. A plan is written as what it changes.
+"""The journal on disk: an append-only file with one JSON line per entry. A plan is written as its changes.
 
-Every entry reaches the system before `append` returns, so it survives the death of the master. Those that a
-restarted master cannot do without are also forced to the disk, from a helper thread, because a slow disk must
-not hold up the master's loop. A crash can tear the last line; a reader leaves it out, and the next writer
-removes it. While the disk takes nothing, entries are kept, and the journal says so as soon as it can.
+Every entry reaches the system before `append` returns, so it survives the death of the master. A helper thread also
+forces those that a restarted master needs to the disk, because a slow disk must not hold up the master's loop. A crash
+can tear the last line; readers ignore it, and the next writer removes it. While the disk is full, entries wait in
+memory, and the journal says so as soon as it can.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -18,8 +19,9 @@ from pathlib import Path
 from types import TracebackType
 
 from oobleck.control import journal
-from oobleck.errors import ConfigError, PeerError
-from oobleck.runtime.files import LineFile
+from oobleck.errors import ConfigError, PeerError, UsageError
+from oobleck.host.user_path import expand_user
+from oobleck.runtime.files import LineFile, RunDirectory
 from oobleck.wire import decode_json, encode_json
 
 from .journal_image import remove_image
@@ -28,22 +30,24 @@ logger = logging.getLogger(__name__)
 
 _RESERVE_BYTES = 8192
 _STEP_DONE = b'{"@type":"StepDone",'
+_JOB_ENDED = b'{"@type":"JobEnded"'
+_LAST_BYTES = 1 << 16
+_POLL_S = 0.2
 
 
 class JournalWriter:
     """Appends entries to a file; the port `Journal`, for one thread.
 
-    What a full disk does not take is kept and written later (`LineFile`), between two `JournalGap` entries; the first
-    is there as long as the disk is full, so that the journal is not read as if it had all there is. Training continues
-    meanwhile.
+    Entries that meet a full disk wait, and are written later (`LineFile`) between two `JournalGap` entries. The first
+    of these is in the file as long as the disk is full, so that no reader takes the journal for complete.
     """
 
     def __init__(
         self, path: Path, *, tell: Callable[[journal.JournalGap], None] = lambda _: None, max_bytes: int | None = None
     ) -> None:
-        """Open the journal, which need not exist; a torn last line is removed. Raises ConfigError.
+        """Open or create the journal, and remove a torn last line. Raises ConfigError.
 
-        `tell` hears of gaps; `max_bytes` limits what is kept in memory while nothing can be written.
+        `tell` receives gaps; `max_bytes` limits the memory for waiting entries.
         """
         self.path = path
         self._tell = tell
@@ -63,26 +67,22 @@ class JournalWriter:
 
     @property
     def num_missing(self) -> int:
-        """Entries that are not in the file, and may still come or never will."""
-        return self._lines.num_kept + self._lines.num_lost
+        return self._lines.num_missing
 
     @property
     def size_bytes(self) -> int:
-        """How long the file is, up to the end of its last whole line."""
         return self._lines.size_bytes
 
     @property
     def problem(self) -> OSError | None:
-        """Why entries cannot be written at the moment; None where they can."""
         return self._lines.problem
 
     @property
     def is_there(self) -> bool:
-        """Whether the file has its name: somebody may have removed it."""
         return self._lines.is_there
 
     def append(self, entry: journal.JournalEntry) -> None:
-        """Write one entry; it is with the system when this returns, or will be once the disk takes it. O(size)."""
+        """Write an entry, now or once the disk has room. O(size)."""
         is_minor = isinstance(entry, journal.StepDone | journal.LayersArriving | journal.Notice)
         self._last_s = entry.t_s
         num_lost = self._lines.num_lost
@@ -97,12 +97,12 @@ class JournalWriter:
             self._wake.set()
 
     def restore(self) -> None:
-        """Make the file again where it was removed, with all that it had. Raises OSError."""
+        """Create a removed journal again with its content. Raises OSError."""
         self._lines.restore()
         self._make_reserve()
 
     def close(self) -> None:
-        """Write what waits, force everything to the disk and close; waits for the disk."""
+        """Write waiting entries, force everything to the disk, and close."""
         if self._closing:
             return
         if self._lines.flush():
@@ -126,11 +126,11 @@ class JournalWriter:
 
     @property
     def _reserve(self) -> Path:
-        """A file that holds room for the entry that says that there is none."""
+        """A file that reserves disk space for the first `JournalGap`."""
         return self.path.with_name(f".{self.path.name}.reserve")
 
     def _make_reserve(self) -> None:
-        with suppress(OSError):  # without it, a full disk may leave no room to say so in the journal itself
+        with suppress(OSError):  # best effort: without it, the gap may go unrecorded while the disk is full
             self._reserve.write_bytes(bytes(_RESERVE_BYTES))
 
     def _begin_gap(self, since_s: float) -> None:
@@ -165,7 +165,7 @@ class JournalWriter:
         while not is_last:
             self._wake.wait()
             self._wake.clear()
-            is_last = self._closing  # asked before the disk is: what was written until then is on it after
+            is_last = self._closing  # read before the sync, which then covers the last entries
             try:
                 self._lines.sync()
             except OSError as error:
@@ -173,9 +173,9 @@ class JournalWriter:
 
 
 def read_journal(path: Path) -> Iterator[journal.JournalEntry]:
-    """Read the entries of a journal, one at a time; a torn last line is left out.
+    """Read the entries of a journal one at a time, without a torn last line.
 
-    Raises ConfigError for a file that cannot be read, or a broken line anywhere else, with its number.
+    Raises ConfigError for an unreadable file, or for any other broken line with its number.
     """
     return (entry for _, entry in read_entries(path))
 
@@ -183,9 +183,9 @@ def read_journal(path: Path) -> Iterator[journal.JournalEntry]:
 def read_entries(
     path: Path, *, start: int = 0, base: journal.PlanAdopted | None = None
 ) -> Iterator[tuple[int, journal.JournalEntry]]:
-    """Read entries from a byte on, each with where its line ends; a torn last line is left out.
+    """Read entries from byte `start` on, each with the end of its line; `base` is the newest plan before `start`.
 
-    `base` is the newest plan before `start`. Raises ConfigError as `read_journal` does.
+    Raises ConfigError like `read_journal`.
     """
     plans = journal.PlanUnpacker(base)
     place = start
@@ -197,13 +197,13 @@ def read_entries(
                     return
                 place += len(line)
                 where = f"journal {path}, line {number}{f' after byte {start}' if start else ''}"
-                yield place, decode_line(line, plans, where=where)
+                yield place, _decode_line(line, plans, where=where)
     except OSError as error:
         raise ConfigError(f"journal {path}: {error.strerror}") from error
 
 
-def decode_line(line: bytes, plans: journal.PlanUnpacker, *, where: str) -> journal.JournalEntry:
-    """Return what a line says. Raises ConfigError, which names the place."""
+def _decode_line(line: bytes, plans: journal.PlanUnpacker, *, where: str) -> journal.JournalEntry:
+    """Decode a line. Raises ConfigError, which begins with `where`."""
     try:
         return plans.entry(decode_json(journal.JournalLine, line))
     except PeerError as error:
@@ -211,22 +211,74 @@ def decode_line(line: bytes, plans: journal.PlanUnpacker, *, where: str) -> jour
 
 
 def read_losses(path: Path) -> tuple[float, ...]:
-    """Read the loss of each committed step, in order. What cannot be read is left out; 4 us a step."""
+    """Read the loss of each committed step, in order, as far as possible; 4 us per step."""
     tally = journal.LossTally()
     try:
         with path.open("rb") as lines:
             for line in lines:
                 if line.startswith(_STEP_DONE) and line.endswith(b"\n"):
                     record = json.loads(line)["record"]
-                    loss = record["loss"]  # a sixth of the time that a strict reading takes, for millions of steps
+                    loss = record["loss"]  # strict decoding would take six times as long, for millions of steps
                     tally.add_loss(record["step"], float(loss["@float"] if isinstance(loss, dict) else loss))
     except (OSError, ValueError, TypeError, LookupError) as error:
         logger.warning("journal %s: not all losses can be read: %s", path, error)
     return tally.losses
 
 
+def find_journal(base_dir: Path, run: str | None) -> Path:
+    """Return the journal of a run, named by its tag, directory or file; None names the newest. Raises UsageError."""
+    journals = list(base_dir.glob("*/journal.jsonl"))
+    if run is None:
+        if not journals:
+            raise UsageError(f"no run has left a journal in {base_dir}; name another --base-dir")
+        return max(journals, key=lambda path: path.stat().st_mtime)
+    named = expand_user(run)
+    candidates = [RunDirectory(base_dir=base_dir, tag=run).journal] if "/" not in run else []
+    candidates += [named, named / "journal.jsonl"]
+    for path in candidates:
+        if path.is_file():
+            return path
+    known = ", ".join(sorted(path.parent.name for path in journals)) or "none"
+    raise UsageError(f"no journal of {run!r}; runs in {base_dir}: {known}")
+
+
+def has_end(path: Path) -> bool:
+    """Whether a journal's last entry is the end of its run; False if it cannot be read. O(1)."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _LAST_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return False
+    return bool(lines) and lines[-1].startswith(_JOB_ENDED)
+
+
+def follow_journal(path: Path) -> Iterator[journal.JournalEntry | None]:
+    """Yield entries as they are written, until the run ends; yields None while there are none.
+
+    Raises ConfigError for an unreadable file, or a broken line with its number.
+    """
+    try:
+        with path.open("rb") as lines:
+            number, start, plans = 0, 0, journal.PlanUnpacker()
+            while True:
+                line = lines.readline()
+                if not line.endswith(b"\n"):
+                    lines.seek(start)  # a line torn by a full disk is cut off and written again later
+                    yield None
+                    time.sleep(_POLL_S)
+                    continue
+                number, start = number + 1, start + len(line)
+                entry = _decode_line(line, plans, where=f"journal {path}, line {number}")
+                yield entry
+                if isinstance(entry, journal.JobEnded):
+                    return
+    except OSError as error:
+        raise ConfigError(f"journal {path}: {error.strerror}") from error
+
+
 def set_aside(path: Path) -> Path | None:
-    """Rename an older run's file (`journal.jsonl` to `journal.<n>.jsonl`, the next free n); None without one."""
+    """Rename an older run's file (`journal.jsonl` to `journal.<n>.jsonl`, the next free n), if there is one."""
     if not path.exists():
         return None
     remove_image(path)
@@ -236,13 +288,13 @@ def set_aside(path: Path) -> Path | None:
 
 
 def aside_of(path: Path) -> frozenset[Path]:
-    """The files of older runs that were set aside for `path`."""
+    """Return the older runs' files that `set_aside` has renamed."""
     others = path.parent.glob(f"{path.stem}.*{path.suffix}")
     return frozenset(other for other in others if other.name.split(".")[1].isdecimal())
 
 
 def put_back(path: Path, before: frozenset[Path]) -> None:
-    """Undo `set_aside`, for a run that did nothing; `before` is what was aside before it."""
+    """Undo `set_aside` for a run that did nothing; `before` is what `aside_of` returned before it."""
     new = aside_of(path) - before
     if new:
         max(new, key=_number).replace(path)

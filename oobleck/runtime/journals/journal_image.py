@@ -1,10 +1,10 @@
-"""What follows from a journal up to a place, in a file beside it: a reader that has it need not read what is before.
+"""An image of a journal up to a place, in a file next to it, which saves a reader everything before that place.
 
     journal.jsonl         | entry | entry | ... | entry | entry |
-    .journal.jsonl.image    what all of these come to   ^ and only these are read
+    .journal.jsonl.image    the image stands for these  ^ and a reader reads only these
 
-It is worth what the journal is: where it is missing, torn, damaged, of another version, or of another journal, it is
-as if there were none. It is written beside its name and then renamed, and only once what it stands for is on the disk.
+The journal remains the truth: an image that is missing, torn, damaged, from another version or from another journal is
+ignored. It is renamed into place, and only once the entries that it stands for are on the disk.
 """
 
 from __future__ import annotations
@@ -25,14 +25,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _COMPARED_BYTES = 1 << 16
-"""So much of the journal, up to the image's place, has to be what it was: no other journal has the same there."""
+"""The part of the journal, up to the image's place, that must not have changed: it identifies the journal."""
 
 
 def write_image(journal: Path, image: object, place: int) -> int:
-    """Keep what the first `place` bytes of a journal come to, a dataclass; returns the image's size in bytes.
-
-    Raises OSError.
-    """
+    """Write a dataclass as the image of a journal's first `place` bytes; returns its size in bytes. Raises OSError."""
     body = encode_json(image)
     with journal.open("rb") as file:
         os.fsync(file.fileno())
@@ -48,7 +45,7 @@ def write_image(journal: Path, image: object, place: int) -> int:
 
 
 def read_image(journal: Path, expected: type[T]) -> tuple[T, int] | None:
-    """Return a journal's image, and the place up to which it stands for the journal; None where there is none."""
+    """Return a journal's image and its place, or None."""
     try:
         head_line, _, body = _path(journal).read_bytes().partition(b"\n")
     except OSError:
@@ -68,7 +65,6 @@ def read_image(journal: Path, expected: type[T]) -> tuple[T, int] | None:
 
 
 def remove_image(journal: Path) -> None:
-    """Forget a journal's image, if it has one."""
     with suppress(OSError):
         _path(journal).unlink()
 
@@ -82,7 +78,7 @@ def _digest(data: bytes) -> str:
 
 
 def _digest_before(descriptor: int, place: int) -> str:
-    """A digest of what ends at a place. Raises ValueError for a file that is shorter."""
+    """Return a digest of the bytes before a place. Raises ValueError if the file is shorter."""
     start = max(0, place - _COMPARED_BYTES)
     data = os.pread(descriptor, place - start, start)
     if len(data) != place - start:

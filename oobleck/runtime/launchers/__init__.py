@@ -1,4 +1,4 @@
-"""Where nodes live: each launcher lists nodes, connects to them, and reports which come and go."""
+"""Where nodes live: each launcher lists nodes, connects to them, and reports which join and leave."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .dial_in import (
 )
 from .kubernetes import KubernetesAPI, PodFollower
 from .launcher import Arrived, Launcher, Leaving, NodeChange, Reported
-from .listed import Hostfile, ListedNodes, NodeList, VirtualNodes
+from .listed import Hostfile, ListedNodes, VirtualNodes
 from .ray import RayActors, ray_nodes
 from .slurm import SlurmAllocation, SlurmJobs, SlurmTasks
 
@@ -31,7 +31,6 @@ __all__ = [
     "Leaving",
     "ListedNodes",
     "NodeChange",
-    "NodeList",
     "PodFollower",
     "RayActors",
     "Reported",

@@ -1,4 +1,4 @@
-"""A command that prints a hostfile: what clouds' tools, schedulers and discovery scripts say of the nodes of now."""
+"""A command that prints a hostfile: a cloud's tool, a scheduler or a discovery script that lists the current nodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHOWN_CHARS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostsCommand:
-    """A shell command that prints a hostfile; a `NodeList`."""
+    """A shell command that prints a hostfile."""
 
     command: str
     interval_s: float = 10.0
@@ -32,22 +32,22 @@ class HostsCommand:
         return f"--hosts-from {self.command!r}"
 
     async def read(self) -> str:
-        """Run the command; returns what it prints. Raises ConfigError."""
+        """Raises ConfigError."""
         return await printed_by(self.command, named=self.source, timeout_s=self.timeout_s)
 
 
 async def printed_by(command: str, *, named: str, timeout_s: float) -> str:
-    """Run a shell command, which errors call `named`; returns what it prints.
+    """Run a shell command, called `named` in errors; return its output.
 
-    Raises ConfigError where it fails, does not end in time, or prints what is no text. It is then ended, with all that
-    it has started.
+    Raises ConfigError if the command fails, does not end in time (it is then killed, with its children), or prints
+    something other than text.
     """
     process = await trio.lowlevel.open_process(
         ["/bin/sh", "-c", command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        start_new_session=True,  # a group of its own, which can be ended as a whole
+        start_new_session=True,  # a process group that can be killed as a whole
     )
     assert process.stdout is not None
     assert process.stderr is not None
@@ -56,13 +56,15 @@ async def printed_by(command: str, *, named: str, timeout_s: float) -> str:
         with trio.move_on_after(timeout_s) as waiting:
             async with trio.open_nursery() as reading:
                 reading.start_soon(_keep_end, process.stderr, errors)
-                await _keep_start(process.stdout, printed)
+                while len(printed) <= _MOST_BYTES and (data := await process.stdout.receive_some(_READ_BYTES)):
+                    printed += data
                 if len(printed) > _MOST_BYTES:
                     waiting.cancel()
             await process.wait()
     finally:
         if process.returncode is None:
-            _kill_group(process.pid)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             with trio.CancelScope(shield=True):
                 await process.wait()
         for stream in (process.stdout, process.stderr):
@@ -77,13 +79,7 @@ async def printed_by(command: str, *, named: str, timeout_s: float) -> str:
     try:
         return printed.decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{named} printed what is no text in UTF-8 ({error.reason})") from error
-
-
-async def _keep_start(stream: trio.abc.ReceiveStream, kept: bytearray) -> None:
-    """Read to the end, or until there is too much."""
-    while len(kept) <= _MOST_BYTES and (data := await stream.receive_some(_READ_BYTES)):
-        kept += data
+        raise ConfigError(f"{named} printed something that is not UTF-8 text ({error.reason})") from error
 
 
 async def _keep_end(stream: trio.abc.ReceiveStream, kept: bytearray) -> None:
@@ -95,8 +91,3 @@ async def _keep_end(stream: trio.abc.ReceiveStream, kept: bytearray) -> None:
 def _last_line(errors: bytearray) -> str:
     lines = errors.decode(errors="replace").strip().splitlines()
     return f": {lines[-1][:_SHOWN_CHARS]}" if lines else ""
-
-
-def _kill_group(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)

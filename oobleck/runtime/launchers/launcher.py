@@ -1,10 +1,9 @@
 """The one seam between a run and the place where its nodes live.
 
-Whatever lists nodes and connects to them is a launcher: a hostfile with SSH, a command that prints one, a port that
-nodes dial in to. Nothing else of a run knows which it is.
+A launcher lists nodes and connects to them: a hostfile with SSH, a command that prints one, or a port that nodes dial
+in to. No other part of a run knows which it is.
 
-A launcher never says that a node is lost. Schedulers learn of a death after seconds; connections and leases say so in
-milliseconds.
+A launcher never reports a lost node. Schedulers notice a death after seconds, connections and leases in milliseconds.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ from oobleck.runtime.ssh import SSHConnection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:
-    """A node is there that was not, or that left or was lost before: it may join."""
+    """A node has appeared, perhaps after it left or was lost: it may join."""
 
     node: NodeSpec
     by_itself: bool = False
-    """Nobody has asked for it just now: a process on it may be started again whenever it ends."""
+    """Whether it came without a user's request: something may restart its process whenever it ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaving:
-    """A node is not listed any more, or will be taken away: drain it, if it is still there."""
+    """A node is no longer listed, or will be taken away: drain it if it is still there."""
 
     node: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reported:
-    """Something that people should read; it changes nothing."""
+    """A text for people to read."""
 
     level: str
     """`info` or `warning`."""
@@ -47,37 +46,37 @@ NodeChange = Arrived | Leaving | Reported
 
 
 class Launcher(Protocol):
-    """Where the nodes of a run come from, and how they are reached."""
+    """Where the nodes of a run come from, and how to reach them."""
 
     @property
     def are_virtual(self) -> bool:
-        """Whether all nodes are this machine, and share its directories and its faults."""
+        """Whether all nodes are on this machine and share its directories and its faults."""
 
     @property
     def python(self) -> str:
-        """The interpreter to be used on nodes, unless the user names another one."""
+        """The interpreter on nodes, unless the user names another one."""
 
     @property
     def nodes(self) -> tuple[NodeSpec, ...]:
-        """The nodes that are known now; some of them need not be in the run."""
+        """The nodes that are known now, in the run or not."""
 
     async def begin(self, *, waits: bool = True) -> tuple[NodeSpec, ...]:
-        """Wait until there are enough nodes to begin with, and return them; or those of now, unless it `waits`."""
+        """Wait for enough nodes to begin with and return them; without `waits`, return the present ones."""
 
     async def connect(self, node: NodeSpec) -> SSHConnection:
-        """Connect to a node. Raises NodeUnreachable. The caller closes the connection."""
+        """Connect to a node; the caller closes the connection. Raises NodeUnreachable."""
 
     async def has_ended(self, node: NodeSpec) -> bool:
-        """Whether a node whose connection has just been lost is gone for sure, with all that ran there.
+        """Whether a node whose connection was just lost is certainly gone, with all its processes.
 
-        False where it may live, and be reached again. Takes a moment at most.
+        Returns within a moment; False if the node may be reachable again.
         """
 
     async def follow(self, changes: trio.MemorySendChannel[NodeChange]) -> None:
-        """Report what changes after `begin`, until cancelled."""
+        """Report changes after `begin`, until cancelled."""
 
     async def release(self, node: NodeSpec) -> None:
-        """Give a node back that has left the run for good; best effort, raises nothing."""
+        """Give back a node that has left the run for good; best effort, raises nothing."""
 
     def named(self, text: str) -> NodeSpec:
-        """The node that a user who adds one means by `text`. Raises UserError."""
+        """Return the node that `text` means to a user who adds it. Raises UserError."""

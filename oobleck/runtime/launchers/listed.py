@@ -1,13 +1,13 @@
-"""Nodes that a text lists, and that are reached by SSH: new lines join, lines that are gone are drained.
+"""Nodes that a text lists and SSH reaches: nodes on new lines join, nodes on deleted lines are drained.
 
-The text is a hostfile, or what a command prints. Only differences between two versions of it count: nodes that were
-added or drained by commands stay as they are.
+The text is a hostfile or the output of a command. Only differences between two versions count, so nodes that a user
+added or drained by a command stay as they are.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count
@@ -21,6 +21,7 @@ from oobleck.job import NodeSpec
 from oobleck.runtime.files import read_input
 from oobleck.runtime.ssh import SSHConnection, SSHOptions, connect
 
+from .command import HostsCommand
 from .launcher import Arrived, Leaving, NodeChange, Reported
 
 _PATIENCE_S = 1.0
@@ -28,33 +29,14 @@ _AGAIN = "for it to count, delete the line, and write it again once the node has
 
 
 class Parser(Protocol):
-    """Reads the nodes of a text; `source` names it in errors. Raises ConfigError."""
+    """Parses the nodes of a text; `source` names the text in errors. Raises ConfigError."""
 
     def __call__(self, text: str, *, source: str) -> tuple[NodeSpec, ...]: ...
 
 
-class NodeList(Protocol):
-    """A text that lists nodes, and may change."""
-
-    @property
-    def source(self) -> str:
-        """What errors in the text begin with."""
-
-    @property
-    def name(self) -> str:
-        """As in "the hostfile"."""
-
-    @property
-    def interval_s(self) -> float:
-        """How often it is read."""
-
-    async def read(self) -> str:
-        """Read it. Raises UserError."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hostfile:
-    """A hostfile, which may be edited."""
+    """A hostfile, which may be edited during the run."""
 
     path: Path
     name: str = "the hostfile"
@@ -65,9 +47,9 @@ class Hostfile:
         return str(self.path)
 
     async def read(self) -> str:
-        """Read the file. Raises UserError where it cannot be read as text."""
+        """Raises ConfigError if the file cannot be read as text."""
         try:
-            # A short patience: a pipe in its place must not hold up the run.
+            # A pipe in its place must not hold up the run.
             return await trio.to_thread.run_sync(partial(read_input, self.path, "hostfile", patience_s=_PATIENCE_S))
         except UserError as error:
             raise ConfigError(f"{self.path} cannot be read as text ({error})") from error
@@ -75,28 +57,26 @@ class Hostfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedChanges:
-    """What a new version of a list means."""
+    """How a new version of a list differs from the one before."""
 
     joining: tuple[NodeSpec, ...] = ()
     leaving: tuple[str, ...] = ()
     altered: tuple[str, ...] = ()
-    """Nodes that are reached in another way now, or have other devices."""
+    """Nodes whose lines now say something else."""
     nodes: tuple[NodeSpec, ...] = ()
-    """All nodes of the list, by the names that they have in the run."""
+    """All nodes of the list, with their names in the run."""
 
     def __bool__(self) -> bool:
         return bool(self.joining or self.leaving or self.altered)
 
 
 def listed_changes(before: Sequence[NodeSpec], after: Sequence[NodeSpec]) -> ListedChanges:
-    """Compare two versions of a list; O(nodes). `before` has the names that the nodes have in the run.
-
-    A host's second line is the node host#2, and the first once the line before it is deleted. So nodes are told apart
-    by machine and devices, and keep their names.
-    """
+    """Compare two versions of a list; O(nodes). `before` has the nodes' names in the run."""
+    # A host's second line names the node host#2, and the first once the line above it is deleted. So machine and
+    # devices identify a node, which keeps its name.
     known = {_identity(spec): spec for spec in before}
     kept = known.keys() & {_identity(spec) for spec in after}
-    gone = {spec.name for identity, spec in known.items() if identity not in kept}
+    removed = {spec.name for identity, spec in known.items() if identity not in kept}
     names = {spec.name for spec in before}
     nodes: list[NodeSpec] = []
     joining: list[NodeSpec] = []
@@ -107,16 +87,17 @@ def listed_changes(before: Sequence[NodeSpec], after: Sequence[NodeSpec]) -> Lis
             node = replace(spec, name=known[identity].name)
             if node != known[identity]:
                 altered.append(node.name)
-        elif spec.name in gone:
+        elif spec.name in removed:
             node = spec
-            gone.discard(node.name)
+            removed.discard(node.name)
             altered.append(node.name)
         else:
-            node = replace(spec, name=_free_name(spec, names))
+            candidates = chain([spec.name], (f"{spec.host}#{number}" for number in count(2)))
+            node = replace(spec, name=next(name for name in candidates if name not in names))
             names.add(node.name)
             joining.append(node)
         nodes.append(node)
-    leaving = tuple(spec.name for spec in before if spec.name in gone)
+    leaving = tuple(spec.name for spec in before if spec.name in removed)
     return ListedChanges(joining=tuple(joining), leaving=leaving, altered=tuple(altered), nodes=tuple(nodes))
 
 
@@ -124,13 +105,8 @@ def _identity(spec: NodeSpec) -> tuple[str, int | None, tuple[int, ...]]:
     return spec.host.lower(), spec.port, spec.devices
 
 
-def _free_name(spec: NodeSpec, names: Collection[str]) -> str:
-    more = (f"{spec.host}#{number}" for number in count(2))
-    return next(name for name in chain([spec.name], more) if name not in names)
-
-
 class _NodesBySSH:
-    """What launchers have in common whose nodes this machine reaches by SSH."""
+    """The common part of launchers whose nodes this machine reaches by SSH."""
 
     python = sys.executable
     nodes: tuple[NodeSpec, ...]
@@ -141,11 +117,11 @@ class _NodesBySSH:
         return await connect(node, self._options)
 
     async def has_ended(self, node: NodeSpec) -> bool:
-        """Never known: SSH servers end connections, and agents outlive them."""
+        """Return False: an agent outlives its SSH connection, so its loss proves nothing."""
         return False
 
     async def release(self, node: NodeSpec) -> None:
-        """Nothing: the machine is its user's, and a virtual node may be added again."""
+        """Do nothing: the machine belongs to the user, and a virtual node may be added again."""
 
 
 class ListedNodes(_NodesBySSH):
@@ -153,8 +129,8 @@ class ListedNodes(_NodesBySSH):
 
     are_virtual = False
 
-    def __init__(self, listed: NodeList, text: str, *, parse: Parser, options: SSHOptions) -> None:
-        """`text` is what the list said when it was read first. Raises ConfigError where it is none."""
+    def __init__(self, listed: Hostfile | HostsCommand, text: str, *, parse: Parser, options: SSHOptions) -> None:
+        """`text` is the list's first version. Raises ConfigError if it cannot be parsed."""
         self._list = listed
         self._text = text
         self._parse = parse
@@ -165,12 +141,8 @@ class ListedNodes(_NodesBySSH):
         return self.nodes
 
     async def follow(self, changes: trio.MemorySendChannel[NodeChange]) -> None:
-        """Read the list again and again.
-
-        A new version counts once it has been the same for an interval: editors write in pieces, and a service that
-        lists machines may forget some for a moment. One that cannot be used is reported, and changes nothing.
-        """
-        said = seen = _version(self._text)
+        """Read the list at every interval, until cancelled; report a version that cannot be used."""
+        current = seen = _version(self._text)
         while True:
             await trio.sleep(self._list.interval_s)
             before, text = seen, None
@@ -179,14 +151,15 @@ class ListedNodes(_NodesBySSH):
                 seen = _version(text)
             except UserError as error:
                 seen = str(error)
-            if seen != before or seen == said:
-                continue
-            said = seen
-            for change in self._understand(text, str(seen)):
-                await changes.send(change)
+            # A version counts once it was the same for an interval: editors write in pieces, and a service may omit
+            # machines for a moment.
+            if seen == before and seen != current:
+                current = seen
+                for change in self._changes(text, str(seen)):
+                    await changes.send(change)
 
     def named(self, text: str) -> NodeSpec:
-        """A node of the list by its name, or a new one from a line as in a hostfile. Raises UserError."""
+        """Return a node of the list by its name, or a new one from a line of a hostfile. Raises UserError."""
         known = {spec.name: spec for spec in self.nodes}
         if text in known:
             return known[text]
@@ -195,8 +168,8 @@ class ListedNodes(_NodesBySSH):
             raise UsageError(f"{text!r} must name one host that is not in the run yet")
         return specs[0]
 
-    def _understand(self, text: str | None, problem: str) -> list[NodeChange]:
-        """What a new version means: None is one that could not be read, for a problem."""
+    def _changes(self, text: str | None, problem: str) -> list[NodeChange]:
+        """Compare a new version with the last one; None could not be read because of `problem`."""
         try:
             if text is None:
                 raise ConfigError(problem)
@@ -220,14 +193,14 @@ class ListedNodes(_NodesBySSH):
 
 
 def _version(text: str) -> tuple[str, ...] | str:
-    """What two versions are compared by: the order of lines says nothing."""
+    """Return a form of the text in which versions that differ only in the order of lines are equal."""
     return tuple(sorted(text.splitlines()))
 
 
 class VirtualNodes(_NodesBySSH):
-    """Launcher: nodes of this machine, reached by the SSH server that `oobleck up` itself runs for them.
+    """Launcher: nodes on this machine, reached through our own SSH server.
 
-    A run begins with the first of them; the others can be added.
+    A run begins with the first `num_first`; a user can add the others.
     """
 
     are_virtual = True
@@ -241,7 +214,6 @@ class VirtualNodes(_NodesBySSH):
         return self.nodes[: self._num_first]
 
     async def follow(self, changes: trio.MemorySendChannel[NodeChange]) -> None:
-        """Nothing changes by itself."""
         await trio.sleep_forever()
 
     def named(self, text: str) -> NodeSpec:

@@ -1,7 +1,7 @@
 """Nodes of a Ray cluster: an actor on each runs `oobleck node`, and they dial in.
 
-What speaks to Ray is a process of its own (`processes/ray_process.py`). Ray is asked which nodes there are; it learns
-of deaths after seconds, and is never asked for those.
+A separate process talks to Ray (`processes/ray_process.py`). Ray lists the nodes but does not report deaths, which it
+learns after seconds.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import shlex
 import subprocess
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import trio
@@ -26,12 +26,12 @@ _JOIN_S = 60.0
 _AGAIN_S = 10.0
 _END_S = 15.0
 _END_SILENT_S = 3.0
-_SILENT_S = 15.0  # Ray has not answered for so long: each node is looked at within ten seconds
+_SILENT_S = 15.0  # its process looks at each node within ten seconds
 _READ_BYTES = 1 << 16
 
 
 async def ray_nodes() -> tuple[str, ...]:
-    """The names of the cluster's nodes. Raises UserError."""
+    """Return the names of the cluster's nodes. Raises UserError."""
     if importlib.util.find_spec("ray") is None:
         raise UsageError("--ray: Ray is not installed here; install oobleck[ray], in the cluster's version of Ray")
     listed = await printed_by(shlex.join((*_PROCESS, "--list")), named="Ray", timeout_s=_JOIN_S)
@@ -40,59 +40,44 @@ async def ray_nodes() -> tuple[str, ...]:
     return tuple(listed.split())
 
 
+@dataclass(eq=False, kw_only=True)
 class RayActors:
     """Keeps an `oobleck node` on every node of the cluster."""
 
-    def __init__(
-        self,
-        run_id: str,
-        file: Path,
-        *,
-        is_place_named: bool,
-        log: Path,
-        callers: DialedInNodes,
-        silent_s: float = _SILENT_S,
-        again_s: float = _AGAIN_S,
-    ) -> None:
-        """`file` is what nodes need; where it does not name the master's place by a user's wish (`is_place_named`),
-        they dial in to the address by which Ray knows this machine. `log` receives what Ray says.
-
-        What speaks to Ray is started again `again_s` after its end, and people know when Ray has not answered for
-        `silent_s`.
-        """
-        self._run_id = run_id
-        self._file = file
-        self._is_place_named = is_place_named
-        self._log = log
-        self._callers = callers
-        self._silent_s = silent_s
-        self._again_s = again_s
-        self._is_unanswered = False
-        self._process: trio.Process | None = None
+    run_id: str
+    file: Path
+    """The nodes' keys."""
+    is_place_named: bool
+    """Whether the user chose the master's address in `file`; else nodes dial in where Ray knows this machine."""
+    log: Path
+    callers: DialedInNodes
+    silent_s: float = _SILENT_S
+    again_s: float = _AGAIN_S
+    _is_unanswered: bool = field(default=False, init=False)
+    _process: trio.Process | None = field(default=None, init=False)
 
     async def run(self) -> None:
-        """Keep them, until cancelled. They stay, and the next master finds them, unless `end` came before."""
+        """Keep the actors, until cancelled. They stay for the next master, unless `end` was called."""
         while True:
             try:
                 await self._keep()
-                self._note(f"what speaks to it has ended; see {self._log}")
+                self._note(f"the process that talks to it has ended; see {self.log}")
             except OSError as error:
                 self._note(error.strerror or str(error))
-            await trio.sleep(self._again_s)
+            await trio.sleep(self.again_s)
 
     def _note(self, problem: str) -> None:
-        """Report that Ray cannot be asked, once until it answers again."""
         if not self._is_unanswered:
             self._is_unanswered = True
-            self._callers.report(
+            self.callers.report(
                 f"Ray cannot be asked: {problem}. The run continues with the nodes that it has, and no others are "
                 "looked for until Ray answers again"
             )
 
     async def end(self) -> None:
-        """End all of them: Ray has its nodes back. Takes some seconds at most, and raises nothing."""
-        for node in self._callers.nodes:
-            await self._callers.release(node)  # it takes no Ray to do so
+        """End the actors, so that Ray has its nodes back. Takes some seconds at most, and raises nothing."""
+        for node in self.callers.nodes:
+            await self.callers.release(node)  # works without Ray
         process = self._process
         if process is None or process.stdin is None:
             return
@@ -104,50 +89,50 @@ class RayActors:
             await process.wait()
 
     def _take(self, lines: list[str]) -> None:
-        """Take what its process says: that Ray has answered, or what people should read."""
+        """Handle lines of its process: an empty one means that Ray answered, others are for people."""
         if "" in lines and self._is_unanswered:
             self._is_unanswered = False
-            self._callers.report("Ray answers again", level="info")
+            self.callers.report("Ray answers again", level="info")
         for line in filter(None, lines):
-            self._callers.report("".join(each if each.isprintable() else "?" for each in line))
+            self.callers.report("".join(each if each.isprintable() else "?" for each in line))
 
     async def _keep(self) -> None:
-        """Have one process keep them, until its end."""
-        known = read_pass(self._file)
-        if not self._is_place_named:
+        """Run one process that keeps the actors, until it ends."""
+        known = read_pass(self.file)
+        if not self.is_place_named:
             known = replace(known, master=f"{{ip}}:{known.master.rpartition(':')[2]}")
         try:
-            log = self._log.open("ab")
+            log = self.log.open("ab")
         except OSError as error:
-            self._callers.report(f"nodes of Ray cannot be kept: {self._log}: {error.strerror}")
+            self.callers.report(f"nodes of Ray cannot be kept: {self.log}: {error.strerror}")
             return
         with log:
             process = await trio.lowlevel.open_process(
-                [*_PROCESS, "--run", self._run_id],
+                [*_PROCESS, "--run", self.run_id],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is for the master
+                start_new_session=True,  # Ctrl-C must reach only the master
             )
         assert process.stdin is not None
         assert process.stdout is not None
         self._process = process
         try:
             await process.stdin.send_all(encode_json(known))
-            said, patience_s = b"", _JOIN_S
+            rest, patience_s = b"", _JOIN_S
             while True:
                 with trio.move_on_after(patience_s) as waiting:
                     data = await process.stdout.receive_some(_READ_BYTES)
                 if waiting.cancelled_caught:
-                    self._note(f"it has not answered for {patience_s:g} s; see {self._log}")
+                    self._note(f"it has not answered for {patience_s:g} s; see {self.log}")
                     continue
                 if not data:
                     break
-                patience_s = self._silent_s
-                *lines, said = (said + bytes(data)).split(b"\n")
+                patience_s = self.silent_s
+                *lines, rest = (rest + bytes(data)).split(b"\n")
                 self._take([line.decode(errors="replace").strip() for line in lines])
         except trio.BrokenResourceError:
-            pass  # its end says so as well
+            pass  # its end is reported by `run`
         finally:
             self._process = None
             process.kill()

@@ -1,4 +1,4 @@
-"""The node check over SSH: a probe on each node, and the tests that it is asked for."""
+"""The node check over SSH: a probe on each node runs the tests."""
 
 from __future__ import annotations
 

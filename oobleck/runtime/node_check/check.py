@@ -1,6 +1,6 @@
-"""The node check over SSH: a probe on each node, and the tests that `NodeCheck` asks for.
+"""The node check over SSH: a probe on each node runs the tests that `NodeCheck` asks for.
 
-Nodes that share a machine are measured one after the other, or they would slow each other down.
+Nodes that share a machine are measured one after the other, because they would slow each other down.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ async def check_nodes(
     slow_factor: float,
     tell: Callable[[str], None] = lambda text: None,
 ) -> node_check.CheckReport:
-    """Check nodes; `python` is the interpreter there, `directory` where runs keep their files there.
+    """Check nodes, whose faults are reported, not raised. Must be called within `open_ssh_loop`.
 
-    Must be called within `open_ssh_loop`. `tell` receives what is being done. What is wrong with nodes raises nothing.
+    `python` is the nodes' interpreter, `directory` the nodes' directory of all runs. `tell` receives progress messages.
     """
     began_s = trio.current_time()
     device_of = {spec.name: spec.device for spec in nodes}
@@ -69,8 +69,6 @@ async def check_nodes(
 
 
 class _Cluster:
-    """The probes of all nodes, and what they have measured."""
-
     def __init__(self, nodes: Sequence[NodeSpec]) -> None:
         self._probes = {spec.name: RemoteProbe(spec, self._pass_on) for spec in nodes}
         self._versions = _our_versions()
@@ -92,7 +90,6 @@ class _Cluster:
                 closing.start_soon(probe.aclose)
 
     async def measure_alone(self, nodes: Iterable[str]) -> list[node_check.SoloResult]:
-        """Measure nodes, those of one machine one after the other."""
         by_machine: defaultdict[str, list[str]] = defaultdict(list)
         for node in nodes:
             by_machine[self._probes[node].machine].append(node)
@@ -107,7 +104,6 @@ class _Cluster:
         return results
 
     async def measure_pairs(self, pairs: Iterable[Pair]) -> list[node_check.PairResult]:
-        """Measure pairs, in waves in which no machine appears twice."""
         results: list[node_check.PairResult] = []
 
         async def measure(pair: Pair) -> None:
@@ -120,7 +116,6 @@ class _Cluster:
         return results
 
     def describe(self, verdict: node_check.NodeVerdict) -> node_check.CheckedNode:
-        """Put together what is known of a node."""
         probe = self._probes[verdict.node]
         facts, offset_s = probe.facts, probe.clock_offset_s
         gpus = self._gpus.get(verdict.node, ())
@@ -144,8 +139,8 @@ class _Cluster:
         if not probe.failure:
             await probe.ask(node_check.MeasureAlone())
             with trio.move_on_after(_SOLO_TIMEOUT_S):
-                while (answer := await probe.hear(_SOLO_TIMEOUT_S)) is not None:
-                    if isinstance(answer, node_check.SoloDone):  # else a late one of a pair
+                while (answer := await probe.receive(_SOLO_TIMEOUT_S)) is not None:
+                    if isinstance(answer, node_check.SoloDone):  # else a late answer of a pair
                         self._note(node, answer)
                         fault = node_check.fault_of(node_check.findings_about(self._gpus[node]))
                         return node_check.SoloResult(
@@ -171,8 +166,8 @@ class _Cluster:
             request = node_check.MeasurePair(key=key, nodes=pair, address=probe.address, timeout_s=_PAIR_TIMEOUT_S)
             await probe.ask(request)
             with trio.move_on_after(_PAIR_TIMEOUT_S + _SLACK_S):
-                while (answer := await probe.hear(_PAIR_TIMEOUT_S + _SLACK_S)) is not None:
-                    if isinstance(answer, node_check.PairDone) and answer.key == key:  # else a late one
+                while (answer := await probe.receive(_PAIR_TIMEOUT_S + _SLACK_S)) is not None:
+                    if isinstance(answer, node_check.PairDone) and answer.key == key:  # else a late answer
                         done[node] = answer
                         return
 
@@ -182,18 +177,17 @@ class _Cluster:
         return self._conclude(pair, [done.get(node) for node in pair])
 
     def _conclude(self, pair: Pair, answers: Sequence[node_check.PairDone | None]) -> node_check.PairResult:
-        """Both must have exchanged; the slower one's time counts."""
-        gone = next((self._probes[node].failure for node in pair if self._probes[node].failure), "")
+        """Return the slower node's time, or the error if a node did not exchange."""
+        failure = next((self._probes[node].failure for node in pair if self._probes[node].failure), "")
+        seconds = latency_s = 0.0
         for answer in answers:
             if answer is None:
-                return node_check.PairResult(
-                    nodes=pair, error=gone or f"no answer within {_PAIR_TIMEOUT_S + _SLACK_S:g} s"
-                )
+                error = failure or f"no answer within {_PAIR_TIMEOUT_S + _SLACK_S:g} s"
+                return node_check.PairResult(nodes=pair, error=error)
             if answer.seconds is None:
-                return node_check.PairResult(nodes=pair, error=gone or answer.error)
-        times = [(answer.seconds, answer.latency_s) for answer in answers if answer is not None]
-        seconds = max(seconds for seconds, _ in times if seconds is not None)
-        latency_s = max(latency_s or 0.0 for _, latency_s in times)
+                return node_check.PairResult(nodes=pair, error=failure or answer.error)
+            seconds = max(seconds, answer.seconds)
+            latency_s = max(latency_s, answer.latency_s or 0.0)
         self.exchanges.append((*pair, latency_s, seconds))
         return node_check.PairResult(nodes=pair, seconds=seconds)
 
@@ -204,7 +198,7 @@ class _Cluster:
 
 
 def _waves(pairs: Iterable[Pair], machine: Callable[[str], str]) -> list[list[Pair]]:
-    """Pairs in groups that can run at once: no machine is in two pairs of a group."""
+    """Group pairs into waves that can run at once: no machine is in two pairs of a wave."""
     waves: list[tuple[set[str], list[Pair]]] = []
     for pair in pairs:
         busy = {machine(node) for node in pair}
@@ -219,7 +213,7 @@ def _waves(pairs: Iterable[Pair], machine: Callable[[str], str]) -> list[list[Pa
 
 
 def _our_versions() -> dict[str, str]:
-    """The versions that nodes are held to: those of this machine."""
+    """Return this machine's versions, which nodes must match."""
     versions = {"oobleck": __version__, "python": platform.python_version()}
     for package in ("torch", "transformers", "trio", "numpy"):
         try:

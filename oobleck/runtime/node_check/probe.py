@@ -1,7 +1,4 @@
-"""One probe of a node check, reached over SSH: started, asked, ended.
-
-What is wrong with a node is an answer here, never an exception.
-"""
+"""One probe of a node check, reached over SSH. A node's faults are answers, never exceptions."""
 
 from __future__ import annotations
 
@@ -30,24 +27,25 @@ _CLOSE_TIMEOUT_S: Final = 2.0
 
 
 class RemoteProbe:
-    """`failure` says why it is of no use any more."""
+    """A probe on a node, from the master's side."""
 
     def __init__(self, spec: NodeSpec, pass_on: Callable[[str, PairValue], Awaitable[None]]) -> None:
-        """`pass_on(node, put)` takes what this node tells its pair to the other."""
+        """`pass_on(node, value)` sends a value of this node to the other one of its pair."""
         self.spec = spec
         self.facts: NodeFacts | None = None
         self.clock_offset_s: float | None = None
         self.failure = ""
+        """Why the probe is useless; empty while it works."""
         self._pass_on = pass_on
         self._python = ""
         self._connection: SSHConnection | None = None
         self._stream: SSHCommandStream | None = None
         self._channel: MessageChannel[ProbeRequest, ProbeAnswer] | None = None
-        self._said, self._heard = trio.open_memory_channel[ProbeAnswer](math.inf)
+        self._note_answer, self._answers = trio.open_memory_channel[ProbeAnswer](math.inf)
 
     @property
     def machine(self) -> str:
-        """Identifies the machine: nodes may share one."""
+        """The identity of the machine, which nodes may share."""
         return (self.facts.machine or self.facts.hostname) if self.facts is not None else self.spec.host
 
     @property
@@ -58,7 +56,7 @@ class RemoteProbe:
     async def start(
         self, connections: NodeConnections, nursery: trio.Nursery, *, python: str, directory: PurePosixPath
     ) -> None:
-        """Connect, start the probe, and learn what the node is; `failure` is set where that fails."""
+        """Connect, start the probe, and receive the node's facts; sets `failure` if that fails."""
         self._python = python
         command = (
             f"exec {shlex.quote(python)} {MODULE} oobleck.training.process.node_probe "
@@ -75,16 +73,16 @@ class RemoteProbe:
             return
         self._channel = MessageChannel(self._stream, FrameDecoder(ProbeAnswer))
         nursery.start_soon(self._listen)
-        facts = await self.hear(_START_TIMEOUT_S)
+        facts = await self.receive(_START_TIMEOUT_S)
         if isinstance(facts, NodeFacts):
             self.facts = facts
             self.clock_offset_s = facts.clock_s - time.time()
-            await self._open_what_a_run_opens(self._connection, facts.socket)
+            await self._check_channels(self._connection, facts.socket)
         elif not self.failure:
             self.failure = f"its probe was not ready within {_START_TIMEOUT_S:g} s"
 
-    async def _open_what_a_run_opens(self, connection: SSHConnection, socket: str) -> None:
-        """A second command beside the first, and a connection to a UNIX socket: sshd's settings may forbid either."""
+    async def _check_channels(self, connection: SSHConnection, socket: str) -> None:
+        """Open a second command and a UNIX socket, as a run does; sshd's settings may forbid either."""
         try:
             await connection.run("true", timeout_s=_OPEN_TIMEOUT_S)
             with trio.fail_after(_OPEN_TIMEOUT_S):
@@ -96,18 +94,15 @@ class RemoteProbe:
             self.failure = f"a command or a connection to a socket there took more than {_OPEN_TIMEOUT_S:g} s"
 
     async def ask(self, request: ProbeRequest) -> None:
-        """Send a request. Does nothing if the probe has exited."""
+        """Send a request, unless the probe has exited."""
         if self._channel is not None and not self.failure:
             with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
                 await self._channel.send([request])
 
-    async def hear(self, timeout_s: float) -> ProbeAnswer | None:
-        """The next answer; None when there is none in time, or the probe is gone."""
-        with trio.move_on_after(timeout_s):
-            try:
-                return await self._heard.receive()
-            except trio.EndOfChannel:
-                return None
+    async def receive(self, timeout_s: float) -> ProbeAnswer | None:
+        """Return the next answer; None if there is none in time, or the probe is gone."""
+        with trio.move_on_after(timeout_s), suppress(trio.EndOfChannel):
+            return await self._answers.receive()
         return None
 
     async def aclose(self) -> None:
@@ -128,16 +123,16 @@ class RemoteProbe:
                     self.failure = message.reason
                     return
                 else:
-                    self._said.send_nowait(message)
+                    self._note_answer.send_nowait(message)
         except trio.EndOfChannel:
             self.failure = self.failure or self._why_it_ended()
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             has_ended = self._stream is not None and self._stream.exit_status is not None
             self.failure = self.failure or (self._why_it_ended() if has_ended else "its connection was lost")
         except PeerError as error:
-            self.failure = self._why_it_ended() if not self.facts else f"its probe said nonsense: {error}"
+            self.failure = self._why_it_ended() if not self.facts else f"its probe sent nonsense: {error}"
         finally:
-            self._said.close()
+            self._note_answer.close()
 
     def _why_it_ended(self) -> str:
         assert self._stream is not None

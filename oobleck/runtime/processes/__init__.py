@@ -1,4 +1,4 @@
-"""Processes beside the master: scripts, profilers, readers of models; and how to start a master that was killed."""
+"""Processes next to the master: scripts, profilers and model readers; and the restart of a killed master."""
 
 from __future__ import annotations
 

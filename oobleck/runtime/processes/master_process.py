@@ -1,7 +1,4 @@
-"""The process of a run's master, to be killed and started again as its user would do both.
-
-Standard library and Linux's /proc only.
-"""
+"""Kills the process of a run's master and starts it again, as its user would."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ _END_TIMEOUT_S = 10.0
 
 
 def restart_master(master: ProcessId, *more: str, down_s: float) -> None:
-    """Kill a master with SIGKILL, and start it again `down_s` seconds later, with `more` arguments.
+    """Kill a master with SIGKILL, and start it again `down_s` seconds later with `more` arguments.
 
-    It runs in a session of its own then, and writes to where it did. Raises UsageError where the process is gone, or
-    another user's.
+    The new process has the same output and its own session. Raises UsageError if the process is gone, or belongs to
+    another user.
     """
     process = Path("/proc") / str(master.pid)
     with ExitStack() as stack:
@@ -35,7 +32,10 @@ def restart_master(master: ProcessId, *more: str, down_s: float) -> None:
             out, err = (stack.enter_context((process / "fd" / number).open("ab", buffering=0)) for number in "12")
         except OSError as error:
             raise UsageError(f"the run's master, process {master.pid}, cannot be looked into: {error}") from error
-        _kill(master)
+        master.send(signal.SIGKILL)
+        deadline_s = time.monotonic() + _END_TIMEOUT_S
+        while master.lives and time.monotonic() < deadline_s:  # until then it holds its run's lock
+            time.sleep(0.01)
         time.sleep(down_s)
         subprocess.Popen(
             [*arguments, *more],
@@ -49,13 +49,4 @@ def restart_master(master: ProcessId, *more: str, down_s: float) -> None:
 
 
 def _words(path: Path) -> list[str]:
-    """What a file of /proc holds, each word ended by a zero."""
     return os.fsdecode(path.read_bytes()).split("\0")[:-1]
-
-
-def _kill(master: ProcessId) -> None:
-    """Kill a process, and wait until it holds nothing any more, its run's lock for one."""
-    master.send(signal.SIGKILL)
-    deadline_s = time.monotonic() + _END_TIMEOUT_S
-    while master.lives and time.monotonic() < deadline_s:
-        time.sleep(0.01)

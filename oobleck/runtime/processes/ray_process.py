@@ -1,10 +1,10 @@
 """Talks to a Ray cluster for the master: `python -m oobleck.runtime.processes.ray_process`.
 
-A process of its own, for Ray brings threads, signal handlers and a second of imports along. It keeps an actor on every
-node, whose process has `oobleck node` as its child. It writes a line for each thing that people should know, and an
-empty one whenever Ray has answered: calls into Ray block for a minute where its head is gone. Actors are detached: they
-outlive this process and the master, and those of the next one find them by name. At a line `end` they are ended; where
-the input just ends, the master has died, and they stay.
+It is a separate process because Ray brings threads, signal handlers and a second of imports. It keeps an actor on every
+node, whose process has `oobleck node` as its child. It prints a line for each event that people should know, and an
+empty one whenever Ray answers, because calls into Ray block for a minute if its head is gone. The actors are detached:
+they outlive this process and the master, and the next master finds them by name. A line `end` ends them; an end of the
+input means that the master has died, and they stay.
 """
 
 from __future__ import annotations
@@ -34,19 +34,17 @@ _INTERVAL_S = 1.0
 _AGAIN_S = 30.0
 _ANSWER_S = 10.0
 _STOP_S = 5.0
-_TURN_S = 1.0  # how long an end waits for a look at the nodes that is under way; one whose Ray is gone never returns
+_TURN_S = 1.0  # how long `end` waits for `tend`, which never returns if Ray is gone
 _KILL_S = 3.0
 _SET_PARENT_DEATH_SIGNAL = 1
-
-
 _OUTPUT = 1
 
 
 class _NodeActor:
-    """Runs `oobleck node` on its node of Ray's, in a process below its own."""
+    """Runs `oobleck node` in a child process on a node of Ray's."""
 
     def __init__(self, line: str, variables: Mapping[str, str], keys: str) -> None:
-        self._keys = os.memfd_create("node.json")  # on no disk, and gone with the two processes
+        self._keys = os.memfd_create("node.json")  # never on a disk, and gone with the two processes
         self.update(keys)
         libc = ctypes.CDLL(None)
         self._process = subprocess.Popen(
@@ -54,17 +52,16 @@ class _NodeActor:
             env={**os.environ, **variables},
             stdin=subprocess.DEVNULL,
             pass_fds=[self._keys],
-            # Where this process is killed, that is the node's notice: it leaves the run if it still can.
+            # If this process is killed, SIGTERM gives the node notice, so that it leaves the run if it still can.
             preexec_fn=lambda: libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM),
         )
 
     def update(self, keys: str) -> None:
-        """Name the newest master: `oobleck node` reads this before each call."""
+        """Replace the keys, which name the newest master; `oobleck node` reads them before each call."""
         os.ftruncate(self._keys, 0)
         os.pwrite(self._keys, keys.encode(), 0)
 
     def exit_code(self) -> int | None:
-        """How it has ended; None while it runs."""
         return self._process.poll()
 
     def stop(self) -> None:
@@ -87,21 +84,20 @@ class _RayNode:
 
 
 def _living_nodes() -> list[_RayNode]:
-    """The nodes that may run work. Ray gives several raylets of one machine one name."""
-    found = [each for each in ray.nodes() if each["Alive"] and each["Resources"].get("CPU", 0) >= 1]
-    names = Counter(each["NodeName"] for each in found)
+    nodes = [each for each in ray.nodes() if each["Alive"] and each["Resources"].get("CPU", 0) >= 1]
+    names = Counter(each["NodeName"] for each in nodes)  # several raylets on one machine share a name
     return [
         _RayNode(
             node_id=each["NodeID"],
             name=each["NodeName"] if names[each["NodeName"]] == 1 else f"{each['NodeName']}-{each['NodeID'][:8]}",
             num_gpus=int(each["Resources"].get("GPU", 0)),
         )
-        for each in found
+        for each in nodes
     ]
 
 
 class _Actors:
-    """One on every node, started again where it has failed; none where the run has let the node go."""
+    """Keeps an actor on every node that the run has not let go, and starts failed ones again."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -112,24 +108,21 @@ class _Actors:
         self._turn = threading.Lock()
 
     def tend(self, keys: str) -> None:
-        """Look at every node once; nodes need `keys`."""
+        """Visit every node once; actors that it starts get `keys`."""
         with self._turn:
             self._keys = keys
-            self._tend()
-
-    def _tend(self) -> None:
-        nodes = {node.node_id: node for node in _living_nodes()}
-        for node_id in self._actors.keys() - nodes.keys():
-            del self._actors[node_id]  # with its node; connections have said so long before
-        for node_id, node in nodes.items():
-            _say("")
-            if node_id in self._actors:
-                self._look_after(node)
-            elif node_id not in self._let_go and time.monotonic() >= self._again_s.get(node_id, 0.0):
-                self._start(node)
+            nodes = {node.node_id: node for node in _living_nodes()}
+            for node_id in self._actors.keys() - nodes.keys():
+                del self._actors[node_id]  # its node is gone, which connections have revealed long before
+            for node_id, node in nodes.items():
+                _print("")
+                if node_id in self._actors:
+                    self._check(node)
+                elif node_id not in self._let_go and time.monotonic() >= self._again_s.get(node_id, 0.0):
+                    self._start(node)
 
     def _start(self, node: _RayNode) -> None:
-        """Start an actor, or find the one that a master before has started there."""
+        """Start an actor, or find the one that an earlier master has started there."""
         variables = {"OOBLECK_ORIGIN": f"Ray node {node.node_id[:12]}", "OOBLECK_GRANT": node.node_id}
         self._again_s[node.node_id] = time.monotonic() + _AGAIN_S
         actor = self._actors[node.node_id] = (
@@ -146,15 +139,16 @@ class _Actors:
         )
         actor.update.remote(self._keys)
 
-    def _look_after(self, node: _RayNode) -> None:
+    def _check(self, node: _RayNode) -> None:
         actor = self._actors[node.node_id]
-        ready, _ = ray.wait([asked := actor.exit_code.remote()], timeout=_ANSWER_S)
+        answer = actor.exit_code.remote()
+        ready, _ = ray.wait([answer], timeout=_ANSWER_S)
         if not ready:
-            return  # it waits for its turn: something else has the node's resources
+            return  # other work holds the node's resources, so the actor still waits to start
         try:
-            code = ray.get(asked)
+            code = ray.get(answer)
         except RayError as error:
-            _say(f"the actor on {node.name} has failed: {str(error).splitlines()[0]}")
+            _print(f"the actor on {node.name} has failed: {str(error).splitlines()[0]}")
             del self._actors[node.node_id]
             return
         if code is None:
@@ -162,16 +156,16 @@ class _Actors:
         if code == 0:
             self._let_go.add(node.node_id)
         else:
-            _say(f"`oobleck node` on {node.name} has ended with exit code {code}; Ray's logs of the actor say why")
+            _print(f"`oobleck node` on {node.name} has ended with exit code {code}; Ray's logs of the actor say why")
         ray.kill(actor)
         del self._actors[node.node_id]
 
     def end(self) -> None:
-        """End all of them, also where Ray's head is gone: actors are called without it, and killed by it."""
         self._turn.acquire(timeout=_TURN_S)
         actors = list(self._actors.values())
         if not actors:
             return
+        # Calls of actors work without Ray's head; killing them may block without it.
         stopping = [actor.stop.remote() for actor in actors]
         ray.wait(stopping, num_returns=len(stopping), timeout=2 * _STOP_S)
         killing = threading.Thread(target=lambda: [ray.kill(actor) for actor in actors], daemon=True)
@@ -179,19 +173,19 @@ class _Actors:
         killing.join(_KILL_S)
 
 
-def _end_when_told(actors: _Actors) -> None:
-    """Wait for the line that ends all, or for the end of the input. In a thread, for Ray may hold the main one up."""
+def _end_on_request(actors: _Actors) -> None:
+    """Wait for the line `end`, or for the end of the input, in a thread because Ray may block the main one."""
     if sys.stdin.readline() == "end\n":
         actors.end()
-    os._exit(0)  # Ray's own threads do not hold this up
+    os._exit(0)  # does not wait for Ray's own threads
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     os.write(_OUTPUT, f"{text}\n".encode())
 
 
 def _own_output() -> int:
-    """A descriptor for what we say: what Ray and its libraries print goes where errors go, and so into the log."""
+    """Return a descriptor of our standard output, and redirect what Ray and its libraries print to stderr."""
     ours = os.dup(1)
     os.dup2(2, 1)
     return ours
@@ -205,23 +199,23 @@ def main() -> None:
     arguments = parser.parse_args()
     actors, keys = _Actors(arguments.run), ""
     if not arguments.list:
-        keys = sys.stdin.readline()  # what nodes need; {ip} in it is this machine's address
-        threading.Thread(target=_end_when_told, args=[actors], daemon=True).start()
+        keys = sys.stdin.readline()  # the nodes' file, where {ip} stands for this machine's address
+        threading.Thread(target=_end_on_request, args=[actors], daemon=True).start()
     try:
         ray.init(address="auto", namespace=_NAMESPACE, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError) as error:
         sys.exit(f"no Ray cluster can be joined from here: {str(error).splitlines()[0]}")
     if arguments.list:
         for node in _living_nodes():
-            _say(node.name)
+            _print(node.name)
         return
     keys = keys.replace("{ip}", get_node_ip_address())
     while True:
         try:
             actors.tend(keys)
-            _say("")
+            _print("")
         except RayError as error:
-            _say(f"Ray does not answer: {str(error).splitlines()[0]}")
+            _print(f"Ray does not answer: {str(error).splitlines()[0]}")
         time.sleep(_INTERVAL_S)
 
 

@@ -1,4 +1,4 @@
-"""A job's script, in processes of its own beside the master: one that describes it, one that runs its callbacks."""
+"""A job's script in two processes next to the master: one describes the job, the other runs its callbacks."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ _log = logging.getLogger(__name__)
 
 _HOST = module_command("oobleck.training.process.script_host")
 _TIMEOUT_S = 120.0
-_LAST_LINES_S = 5.0  # how long a script may take to end once it has said what its job is
-_ENTRIES_BUFFERED = 10_000  # callbacks that are so far behind miss what comes then
-_LAST_WORDS_S = 30.0  # how long callbacks may take to come to an end once the run has
+_ENDS_WITHIN_S = 5.0  # for a script that has returned its job
+_MAX_ENTRIES = 10_000  # callbacks that are further behind miss entries
+_CALLBACKS_END_WITHIN_S = 30.0
+_FAILED = b"failed "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,34 +39,32 @@ class DescribedScript:
 
     spec: ScriptSpec
     settings: str
-    """As JSON, by the keys of a job file."""
+    """JSON with the keys of a job file."""
 
     @classmethod
     def of(cls, spec: ScriptSpec, answer: Any) -> DescribedScript:
-        """Read what its process said of it."""
         return cls(spec=replace(spec, provides=tuple(answer["provides"])), settings=json.dumps(answer["settings"]))
 
 
 def read_script(path: Path, arguments: tuple[str, ...]) -> ScriptSpec:
-    """Return a script, which is not run. Raises UserError where it cannot be read."""
+    """Read a script without running it. Raises UserError."""
     source = read_input(path, "script")
     return ScriptSpec(name=path.name, source=source, arguments=arguments, directory=str(path.parent.absolute()))
 
 
 def describe_script(path: Path, arguments: tuple[str, ...]) -> DescribedScript:
-    """Run a script for what it says; takes as long as what it imports. Its words go to stderr. Raises as below."""
+    """Run a script until it returns its job. Takes as long as, and raises like, `ScriptProcess`."""
     with closing(ScriptProcess(path, arguments)) as process:
         return process.described
 
 
 class ScriptProcess:
-    """A script that has said what its job is, and whose job can be tried where it is."""
+    """A script that has returned its job, which the same process can then try out."""
 
     def __init__(self, path: Path, arguments: tuple[str, ...]) -> None:
-        """Run it for what it says; takes as long as what it imports. Its words go to stderr.
+        """Run it until it returns its job; takes as long as its imports. Its output goes to stderr.
 
-        Raises UsageError where its arguments are wrong, ConfigError where it fails, ResourceLost where it does not come
-        back within two minutes.
+        Raises UsageError for wrong arguments, ConfigError if the script fails, ResourceLost after two minutes.
         """
         spec = read_script(path, arguments)
         self._path = path
@@ -83,10 +82,10 @@ class ScriptProcess:
         self.described = DescribedScript.of(spec, answer)
 
     def try_out(self, job: JobSpec) -> str:
-        """Try the model, the loss and the optimizer of a job; returns what people should know of them.
+        """Try the model, the loss and the optimizer of a job; returns a note about them for people.
 
-        Takes as long as it takes to build the model without memory. Raises ConfigError for what cannot be trained,
-        UnbuiltModel and ResourceLost where that cannot be known here.
+        Takes as long as building the model without memory. Raises ConfigError if the job cannot be trained,
+        UnbuiltModel or ResourceLost if that is unknown.
         """
         answer = self._ask(encode_json(job), "to be tried")
         if answer is None:
@@ -95,84 +94,81 @@ class ScriptProcess:
         return note
 
     def close(self) -> None:
-        """Have the process end, if it has not ended: within a few seconds by itself."""
+        """Let the process end, or kill it after some seconds."""
         try:
-            self._process.communicate(timeout=_LAST_LINES_S)
+            self._process.communicate(timeout=_ENDS_WITHIN_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()
 
     def _ask(self, line: bytes, what: str) -> Any:
-        """The answer to a line; None where the process ends without one."""
+        """Send a line and return the answer; None if the process ends without one."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with suppress(BrokenPipeError):  # its exit status says more
+        with suppress(BrokenPipeError):  # its exit status tells more
             self._process.stdin.write(line)
             self._process.stdin.flush()
-        until_s, said = time.monotonic() + _TIMEOUT_S, b""
-        while not said.endswith(b"\n"):
+        until_s, received = time.monotonic() + _TIMEOUT_S, b""
+        while not received.endswith(b"\n"):
             ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, until_s - time.monotonic()))
             if not ready:
                 raise ResourceLost(f"script {self._path} took more than {_TIMEOUT_S:g} s {what}")
             if not (piece := os.read(self._process.stdout.fileno(), 1 << 16)):
                 return None
-            said += piece
-        answer = json.loads(said)
+            received += piece
+        answer = json.loads(received)
         if "problem" in answer:
-            raise _problem_of(answer)
+            raise problem_of(answer)
         return answer
 
 
-def _problem_of(answer: Any) -> UserError:
+def problem_of(answer: Any) -> UserError:
     kind = UsageError if answer["is_usage"] else UnbuiltModel if answer.get("is_unbuilt") else ConfigError
     return kind(answer["problem"])
 
 
-_FAILED = b"failed "
-
-
 class EntryFeed:
-    """Entries of the journal on their way to a process, which may be slow, or gone."""
+    """Passes entries of the journal to a process, which may be slow, or gone."""
 
     def __init__(self, report: Callable[[str], None] = _log.warning) -> None:
-        """`report` is called with what people should know."""
-        self._send, self._entries = trio.open_memory_channel[JournalEntry](_ENTRIES_BUFFERED)
+        self._send, self._entries = trio.open_memory_channel[JournalEntry](_MAX_ENTRIES)
         self._report = report
         self._is_behind = False
 
     def tell(self, entry: JournalEntry) -> None:
-        """Hand an entry on; never waits."""
+        """Pass an entry on, without waiting."""
         try:
             self._send.send_nowait(entry)
             self._is_behind = False
         except trio.WouldBlock:
-            if not self._is_behind:  # once until they are not: what is reported may become an entry itself
+            if not self._is_behind:  # only once, because a report may itself become an entry
                 self._is_behind = True
                 self._report(f"callbacks are too slow: {type(entry).__name__} and others are not passed on to them")
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass  # the process is gone, which was said
+            pass  # the process is gone, which was reported
 
 
 class CallbackProcess(EntryFeed):
-    """The process that runs a script's callbacks. What goes wrong with it never touches the run."""
+    """The process that runs a script's callbacks; its failures never affect the run."""
 
     def __init__(
         self, job: JobSpec, *, log: Path, on_stop: Callable[[], None], report: Callable[[str], None] = _log.warning
     ) -> None:
-        """`on_stop` is called when a callback wants training to stop, `report` with what people should know; what the
-        script prints goes to `log`.
+        """`on_stop` is called when a callback asks training to stop, `report` with texts for people.
+
+        The script's output goes to `log`.
         """
+        super().__init__(report)
         self._job = job
         self._log = log
         self._on_stop = on_stop
-        super().__init__(report)
         self._scope = trio.CancelScope()
         self._closed = trio.Event()
 
     async def finish(self) -> None:
-        """Let the callbacks hear what waits for them, and come to an end; after 30 s they are ended."""
+        """Let the callbacks receive the waiting entries and end; kill them after 30 s."""
         self._send.close()
-        with trio.move_on_after(_LAST_WORDS_S):
+        with trio.move_on_after(_CALLBACKS_END_WITHIN_S):
             await self._closed.wait()
         self._scope.cancel()
         await self._closed.wait()
@@ -187,7 +183,7 @@ class CallbackProcess(EntryFeed):
                     stdout=subprocess.PIPE,
                     stderr=output,
                     env={**as_no_rank(), "PYTHONUNBUFFERED": "1"},
-                    start_new_session=True,  # the terminal's end, or its Ctrl-C, is for the master alone
+                    start_new_session=True,  # the terminal's end and Ctrl-C must reach only the master
                 )
                 await self._converse(process)
         except OSError as error:
@@ -219,9 +215,9 @@ class CallbackProcess(EntryFeed):
 
     async def _listen(self, process: trio.Process) -> None:
         assert process.stdout is not None
-        said = b""
-        async for words in process.stdout:
-            *lines, said = (said + bytes(words)).split(b"\n")
+        rest = b""
+        async for data in process.stdout:
+            *lines, rest = (rest + bytes(data)).split(b"\n")
             for line in lines:
                 if line == b"stop":
                     self._on_stop()

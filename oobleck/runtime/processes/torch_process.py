@@ -1,4 +1,4 @@
-"""What takes torch, without loading it into this process: a process of its own answers, as long as that takes."""
+"""Answers questions that need torch, in separate processes, so that this one does not load it."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _OUTLINE_S = 120.0
 _TOKENIZER = "tokenizer.json"
 
 
-def _answer_of(module: str, *arguments: str, said: bytes = b"", failed: str, timeout_s: float | None = None) -> str:
-    """Return what one of our modules prints that reads `said`.
+def _answer_of(module: str, *arguments: str, stdin: bytes = b"", failed: str, timeout_s: float | None = None) -> str:
+    """Run one of our modules and return its output.
 
-    Raises ConfigError with its last line for input that cannot be used, ResourceLost that begins with `failed`.
+    Raises ConfigError with its last line for unusable input, ResourceLost that begins with `failed` otherwise.
     """
     command = module_command(module, *arguments)
     try:
         done = subprocess.run(
-            command, input=said, capture_output=True, timeout=timeout_s, check=False, env=as_no_rank()
+            command, input=stdin, capture_output=True, timeout=timeout_s, check=False, env=as_no_rank()
         )
     except subprocess.TimeoutExpired as error:
         raise ResourceLost(f"{failed}: it took more than {timeout_s:g} s") from error
     if done.returncode:
-        last_line = (done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+        last_line = (done.stderr.decode(errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
         if done.returncode == ExitCode.CONFIG:
             raise ConfigError(last_line)
         raise ResourceLost(f"{failed}: {last_line}")
@@ -42,12 +42,11 @@ def _answer_of(module: str, *arguments: str, said: bytes = b"", failed: str, tim
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerOutline:
-    """One layer; a parameter that is tied across layers counts in each of them."""
+    """The size of a layer; a parameter that is tied across layers counts in each of them."""
 
     name: str
     parameters: int
     trained: int
-    """Of the parameters, those that are not frozen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +58,13 @@ class ModelOutline:
 
 
 def outline_of(job: JobSpec) -> ModelOutline:
-    """Ask for the outline of the job's model; takes as long as torch takes to import.
+    """Return the outline of the job's model; takes as long as importing torch.
 
-    The vocabulary counts as the job asks for it; a tokenizer that finds too little text for it has a smaller one.
-
-    Raises ConfigError for a model that cannot be, ResourceLost when the process fails or takes more than two minutes.
+    The vocabulary has the size that the job names, although the tokenizer makes it smaller for a short text. Raises
+    ConfigError for an impossible model, ResourceLost if the process fails or takes more than two minutes.
     """
     module, failed = "oobleck.training.process.outline", "the model's outline could not be made"
-    answer = json.loads(_answer_of(module, said=encode_json(job), failed=failed, timeout_s=_OUTLINE_S))
+    answer = json.loads(_answer_of(module, stdin=encode_json(job), failed=failed, timeout_s=_OUTLINE_S))
     layers = tuple(
         LayerOutline(name=each["name"], parameters=each["parameters"], trained=each["trained"])
         for each in answer["layers"]
@@ -77,44 +75,43 @@ def outline_of(job: JobSpec) -> ModelOutline:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredProfile:
     key: str
-    """Under which runs look for it."""
     profile_json: str
     was_cached: bool
 
 
 def run_profiler(job: JobSpec, *, cache_dir: Path, profile_dir: Path, num_workers: int, fresh: bool) -> MeasuredProfile:
-    """Have the layers measured, unless `profile_dir` has what would be found and `fresh` is false.
+    """Measure the job's layers, or return the profile in `profile_dir` unless `fresh`.
 
-    `num_workers` is how many workers are to share this machine. Takes as long as the data and the measurement do.
-    Raises ConfigError for a job that cannot be, ResourceLost when the process fails.
+    `num_workers` workers are to share this machine. Takes as long as preparing the data and measuring. Raises
+    ConfigError for an impossible job, ResourceLost if the process fails.
     """
     arguments = (str(cache_dir), str(profile_dir), str(num_workers), "fresh" if fresh else "cached")
     module, failed = "oobleck.training.process.profile_job", "the profile could not be measured"
-    answer = json.loads(_answer_of(module, *arguments, said=encode_json(job), failed=failed))
+    answer = json.loads(_answer_of(module, *arguments, stdin=encode_json(job), failed=failed))
     return MeasuredProfile(key=answer["key"], profile_json=answer["profile"], was_cached=answer["was_cached"])
 
 
 def convert(what: str, source: Path, target: Path) -> str:
-    """Run `hf` or `peft`, which export a checkpoint, or `import`, from one path to another; returns what it said.
+    """Export a checkpoint (`what` is `hf` or `peft`) or import one (`import`); return the converter's output.
 
-    Raises ConfigError for input that cannot be used, ResourceLost when the process fails.
+    Raises ConfigError for unusable input, ResourceLost if the process fails.
     """
     module, failed = "oobleck.training.checkpoint.conversion", "the checkpoint could not be converted"
     return _answer_of(module, what, str(source), str(target), failed=failed).strip()
 
 
 def find_tokenizer(cache_dir: Path, data_digest: str) -> Path | None:
-    """Find the tokenizer that text of this digest was cut with, in a cache that training has filled."""
+    """Find the tokenizer for text with this digest, in a cache that training has filled."""
     for manifest in cache_dir.glob("*/manifest.json") if data_digest else ():
-        with suppress(OSError, ValueError, KeyError, TypeError):  # another writes it, or it is of another version
-            found = manifest.with_name(_TOKENIZER)
-            if json.loads(manifest.read_bytes())["digest"] == data_digest and found.is_file():
-                return found
+        with suppress(OSError, ValueError, KeyError, TypeError):  # it is being written, or from another version
+            tokenizer = manifest.with_name(_TOKENIZER)
+            if json.loads(manifest.read_bytes())["digest"] == data_digest and tokenizer.is_file():
+                return tokenizer
     return None
 
 
 def write_tokenizer(source: Path, target: Path) -> None:
-    """Put a tokenizer where transformers' AutoTokenizer looks for it. Raises ResourceLost."""
+    """Copy a tokenizer to where transformers' AutoTokenizer looks for it. Raises ResourceLost."""
     try:
         shutil.copyfile(source, target / _TOKENIZER)
         text = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2)

@@ -1,7 +1,7 @@
-"""The process of a script that calls `train()`: it says what to train, waits while that is trained, and continues.
+"""The process of a script that calls `train()`: it names the job, waits while that is trained, and continues.
 
-Unlike the scripts of `script_process`, it runs in the terminal as any program: the same output, the same input, and the
-same Ctrl-C, but for the time in which its `train()` waits.
+Unlike the scripts of `script_process` it is an ordinary program of the terminal, with the same input, output and Ctrl-C
+except while its `train()` waits.
 """
 
 from __future__ import annotations
@@ -17,27 +17,26 @@ from typing import Any
 
 import trio
 
-from oobleck.errors import ConfigError, UsageError
 from oobleck.job import ScriptSpec
 from oobleck.runtime.python_process import as_no_rank, module_command
 from oobleck.wire import encode_json
 
-from .script_process import DescribedScript, EntryFeed
+from .script_process import DescribedScript, EntryFeed, problem_of
 
 _log = logging.getLogger(__name__)
 
 _HOST = module_command("oobleck.training.process.trainer_host")
-_LAST_WORDS_S = 30.0  # how long callbacks may take for what has still to be said to them when the run has ended
+_LAST_ENTRIES_S = 30.0  # how long callbacks may take for the remaining entries once the run has ended
 _MOST_BYTES = 1 << 24
 
 
 class TrainerProcess(EntryFeed):
-    """A script on its way: at its `train()`, until `end`."""
+    """A script that waits in its `train()`, until `end`."""
 
     def __init__(self, script: ScriptSpec) -> None:
-        """Start it; it runs until it says what to train. Takes as long as its lines take.
+        """Run the script until it calls `train()`.
 
-        Raises UsageError or ConfigError for what it says is wrong, and SystemExit where it exits by itself.
+        Raises UsageError or ConfigError for errors in the job, and SystemExit if the script ends without the call.
         """
         self._ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
@@ -59,13 +58,13 @@ class TrainerProcess(EntryFeed):
         answer = json.loads(line)
         if "problem" in answer:
             self._wait()
-            raise (UsageError if answer["is_usage"] else ConfigError)(answer["problem"])
+            raise problem_of(answer)
         return answer
 
-    # --- while the run is on -----------------------------------------------------------------------------------
+    # --- during the run ----------------------------------------------------------------------------------------
 
     def begin(self, log: Path, *, on_stop: Callable[[], None]) -> None:
-        """Have what it prints go to `log` from now on; `on_stop` is called when a callback wants training to stop."""
+        """Redirect its output to `log`; call `on_stop` when a callback asks training to stop."""
         self._on_stop = on_stop
         self._ours.sendall(json.dumps({"log": str(log.absolute())}).encode() + b"\n")
 
@@ -86,19 +85,19 @@ class TrainerProcess(EntryFeed):
             stream.socket.close()
 
     async def finish(self) -> None:
-        """Have it told what waits for it; after 30 s it is told no more."""
+        """Stop `run` after the waiting entries, or after 30 s."""
         self._send.close()
-        self._scope.deadline = trio.current_time() + _LAST_WORDS_S
+        self._scope.deadline = trio.current_time() + _LAST_ENTRIES_S
 
     async def _listen(self, stream: trio.SocketStream) -> None:
-        async for words in stream:
-            if b"stop" in words:
+        async for data in stream:
+            if b"stop" in data:
                 self._on_stop()
 
     # --- afterwards --------------------------------------------------------------------------------------------
 
     def end(self, exit_code: int, checkpoints: Path) -> int:
-        """Have the script continue after its `train()`, or end where the run has failed; returns its exit status."""
+        """Let the script continue after its `train()`, or end if the run failed; returns its exit status."""
         self._ours.setblocking(True)
         ended = {"exit_code": int(exit_code), "checkpoints": str(checkpoints)}
         try:
@@ -109,8 +108,8 @@ class TrainerProcess(EntryFeed):
         return int(exit_code) or code
 
     def _wait(self) -> int:
-        """Wait for its end. It has the terminal's Ctrl-C itself; a SIGTERM is passed on."""
-        self._ours.close()  # it has read what there was, or will
+        """Wait for its end. It gets the terminal's Ctrl-C itself; SIGTERM is forwarded."""
+        self._ours.close()
         before = signal.signal(signal.SIGTERM, lambda *_: self._process.terminate())
         try:
             while True:

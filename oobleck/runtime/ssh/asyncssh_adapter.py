@@ -1,15 +1,14 @@
-"""Where asyncssh meets trio: the one file that knows of asyncio.
+"""Where asyncssh meets trio: the only file that knows asyncio.
 
-asyncssh runs on a loop of trio-asyncio, inside the trio thread. Its coroutines are awaited through
-`aio_as_trio`; byte streams use its callbacks directly, which may poke trio's primitives because they run in the
-same thread, so no asyncio task is spent on a message.
+asyncssh runs on a trio-asyncio loop inside the trio thread. Its coroutines are awaited through `aio_as_trio`. Byte
+streams use its callbacks, which run in the same thread and so may call trio's primitives: a message costs no asyncio
+task.
 
-Rejected: the `ssh` program. It is a process for each node, whose reasons to fail are text for people, and which gives
-no byte stream to a socket on the other side without a helper there. And asyncio for all of the master: nurseries, and
-cancelling that reaches everything, are what its failure paths rest on.
+Rejected: the `ssh` program, because it costs a process per node, reports failures as text for people, and gives no byte
+stream to a remote socket without a helper there. Also asyncio for the whole master: its failure paths rest on nurseries
+and on cancellation that reaches everything.
 
-Importing trio-asyncio replaces the process's asyncio policy, so nothing but the SSH side of the master imports
-this.
+Importing trio-asyncio replaces the process's asyncio policy, so only the SSH side of the master imports this.
 """
 
 from __future__ import annotations
@@ -28,17 +27,18 @@ import trio_asyncio
 T = TypeVar("T")
 
 _RECEIVE_HIGH_BYTES = 1 << 20  # above this many unread bytes the peer is asked to pause
-
-_ERRORS_KEPT_BYTES = 4096
+_KEPT_BYTES: Final = 4096
+_MARK: Final = b"oobleck-begins-here\n"
+_RESTING_S: Final = 60.0  # often enough for a firewall to keep the connection
 
 open_ssh_loop = trio_asyncio.open_loop
-"""An async context manager: SSH works within it."""
+"""An async context manager, within which SSH works."""
 
 logging.getLogger("asyncssh").setLevel(logging.WARNING)
 
 
 async def await_asyncio(function: Callable[..., Awaitable[T]], *arguments: object, **options: object) -> T:
-    """Await an asyncio coroutine function from trio; cancelling cancels it there."""
+    """Await an asyncio coroutine function from trio; cancellation reaches it."""
     result: T = await trio_asyncio.aio_as_trio(function)(*arguments, **options)
     return result
 
@@ -46,7 +46,7 @@ async def await_asyncio(function: Callable[..., Awaitable[T]], *arguments: objec
 async def run_on(
     function: Callable[..., Awaitable[T]], connection: socket.socket, *arguments: object, **options: object
 ) -> T:
-    """Await a function of asyncssh that begins a connection on a socket; where it fails, the socket is closed."""
+    """Await an asyncssh function that begins a connection on a socket; close the socket if it fails."""
     try:
         return await await_asyncio(function, connection, *arguments, **options)
     except BaseException:
@@ -54,20 +54,16 @@ async def run_on(
         raise
 
 
-def call_later(delay_s: float, function: Callable[[], None]) -> None:
-    """Have a function called later, unless the loop is closed by then."""
-    trio_asyncio.current_loop.get().call_later(delay_s, function)
-
-
 def awaitable_by_asyncio(function: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-    """Make a trio coroutine function into one that asyncio code may await."""
+    """Turn a trio coroutine function into one that asyncio code may await."""
     wrapped: Callable[..., Awaitable[None]] = trio_asyncio.trio_as_aio(function)
     return wrapped
 
 
-class _Turn:
-    """Taken by one task at a time, with every message: a generator as context manager would cost more."""
+class _OneTask:
+    """Admits one task at a time."""
 
+    # Every message enters one, and a context manager made from a generator costs more.
     def __init__(self, complaint: str) -> None:
         self._complaint = complaint
         self._is_taken = False
@@ -84,10 +80,10 @@ class _Turn:
 class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession[bytes]):
     """A forwarded UNIX socket as a trio stream, with back-pressure both ways."""
 
-    def __init__(self, hear: Callable[[], None] = lambda: None) -> None:
-        """`hear` is called whenever bytes come."""
-        self._hear = hear
-        self._channel: asyncssh.SSHUNIXChannel[bytes] | None = None
+    _channel: asyncssh.SSHUNIXChannel[bytes]
+
+    def __init__(self, note_traffic: Callable[[], None] = lambda: None) -> None:
+        self._note_traffic = note_traffic
         self._unread = bytearray()
         self._readable = trio.Event()
         self._writable = trio.Event()
@@ -97,8 +93,8 @@ class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession[bytes]):
         self._has_sent_eof = False
         self._is_lost = False
         self._is_closed = False
-        self._sending = _Turn("another task is sending")
-        self._receiving = _Turn("another task is receiving")
+        self._sending = _OneTask("another task is sending")
+        self._receiving = _OneTask("another task is receiving")
 
     # --- called by asyncssh ----------------------------------------------------------------------------------
 
@@ -106,12 +102,12 @@ class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession[bytes]):
         self._channel = chan
 
     def data_received(self, data: bytes, datatype: object = None) -> None:
-        self._hear()
+        self._note_traffic()
         self._unread += data
         self._readable.set()
         if len(self._unread) > _RECEIVE_HIGH_BYTES and not self._is_reading_paused:
             self._is_reading_paused = True
-            self._open_channel.pause_reading()
+            self._channel.pause_reading()
 
     def eof_received(self) -> bool:
         self._has_peer_ended = True
@@ -132,11 +128,11 @@ class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession[bytes]):
     # --- called from trio --------------------------------------------------------------------------------------
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        """Wait for bytes; b"" at the end. Raises BrokenResourceError when the connection is lost before it."""
-        if max_bytes is not None and operator.index(max_bytes) < 1:  # a TypeError for what is no whole number
+        """Wait for bytes; b"" at the end. Raises BrokenResourceError if the connection is lost before the end."""
+        if max_bytes is not None and operator.index(max_bytes) < 1:  # index() raises TypeError for non-integers
             raise ValueError(f"max_bytes is {max_bytes}; it must be at least 1")
         with self._receiving:
-            if self._unread or self._has_peer_ended:  # else waiting is the checkpoint: two would wake the task twice
+            if self._unread or self._has_peer_ended:  # else the wait below is the checkpoint; two would wake us twice
                 await trio.lowlevel.checkpoint()
             while not self._unread:
                 if self._is_closed:
@@ -149,17 +145,22 @@ class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession[bytes]):
                 await self._readable.wait()
             if self._is_closed:
                 raise trio.ClosedResourceError
-            return self._take(max_bytes or len(self._unread))
+            data = bytes(self._unread[:max_bytes])
+            del self._unread[:max_bytes]
+            if self._is_reading_paused and len(self._unread) < _RECEIVE_HIGH_BYTES // 2:
+                self._is_reading_paused = False
+                self._channel.resume_reading()
+            return data
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        """Send, waiting while the peer takes nothing."""
+        """Send, and wait while the peer accepts nothing."""
         with self._sending:
             self._check_writable()
-            await trio.lowlevel.checkpoint_if_cancelled()  # waiting at the end lets others run
+            await trio.lowlevel.checkpoint_if_cancelled()  # the wait at the end lets other tasks run
             if data:
                 try:
-                    self._open_channel.write(bytes(data))
-                except OSError as error:  # asyncssh knows of the loss, and has not told us yet
+                    self._channel.write(bytes(data))
+                except OSError as error:  # asyncssh knows about the loss but has not called connection_lost yet
                     raise trio.BrokenResourceError("the SSH connection is lost") from error
             await self._writable.wait()
             self._check_writable()
@@ -179,30 +180,17 @@ class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession[bytes]):
             await trio.lowlevel.checkpoint()
             if not self._has_sent_eof and not self._is_lost:
                 self._has_sent_eof = True
-                with suppress(OSError):  # closed already, which the next call will meet
-                    self._open_channel.write_eof()
+                with suppress(OSError):  # already closed, which the next call reports
+                    self._channel.write_eof()
 
     async def aclose(self) -> None:
         if not self._is_closed:
             self._is_closed = True
             self._readable.set()
             self._writable.set()
-            if self._channel is not None and not self._is_lost:
+            if not self._is_lost:
                 self._channel.close()
         await trio.lowlevel.checkpoint()
-
-    @property
-    def _open_channel(self) -> asyncssh.SSHUNIXChannel[bytes]:
-        assert self._channel is not None
-        return self._channel
-
-    def _take(self, max_bytes: int) -> bytes:
-        data = bytes(self._unread[:max_bytes])
-        del self._unread[:max_bytes]
-        if self._is_reading_paused and len(self._unread) < _RECEIVE_HIGH_BYTES // 2:
-            self._is_reading_paused = False
-            self._open_channel.resume_reading()
-        return data
 
     def _check_writable(self) -> None:
         if self._is_closed or self._has_sent_eof:
@@ -212,10 +200,7 @@ class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession[bytes]):
 
 
 class SSHCommandStream(SSHStream):
-    """The input and output of a marked command on a node as a trio stream; the end of what it says to stderr is kept.
-
-    `preamble` is what the login shell printed before.
-    """
+    """The input and output of a marked command on a node as a trio stream, without the login shell's `preamble`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +210,6 @@ class SSHCommandStream(SSHStream):
 
     @property
     def errors(self) -> str:
-        """The last that the command said to stderr."""
         return self._errors.decode(errors="replace").strip()
 
     # --- called by asyncssh ----------------------------------------------------------------------------------
@@ -236,7 +220,7 @@ class SSHCommandStream(SSHStream):
                 super().data_received(output)
             return
         self._errors += data
-        del self._errors[:-_ERRORS_KEPT_BYTES]
+        del self._errors[:-_KEPT_BYTES]
 
     def exit_status_received(self, status: int) -> None:
         self.exit_status = status
@@ -245,35 +229,24 @@ class SSHCommandStream(SSHStream):
         self.exit_status = -1
 
 
-_MARK: Final = b"oobleck-begins-here\n"
-_KEPT_BYTES: Final = 4096
-
-
 def marked(command: str) -> str:
-    """Return a command that prints the mark first. Its own text does not contain the mark, which a shell may repeat."""
+    # A shell may echo this text, so the quotes keep the mark itself out of it.
     return f"echo oobleck-'begins'-here; {command}"
 
 
 class Preamble:
-    """Takes the output of a marked command, and keeps the end of what came before the mark.
+    """Separates what the login shell prints from the output of a marked command.
 
-    sshd hands every command to the user's login shell, which may be any, and reads its start files first, which greet
-    on the same stream. So a command begins by printing a mark, in words that all shells understand, and what comes
-    before the mark is not the command's.
+    sshd hands every command to the user's login shell, whose start files may print to the same stream. So a command
+    first prints a mark, in words that all shells understand, and its own output begins after the mark.
     """
 
     def __init__(self) -> None:
         self._before = bytearray()
         self.has_ended = False
-        """Whether the mark has come: the command has begun."""
-
-    @property
-    def text(self) -> str:
-        """What was printed before the command."""
-        return self._before.decode(errors="replace").strip()
 
     def strip(self, data: bytes) -> bytes:
-        """Return what of the next bytes is the command's own."""
+        """Return the part of the next bytes that belongs to the command; keeps the end of what precedes it."""
         if self.has_ended:
             return data
         self._before += data
@@ -286,54 +259,58 @@ class Preamble:
         del self._before[at:]
         return output
 
+    @property
+    def text(self) -> str:
+        return self._before.decode(errors="replace").strip()
+
     def as_cause(self) -> str:
-        """What people are told of it where something went wrong: its last line, or nothing."""
+        """Return its last line as the end of an error message, or an empty string."""
         return f"; its login shell printed {self.text.splitlines()[-1]!r}" if self.text else ""
 
 
-_RESTING_S = 60.0
-
-
 class Keepalive:
-    """Has asyncssh ask whether the other side is there while it says nothing, and only then.
+    """Has asyncssh probe the other side only while that side is silent.
 
-    asyncssh sets a timer for its next question again with each packet that comes, and each of these timers wakes the
-    process once more when its time has come, although it is cancelled. With agents that send heartbeats this costs as
-    much as a fifth of the master's time. So asyncssh asks nothing while an agent is heard, and one look in each
-    interval sees whether it still is. Who falls silent is given up within one interval of when it would be otherwise.
+    asyncssh sets its probe timer again with each packet that arrives, and each of these timers, although cancelled,
+    wakes the process once more when it is due. With agents that send heartbeats this costs up to a fifth of the
+    master's time. So asyncssh probes nothing while packets arrive, and one check per interval sees whether they still
+    do. A peer that falls silent is given up at most one interval later than otherwise.
     """
 
     def __init__(self, connection: asyncssh.SSHClientConnection, *, interval_s: float, count_max: int) -> None:
-        """asyncssh asks already: every `interval_s`, and `count_max` times in vain before the connection is lost."""
+        """asyncssh already probes every `interval_s`, and gives up after `count_max` unanswered probes."""
         self._connection = connection
         self._interval_s = interval_s
         self._count_max = count_max
-        self._is_asking = True
+        self._is_probing = True
         self._is_resting = False
-        self._is_heard = False
+        self._has_traffic = False
 
-    def hear(self) -> None:
-        """Something has come. Called by asyncssh."""
-        self._is_heard = True
-        if self._is_asking and not self._is_resting and self._interval_s:
-            self._is_asking = False
+    def note_traffic(self) -> None:
+        """Note that bytes have arrived. Called by asyncssh."""
+        self._has_traffic = True
+        if self._is_probing and not self._is_resting and self._interval_s:
+            self._is_probing = False
             self._connection.set_keepalive(interval=0)
-            call_later(self._interval_s, self._look)
+            self._check_later()
 
     def rest(self, is_resting: bool) -> None:
-        """Ask seldom, while the other side is heard by another way: often enough for a firewall."""
+        """Probe rarely while other connections show that the node lives."""
         self._is_resting = is_resting
-        self._ask(_RESTING_S if is_resting else self._interval_s, self._count_max)
+        self._probe(_RESTING_S if is_resting else self._interval_s, self._count_max)
 
-    def _look(self) -> None:
-        if self._is_asking or self._connection.is_closed():
+    def _check_later(self) -> None:
+        trio_asyncio.current_loop.get().call_later(self._interval_s, self._check)
+
+    def _check(self) -> None:
+        if self._is_probing or self._connection.is_closed():
             return
-        if self._is_heard:
-            self._is_heard = False
-            call_later(self._interval_s, self._look)
+        if self._has_traffic:
+            self._has_traffic = False
+            self._check_later()
         else:
-            self._ask(self._interval_s, self._count_max - 1)  # one interval has passed already
+            self._probe(self._interval_s, self._count_max - 1)  # one silent interval has passed already
 
-    def _ask(self, interval_s: float, count_max: int) -> None:
-        self._is_asking = True
+    def _probe(self, interval_s: float, count_max: int) -> None:
+        self._is_probing = True
         self._connection.set_keepalive(interval=interval_s, count_max=count_max)

@@ -1,8 +1,7 @@
-"""SSH the other way round: a node connects to the master, and is the SSH server on that connection.
+"""SSH the other way round: a node connects to the master and is the SSH server on that connection.
 
-Both sides show a key of the run's own, made for it alone: the node its host key, the master its client key. Neither can
-stand in for the other. What is signed belongs to one connection (RFC 4252, section 7), so nothing that was recorded can
-be used again.
+Both sides show a key that was made for this run: the node a host key, the master a client key. Neither can impersonate
+the other, and a signature belongs to one connection (RFC 4252, section 7), so a recorded one cannot be replayed.
 """
 
 from __future__ import annotations
@@ -24,42 +23,38 @@ from .node_server import CommandProcesses, node_server_options
 
 _USER = "oobleck"
 _KEEPALIVE_S = 5.0
-_LOGIN_TIMEOUT_S = 30.0  # of a node: where thousands call at once, it is not its turn before
+_LOGIN_TIMEOUT_S = 30.0  # a node may wait this long for its turn when thousands call at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DialInKeys:
-    """What the master of a run has."""
+    """The master's private key, and the public key of its nodes."""
 
     own_key: str
     node_key: str
-    """The public one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePass:
-    """What the nodes of a run have, all the same: with it a node gets in, and knows the master."""
+    """The private key that all nodes of a run share, and the public key of its master."""
 
     master: str
-    """HOST:PORT, where the newest master listens."""
+    """HOST:PORT where the newest master listens."""
     own_key: str
     master_key: str
-    """The public one."""
 
 
 class Farewell(IntEnum):
-    """Why a master ends a node's connection for good, as a code of SSH's for private use (RFC 4250, section 4.2.2)."""
+    """Why a master ends a node's connection for good, as SSH's codes for private use (RFC 4250, section 4.2.2)."""
 
     RELEASED = 0xFE00_0001
-    """The run needs it no more."""
     REPLACED = 0xFE00_0002
-    """Another process has dialled in by the same name."""
+    """Another process has dialled in under the same name."""
     REFUSED = 0xFE00_0003
-    """What it says of itself cannot be used; the reason says why."""
+    """The node's introduction cannot be used; the reason says why."""
 
 
 def make_keys(*, master: str) -> tuple[DialInKeys, NodePass]:
-    """Make the keys of a run whose master listens at `master`."""
     ours, theirs = (asyncssh.generate_private_key("ssh-ed25519") for _ in range(2))
     keys = DialInKeys(own_key=_private(ours), node_key=_public(theirs))
     return keys, NodePass(master=master, own_key=_private(theirs), master_key=_public(ours))
@@ -74,13 +69,13 @@ def _public(key: asyncssh.SSHKey) -> str:
 
 
 class RefusedCaller(Exception):
-    """Somebody has dialled in who has not the run's key, or does not take ours."""
+    """A caller does not have the run's key, or does not accept ours."""
 
 
 async def call_back(caller: socket.socket, keys: DialInKeys) -> SSHConnection:
-    """Log in to a node that has dialled in, and take the socket over.
+    """Log in to a node that has dialled in, and take over its socket.
 
-    Raises RefusedCaller, or asyncssh.Error or OSError where it breaks off.
+    Raises RefusedCaller, or asyncssh.Error or OSError if the connection breaks.
     """
     options = SSHOptions(
         client_keys=(asyncssh.import_private_key(keys.own_key),),
@@ -92,9 +87,9 @@ async def call_back(caller: socket.socket, keys: DialInKeys) -> SSHConnection:
     except OSError:
         caller.close()
         raise
-    asked = options.for_node(NodeSpec(name=host, host=host, user=_USER))
+    arguments = options.for_node(NodeSpec(name=host, host=host, user=_USER))
     try:
-        connection = await run_on(asyncssh.run_client, caller, **asked)
+        connection = await run_on(asyncssh.run_client, caller, **arguments)
     except asyncssh.HostKeyNotVerifiable as error:
         raise RefusedCaller(f"a node at {host} has dialled in with another key than this run's") from error
     except asyncssh.PermissionDenied as error:
@@ -113,13 +108,10 @@ async def dial_in(
     login_timeout_s: float = _LOGIN_TIMEOUT_S,
     keepalive_s: float = _KEEPALIVE_S,
 ) -> Callable[[], Awaitable[tuple[Farewell, str] | None]]:
-    """Connect to the master, and serve it, once it has shown its key.
+    """Connect to the master and serve it once it has shown its key.
 
-    Its commands run in `nursery`, and find `environment` beside our own; `processes` has those that do. A master that
-    does not answer for three times `keepalive_s` is gone. What is returned waits for the connection's end, and returns
-    the master's farewell, if there was one.
-
-    Raises NodeUnreachable, or ValueError for a pass that holds no keys.
+    Returns a function that waits for the connection's end and returns the master's farewell, if there was one.
+    `node_server_options` explains the arguments. Raises NodeUnreachable, or ValueError for a pass without keys.
     """
     ended, errors = trio.Event(), list[Exception | None]()
 

@@ -1,4 +1,4 @@
-"""What ssh's own config says of a host, read as ssh reads it where asyncssh alone would not."""
+"""Reads ssh's config for a host the way ssh does, where asyncssh alone would not."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import asyncssh
 from .asyncssh_adapter import await_asyncio
 
 _CIPHERS = "^aes128-gcm@openssh.com,aes256-gcm@openssh.com"
-"""These before asyncssh's own choice, unless ssh's config has one: a packet costs half of what ChaCha20 costs there."""
+"""Tried before asyncssh's own, unless ssh's config names ciphers: a packet costs half as much as with ChaCha20."""
 _ALGORITHMS = ("HostKeyAlgorithms", "KexAlgorithms", "Ciphers", "MACs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Jump:
-    """A host of a ProxyJump; None leaves a choice to what the config says of that host."""
+    """A host of a ProxyJump; None leaves a choice to that host's own config."""
 
     host: str
     port: int | None = None
@@ -32,7 +32,7 @@ class Jump:
 
     @classmethod
     def parse(cls, text: str) -> Jump:
-        """Read `[user@]host[:port]`, or `ssh://[user@]host[:port]`. Raises ValueError."""
+        """Parse `[user@]host[:port]` or `ssh://[user@]host[:port]`. Raises ValueError."""
         is_uri = text.startswith("ssh://")
         place = text.removeprefix("ssh://").removesuffix("/") if is_uri else text
         user, _, place = place.rpartition("@")
@@ -48,64 +48,56 @@ class Jump:
         return cls(host=host, port=int(port) if port else None, user=(unquote(user) if is_uri else user) or None)
 
 
-def jumps_of(found: asyncssh.SSHClientConnectionOptions) -> tuple[Jump, ...]:
-    """Return the hosts that a host is reached through, the first to connect to first. Raises ValueError."""
-    return tuple(Jump.parse(each.strip()) for each in str(found.tunnel).split(",")) if found.tunnel else ()
+def jumps_of(resolved: asyncssh.SSHClientConnectionOptions) -> tuple[Jump, ...]:
+    """Return the hosts of a ProxyJump in the order of connecting. Raises ValueError."""
+    return tuple(Jump.parse(each.strip()) for each in str(resolved.tunnel).split(",")) if resolved.tunnel else ()
 
 
-async def read_config(host: str, asked: dict[str, object]) -> asyncssh.SSHClientConnectionOptions:
-    """Read what the config says of a host beyond what is `asked`; loads no keys, so that a missing one harms nothing.
-
-    Raises ValueError or OSError.
-    """
-    # Without a word on the config asyncssh would read the user's own where it connects, and none here.
-    options = {"config": (), **asked, "client_keys": None}
+async def read_config(host: str, arguments: dict[str, object]) -> asyncssh.SSHClientConnectionOptions:
+    """Resolve the config's options for a host, after asyncssh's `arguments`. Raises ValueError or OSError."""
+    # Without a `config`, asyncssh reads the user's own when it connects, but none here. Loading no keys lets a missing
+    # one do no harm.
+    options = {"config": (), **arguments, "client_keys": None}
     return await await_asyncio(asyncssh.SSHClientConnectionOptions.construct, host=host, **options)
 
 
-def keys_asked_for(found: asyncssh.SSHClientConnectionOptions, asked: dict[str, object]) -> dict[str, object]:
-    """Return options for asyncssh by which it does with keys and ciphers what ssh does by the same config.
+def key_arguments(resolved: asyncssh.SSHClientConnectionOptions, arguments: dict[str, object]) -> dict[str, object]:
+    """Return arguments by which asyncssh treats the config's keys and ciphers as ssh does.
 
-    A key or certificate that is not there is passed over. Where no key is, ssh tries those of its agent.
+    Both ignore missing keys and certificates. If none of the keys exists, ssh tries its agent's.
     """
-    options: dict[str, object] = {"utf8_decode_errors": "replace"}  # of a banner
-    if not found.config.get("Ciphers"):
-        options["encryption_algs"] = _CIPHERS
-    if "client_keys" not in asked and found.config.get("IdentityFile"):
-        keys = _existing(found, "IdentityFile")
-        if keys or _has_agent(found):
-            options |= {"client_keys": keys, "ignore_encrypted": True}
-    if found.config.get("CertificateFile"):
-        options["client_certs"] = _existing(found, "CertificateFile")
-    return options
+    more: dict[str, object] = {"utf8_decode_errors": "replace"}  # a banner may be in any encoding
+    if not resolved.config.get("Ciphers"):
+        more["encryption_algs"] = _CIPHERS
+    if "client_keys" not in arguments and resolved.config.get("IdentityFile"):
+        keys = _existing(resolved, "IdentityFile")
+        agent = resolved.config.get("IdentityAgent") or os.environ.get("SSH_AUTH_SOCK", "")
+        if keys or (agent and Path(str(agent)).expanduser().exists()):
+            more |= {"client_keys": keys, "ignore_encrypted": True}
+    if resolved.config.get("CertificateFile"):
+        more["client_certs"] = _existing(resolved, "CertificateFile")
+    return more
 
 
-def algorithms_asked_for(found: asyncssh.SSHClientConnectionOptions) -> tuple[str, ...]:
-    """Return the options of the config that name algorithms: a server may have none of those."""
-    return tuple(name for name in _ALGORITHMS if found.config.get(name))
+def configured_algorithms(resolved: asyncssh.SSHClientConnectionOptions) -> tuple[str, ...]:
+    """Return the options that name algorithms in the config: a server may support none of these."""
+    return tuple(name for name in _ALGORITHMS if resolved.config.get(name))
 
 
-def _existing(found: asyncssh.SSHClientConnectionOptions, option: str) -> list[Path]:
-    """The files that an option names; a key's public half stands for one that only the agent has."""
-    named = (Path(name).expanduser() for name in cast("Iterable[str]", found.config.get(option)))
+def _existing(resolved: asyncssh.SSHClientConnectionOptions, option: str) -> list[Path]:
+    named = (Path(name).expanduser() for name in cast("Iterable[str]", resolved.config.get(option)))
+    # A public half alone stands for a key that only the agent has.
     files = (path if path.exists() else Path(f"{path}.pub") for path in named)
     return [path for path in files if path.exists()]
 
 
-def _has_agent(found: asyncssh.SSHClientConnectionOptions) -> bool:
-    path = found.config.get("IdentityAgent") or os.environ.get("SSH_AUTH_SOCK", "")
-    return bool(path) and Path(str(path)).expanduser().exists()
-
-
 class ProxyCommand:
-    """A proxy command that runs: its standard input and output are the connection, of which `socket` is our end.
+    """A running proxy command, whose standard input and output are the other end of `socket`."""
 
-    asyncssh could run it, as a process of asyncio: one that ends just when its connection is closed is then waited for
-    twice, and the wait that comes too late ends the loop with all of its connections.
-    """
-
+    # asyncssh could run it as an asyncio process. But if that ends just as its connection is closed, it is waited for
+    # twice, and the second wait ends the loop with all of its connections.
     def __init__(self, command: Sequence[str]) -> None:
-        """Raises OSError where it cannot be started."""
+        """Raises OSError if the command cannot be started."""
         self.socket, theirs = socket.socketpair()
         with theirs:
             try:
@@ -121,7 +113,7 @@ class ProxyCommand:
                 raise
 
     def end(self) -> None:
-        """Kill it, with what it has started. Whoever was given the socket closes it."""
+        """Kill the command and its children; the socket's owner closes the socket."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -1,9 +1,9 @@
-"""Which host keys are trusted: those in ssh's own files, the user's and the machine's, for the names that ssh looks up.
+"""Which host keys are trusted: those that ssh's files, the user's and the machine's, list for the names it looks up.
 
-asyncssh alone reads fewer of them than ssh does, and takes `UserKnownHostsFile none` for leave to check nothing. It
-trusts the key of an address for any name, which ssh does not: who answers at the address of a node may be anybody. It
-would also parse every key of every file for each connection, which with a file for thousands of nodes blocks the
-master for minutes. So files are indexed once, by the rules of sshd(8) and ssh_config(5), and asyncssh gets the keys.
+asyncssh alone reads fewer of these files than ssh does, and with `UserKnownHostsFile none` it checks nothing. It trusts
+an address's key for any name, which ssh does not, because anyone may answer at a node's address. It would also parse
+every key of every file for each connection, which blocks the master for minutes if a file lists thousands of nodes. So
+this module indexes the files once, by the rules of sshd(8) and ssh_config(5), and hands asyncssh the keys.
 """
 
 from __future__ import annotations
@@ -26,48 +26,46 @@ _REVOKED = "@revoked"
 _MARKERS = ("@cert-authority", _REVOKED)
 _SIGNS_OF_A_PATTERN = frozenset("*?!")
 _DEFAULT_PORT = 22
-_ANY = "host"  # the name under which asyncssh gets the keys that count
+_ANY = "host"  # the name under which asyncssh receives the matching keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownHosts:
-    """The files to look a host up in, and the names that it has there."""
-
     files: tuple[Path, ...]
-    """In ssh's order, whether they exist or not."""
+    """Listed in ssh's order, whether they exist or not."""
     names: tuple[str, ...]
-    """The first that has a key counts."""
+    """Tried in this order; the first one with a key counts."""
 
     @property
     def readable(self) -> tuple[Path, ...]:
         return tuple(path for path in self.files if os.access(path, os.R_OK) and path.is_file())
 
     def knows_host(self, files: HostKeyFiles) -> bool:
-        """Whether any key of this host is there. Raises OSError for broken files."""
+        """Whether the files have any key of this host. Raises OSError for unreadable files."""
         host_keys, authorities, *_ = files.trusted(self.readable, self.names).match("", "", None)
         return bool(host_keys or authorities)
 
     def as_option(self, files: HostKeyFiles) -> asyncssh.SSHKnownHosts | bytes:
-        """The value of asyncssh's `known_hosts`; without any file nothing is trusted."""
+        """Return asyncssh's `known_hosts` argument; without any file it trusts nothing."""
         return files.trusted(self.readable, self.names) if self.readable else b""
 
 
 class HostKeyFiles:
-    """The known_hosts files as they were when they were read last. One that has changed is read again."""
+    """An index of each known_hosts file, renewed when the file changes."""
 
     def __init__(self) -> None:
         self._known: dict[Path, tuple[tuple[int, ...], _Index]] = {}
 
     def trusted(self, paths: Sequence[Path], names: Sequence[str]) -> asyncssh.SSHKnownHosts:
-        """What asyncssh is to find there for a host of these names. Raises OSError for broken files, then or now."""
+        """Return the keys for a host with these names. Raises OSError for unreadable files, now or when used."""
         for path in paths:
             self.index_of(path)
         return _Trusted(self, paths, names)
 
     def index_of(self, path: Path) -> _Index:
-        """Return a file's index; O(lines) where the file is new or has changed. Raises OSError."""
-        told = path.stat()
-        version = (told.st_dev, told.st_ino, told.st_size, told.st_mtime_ns)
+        """Return a file's index; O(lines) for a new or changed file. Raises OSError."""
+        status = path.stat()
+        version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         known = self._known.get(path)
         if known is None or known[0] != version:
             known = self._known[path] = version, _Index(path.read_text(encoding="utf-8", errors="replace"))
@@ -75,7 +73,7 @@ class HostKeyFiles:
 
 
 class _Trusted(asyncssh.SSHKnownHosts):
-    """Files in ssh's order, of which asyncssh parses the keys that count for one host."""
+    """The keys of one host, which asyncssh parses only when it needs them."""
 
     def __init__(self, files: HostKeyFiles, paths: Sequence[Path], names: Sequence[str]) -> None:
         super().__init__()
@@ -84,7 +82,7 @@ class _Trusted(asyncssh.SSHKnownHosts):
         self._names = names
 
     def match(self, host: str, addr: str, port: int | None) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
-        """Return the keys of the host's own names, whatever asyncssh asks for: an address has none to give."""
+        """Return the keys for the host's own names, ignoring asyncssh's: an address's keys must not count."""
         lines: dict[_Line, None] = {}
         for name in self._names:
             lines |= {line: None for path in self._paths for line in self._files.index_of(path).lines_for(name)}
@@ -95,8 +93,6 @@ class _Trusted(asyncssh.SSHKnownHosts):
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """What a line says of the hosts that it is for."""
-
     marker: str
     key: str
 
@@ -106,16 +102,16 @@ class _Line:
 
 
 class _Index:
-    """The lines of one file by the names that they are for. What ssh cannot read is passed over, as ssh does."""
+    """The lines of one file, indexed by host name. Like ssh, it skips malformed lines."""
 
     def __init__(self, text: str) -> None:
         self._lines: list[_Line] = []
         self._by_name: defaultdict[str, list[int]] = defaultdict(list)
         self._hashed: list[tuple[bytes, bytes, int]] = []
-        """The lines of which nobody knows yet for whom they are: (salt, hash, number)."""
-        self._searched: set[str] = set()  # the names whose hashed lines are known
+        """Lines whose host names are not known yet, as (salt, hash, number)."""
+        self._searched: set[str] = set()  # names whose hashed lines are known
         self._patterns: list[tuple[re.Pattern[str], re.Pattern[str] | None, int]] = []
-        """The lines for names of a form: (those, but not these, number)."""
+        """Lines with patterns, as (pattern, excluded pattern, number)."""
         for line in text.splitlines():
             words = line.split(None, 2)
             if words and words[0].startswith("@"):
@@ -143,29 +139,29 @@ class _Index:
         """Return the lines for a name, in the file's order; O(patterns), and O(hashed lines) for a new name."""
         if name not in self._searched:
             self._search(name)
-        found = {*self._by_name.get(name, ())}
+        numbers = {*self._by_name.get(name, ())}
         for yes, no, number in self._patterns:
             if yes.fullmatch(name) and not (no is not None and no.fullmatch(name)):
-                found.add(number)
-        return [self._lines[number] for number in sorted(found)]
+                numbers.add(number)
+        return [self._lines[number] for number in sorted(numbers)]
 
     def _search(self, name: str) -> None:
-        """Find a name's hashed lines. A hash is of one name: no other one is compared with what was found."""
         self._searched.add(name)
         value = name.encode()
         numbers = {number for salt, digest, number in self._hashed if hmac.digest(salt, value, "sha1") == digest}
         if numbers:
             self._by_name[name] += numbers
+            # A hash belongs to one name, so no other name needs comparing with these lines.
             self._hashed = [line for line in self._hashed if line[2] not in numbers]
 
 
 def _pattern(words: Iterable[str]) -> re.Pattern[str]:
-    """What matches any of ssh's patterns, in which `*` and `?` alone have a meaning."""
+    """Combine ssh's patterns, in which only `*` and `?` are special."""
     return re.compile("|".join(re.escape(word).replace(r"\*", ".*").replace(r"\?", ".") for word in words))
 
 
 def _hashed(pattern: str) -> tuple[bytes, bytes] | None:
-    """The salt and the hash of a host name that is hashed; None for anything else."""
+    """Return the salt and the hash of a hashed host name; None for anything else."""
     words = pattern.split("|")
     if len(words) != 4 or words[:2] != ["", "1"]:
         return None
@@ -176,10 +172,9 @@ def _hashed(pattern: str) -> tuple[bytes, bytes] | None:
 
 
 def find_known_hosts(options: asyncssh.SSHClientConnectionOptions) -> KnownHosts:
-    """Find where a host's key is looked up, by all that asyncssh and ssh's config say of the host.
+    """Find where ssh looks a host's key up.
 
-    An alias is the name by itself. A host at another port than SSH's has a name of its own there, and one without the
-    port that counts where that has no key.
+    An alias is the only name. A host at a port other than 22 has a name with the port, and one without it as fallback.
     """
     user_files = cast("Iterable[str]", options.config.get("UserKnownHostsFile", _USER_FILES))
     global_files = cast("Iterable[str]", options.config.get("GlobalKnownHostsFile", _GLOBAL_FILES))

@@ -1,7 +1,4 @@
-"""What a node lets its master do over SSH, in a process of ours: run commands, and connect to UNIX sockets.
-
-It is the server of virtual nodes, and that of a node which dials in.
-"""
+"""The SSH server of virtual nodes and of nodes that dial in: the master runs commands and connects to UNIX sockets."""
 
 from __future__ import annotations
 
@@ -19,11 +16,11 @@ from .asyncssh_adapter import await_asyncio, awaitable_by_asyncio
 
 _READ_BYTES = 1 << 16
 LOGIN_TIMEOUT_S = 10.0
-"""How long the other side may take to show its key; asyncssh alone would wait for two minutes."""
+"""How long the other side may take to show its key; asyncssh's default is two minutes."""
 
 
 class CommandProcesses:
-    """The processes that run commands. Each is waited for; other children are orphans, and nobody waits for those."""
+    """The processes that run commands, which their callers wait for; all other children are orphans."""
 
     def __init__(self) -> None:
         self._pids: set[int] = set()
@@ -31,7 +28,6 @@ class CommandProcesses:
 
     @asynccontextmanager
     async def start(self, command: str, environment: Mapping[str, str]) -> AsyncIterator[trio.Process]:
-        """Run a command in a shell; the caller waits for its end within the context."""
         self._num_starting += 1
         try:
             process = await trio.lowlevel.open_process(
@@ -40,7 +36,7 @@ class CommandProcesses:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=environment,
-                start_new_session=True,  # the terminal's Ctrl-C is for the master alone
+                start_new_session=True,  # the terminal's Ctrl-C must reach only the master
             )
             self._pids.add(process.pid)
         finally:
@@ -51,15 +47,15 @@ class CommandProcesses:
             self._pids.discard(process.pid)
 
     def reap_orphans(self) -> None:
-        """Have the kernel forget children that have ended and that are no commands; a later call finds the others."""
-        while not self._num_starting:  # else a child may be a command that is not known yet
+        """Reap ended children that are not commands, up to the first that is one; later calls find the rest."""
+        while not self._num_starting:  # else a child may be a command whose pid is not known yet
             try:
-                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            if found is None or found.si_pid in self._pids:
+            if ended is None or ended.si_pid in self._pids:
                 return
-            os.waitpid(found.si_pid, 0)
+            os.waitpid(ended.si_pid, 0)
 
 
 async def node_server_options(
@@ -73,18 +69,34 @@ async def node_server_options(
     keepalive_s: float = 0.0,
     login_timeout_s: float = LOGIN_TIMEOUT_S,
 ) -> asyncssh.SSHServerConnectionOptions:
-    """Options for asyncssh by which a node serves a caller that has the client key, and shows the host key.
+    """Return asyncssh's options to serve callers that have the client key, with the host key.
 
-    Commands run in `nursery`, and find `environment` beside our own; `processes` has those that do. `on_end` is told
-    how a connection ended. A client that does not answer for three times `keepalive_s` is gone; 0 waits for ever.
+    Commands run in `nursery`, inherit this process's environment and `environment`, and are listed in `processes`.
+    `on_end` receives the error that ended a connection, if any. A client that does not answer for three times
+    `keepalive_s` is given up, or never if that is 0.
     """
-    runner = _CommandRunner(nursery, {**os.environ, **environment}, processes or CommandProcesses())
+    processes, environment = processes or CommandProcesses(), {**os.environ, **environment}
+
+    async def run(session: Any) -> None:
+        """Run the command of an asyncssh.SSHServerProcess to its end, as a task of `nursery`."""
+        done = trio.Event()
+
+        async def run_and_note_end() -> None:
+            try:
+                async with processes.start(session.command or "true", environment) as process:
+                    await _run_command(session, process)
+            finally:
+                done.set()
+
+        nursery.start_soon(run_and_note_end)
+        await done.wait()
+
     return await await_asyncio(
         asyncssh.SSHServerConnectionOptions.construct,
         server_factory=lambda: _Server(on_end),
         server_host_keys=[host_key],
         authorized_client_keys=asyncssh.import_authorized_keys(client_key.export_public_key().decode()),
-        process_factory=awaitable_by_asyncio(runner.run),
+        process_factory=awaitable_by_asyncio(run),
         encoding=None,
         login_timeout=login_timeout_s,
         keepalive_interval=keepalive_s,
@@ -92,7 +104,7 @@ async def node_server_options(
 
 
 class _Server(asyncssh.SSHServer):
-    """Lets the run's own key do what agents need: commands, and connections to UNIX sockets."""
+    """Allows connections to UNIX sockets, besides commands."""
 
     def __init__(self, on_end: Callable[[Exception | None], None]) -> None:
         self._on_end = on_end
@@ -102,29 +114,6 @@ class _Server(asyncssh.SSHServer):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._on_end(exc)
-
-
-class _CommandRunner:
-    """Runs the commands of SSH sessions as processes of trio's, each in the nursery given."""
-
-    def __init__(self, nursery: trio.Nursery, environment: Mapping[str, str], processes: CommandProcesses) -> None:
-        self._nursery = nursery
-        self._environment = environment
-        self._processes = processes
-
-    async def run(self, session: Any) -> None:
-        """Run one session's command to its end. `session` is an asyncssh.SSHServerProcess."""
-        done = trio.Event()
-
-        async def run_then_tell() -> None:
-            try:
-                async with self._processes.start(session.command or "true", self._environment) as process:
-                    await _run_command(session, process)
-            finally:
-                done.set()
-
-        self._nursery.start_soon(run_then_tell)
-        await done.wait()
 
 
 async def _run_command(session: Any, process: trio.Process) -> None:
@@ -150,14 +139,14 @@ async def _run_command(session: Any, process: trio.Process) -> None:
 
 
 async def _feed(source: Any, process: trio.Process) -> None:
-    """Copy input until its end, and pass signals on to all that the command has started, as sshd does."""
+    """Copy input until its end, and forward signals to the command's process group, as sshd does."""
     assert process.stdin is not None
     with suppress(trio.BrokenResourceError, asyncssh.Error):
         while True:
             try:
                 data = await await_asyncio(source.read, _READ_BYTES)
             except asyncssh.SignalReceived as received:
-                if process.returncode is None:  # else its number may be another's by now
+                if process.returncode is None:  # else another process may have its pid by now
                     _signal_group(process.pid, received.signal)
                 continue
             if not data:
@@ -174,8 +163,7 @@ def _signal_group(pid: int, name: str) -> None:
 
 
 async def _pump(source: trio.abc.ReceiveStream, target: Any) -> None:
-    """Copy output; drained before the exit is sent, or asyncssh would lose it."""
     with suppress(asyncssh.Error, ConnectionError):
         while data := await source.receive_some(_READ_BYTES):
             target.write(data)
-            await await_asyncio(target.drain)
+            await await_asyncio(target.drain)  # asyncssh loses what is not drained when the exit is sent

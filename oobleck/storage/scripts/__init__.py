@@ -1,7 +1,7 @@
-"""States that a script saves by itself under `oobleck run`: what each rank keeps, and which of it ranks load again.
+"""States that a script saves by itself under `oobleck run`: each rank's part, and the choice of the state to load.
 
-What one rank saves of a state is a *part*: a tree of values, the tensors that all ranks have alike, and its own pieces
-of those that are sharded. Nothing here loads torch.
+A *part* is what one rank saves of a state: a tree of values, the replicated tensors, and its own pieces of sharded
+ones. Nothing here loads torch.
 """
 
 from __future__ import annotations

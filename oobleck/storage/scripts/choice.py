@@ -1,8 +1,8 @@
-"""Which saved state all ranks load, and from whom each gets what. Pure: all ranks decide the same from the same facts.
+"""Chooses the saved state that all ranks load, and the sources of its parts. Pure: the same facts give the same choice.
 
-A state is used only where every rank that saves has saved it, as far as it can be seen, and where no piece of what is
-sharded is missing. In memory the newest step that all ranks have is one of two: a rank that saves has come to the end
-of a step, which all others have begun; so nobody is further behind than one save, and the older slot has that one.
+A state is usable only if every rank known to save has saved it, and no piece of a sharded tensor is missing. In memory,
+the newest step that all ranks have is in one of two slots: a rank that saves has reached the end of a step, which all
+others have begun, so no rank is more than one save behind, and the older slot has that save.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .shards import is_covered
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """A part that a rank of this start can read."""
+    """A part that the rank `viewer` of this start can read."""
 
     viewer: int
     place: Literal["memory", "disk"]
@@ -31,49 +31,48 @@ class Chosen:
     name: str
     place: Literal["memory", "disk"]
     notes: Mapping[int, PartNote]
-    """By the rank that saved it."""
+    """Keyed by the rank that saved the part."""
     viewers: Mapping[int, tuple[int, ...]]
-    """By the rank that saved it: those that can read its part now."""
+    """The ranks that can read a part now, keyed by the rank that saved it."""
 
     @property
     def note(self) -> PartNote:
-        """Of any part: what is the same in all."""
+        """The note of one part, for the facts that all parts share."""
         return self.notes[min(self.notes)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostState:
-    """States were saved, and none is whole any more."""
+    """States were saved, but none is whole any more."""
 
     problem: str
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The part to read, by the rank that saved it, and the rank that reads it."""
+    """The part that the rank `saver` saved, read by the rank `reader`."""
 
     saver: int
     reader: int
 
 
 def choose(holdings: Sequence[Holding]) -> Chosen | LostState | None:
-    """Return the newest state that is whole; None where nothing was ever saved by all."""
-    found: list[Chosen] = []
+    """Return the newest whole state; None if the ranks never completed a save."""
+    whole: list[Chosen] = []
     for place in ("memory", "disk"):
         here = [holding for holding in holdings if holding.place == place]
         for start in sorted({holding.note.start for holding in here}):
-            found += _whole([holding for holding in here if holding.note.start == start])
-    if found:
-        return max(found, key=lambda each: (each.note.age, each.place == "memory"))
+            whole += _whole([holding for holding in here if holding.note.start == start])
+    if whole:
+        return max(whole, key=lambda each: (each.note.age, each.place == "memory"))
     if any(holding.note.number > 1 for holding in holdings):
         return LostState(problem=_missing(holdings))
     return None
 
 
 def _whole(holdings: Sequence[Holding]) -> list[Chosen]:
-    """The states of one start in one place that are whole."""
     savers = {holding.note.rank for holding in holdings}
-    found = []
+    whole = []
     for name in sorted({holding.note.name for holding in holdings}):
         parts = [holding for holding in holdings if holding.note.name == name]
         notes = {holding.note.rank: holding.note for holding in parts}
@@ -81,28 +80,27 @@ def _whole(holdings: Sequence[Holding]) -> list[Chosen]:
         if notes.keys() != savers or not all(is_covered(each, notes) for each in shardings):
             continue
         viewers = {rank: tuple(sorted({each.viewer for each in parts if each.note.rank == rank})) for rank in notes}
-        found.append(Chosen(name=name, place=parts[0].place, notes=notes, viewers=viewers))
-    return found
+        whole.append(Chosen(name=name, place=parts[0].place, notes=notes, viewers=viewers))
+    return whole
 
 
 def _missing(holdings: Sequence[Holding]) -> str:
-    """What of the newest state is not there."""
     newest = max((holding.note for holding in holdings), key=lambda note: note.age)
     there = {holding.note.rank for holding in holdings if holding.note.name == newest.name}
     missing = sorted(set(range(newest.world_size)) - there)
     listed = f"{', '.join(map(str, missing[:8]))}{', …' if len(missing) > 8 else ''}"
     return (
         f"no saved state is whole: of step {newest.step}, saved by {newest.world_size} ranks, those of rank "
-        f"{listed or '(none)'} can be found neither in the memory of a node that is left nor on disk"
+        f"{listed or '(none)'} are neither in the memory of a remaining node nor on disk"
     )
 
 
 def sources(
     chosen: Chosen, *, rank: int, world_size: int
 ) -> tuple[Source, Mapping[tuple[int, tuple[int, ...]], Source]]:
-    """Where a rank gets the values from, and each piece of what is sharded, by the sharding's number and the piece.
+    """Return a rank's sources of the values, and of each piece, keyed by the sharding's index and the piece.
 
-    Its own part is preferred, then one that it can read itself, then that of the lowest rank.
+    A rank prefers its own part, then one that it can read itself, then the lowest rank's.
     """
     is_same = chosen.note.world_size == world_size
     values = _nearest(chosen, chosen.notes, rank, is_same=is_same)
@@ -111,8 +109,8 @@ def sources(
         savers: dict[tuple[int, ...], list[int]] = {}
         for saver in sorted(chosen.notes):
             savers.setdefault(sharding.piece(saver), []).append(saver)
-        for piece, those in savers.items():
-            pieces[number, piece] = _nearest(chosen, those, rank, is_same=is_same)
+        for piece, ranks in savers.items():
+            pieces[number, piece] = _nearest(chosen, ranks, rank, is_same=is_same)
     return values, pieces
 
 

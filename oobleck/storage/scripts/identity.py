@@ -1,7 +1,7 @@
-"""Whose states lie in a place: of which script, and with which arguments.
+"""Identifies the script, and its arguments, whose states are in a place.
 
-Scripts of one name in two directories are two scripts. The text of a script may change between two runs, as may the
-number of its ranks.
+Scripts with the same name in two directories are two scripts. A script's text and its number of ranks may change
+between runs.
 """
 
 from __future__ import annotations
@@ -18,25 +18,23 @@ from oobleck.job.ranks import RanksSpec
 from .part import PartNote
 
 SCRIPT_VARIABLE = "OOBLECK_CHECKPOINT_SCRIPT"
-"""Which script's states these are; a user who sets it says that they are another one's."""
+"""The script whose states to use; a user sets it to continue from another script's states."""
 _ARGUMENTS_VARIABLE = "OOBLECK_CHECKPOINT_ARGUMENTS"
 _DEFAULT_TAG_VARIABLE = "OOBLECK_CHECKPOINT_DEFAULT_TAG"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptIdentity:
-    """A script, as states know it. Empty texts are not compared: a launcher of another kind says nothing."""
+    """The script that saved states. Empty texts are not compared, because other launchers set none."""
 
     script: str = ""
-    """Its path, or the directory and the module or program."""
+    """The path, or the directory and the module or program."""
     arguments: str = ""
-    """A digest of them."""
     default_tag: str = ""
-    """The run's tag, if the user has not named one: then the arguments must be the same, too."""
+    """The run's tag, unless the user named it; then the arguments must match, too."""
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str]) -> ScriptIdentity:
-        """Return what a rank was given."""
         return cls(
             script=environment.get(SCRIPT_VARIABLE, ""),
             arguments=environment.get(_ARGUMENTS_VARIABLE, ""),
@@ -44,13 +42,13 @@ class ScriptIdentity:
         )
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Return what a rank is given; a script that the user names in what it inherits is that one."""
+        """Return the variables for a rank; a script that the user names in `inherited` counts."""
         script = inherited.get(SCRIPT_VARIABLE) or self.script
         default_tag = self.default_tag if script == self.script else ""
         return {SCRIPT_VARIABLE: script, _ARGUMENTS_VARIABLE: self.arguments, _DEFAULT_TAG_VARIABLE: default_tag}
 
     def check_script(self, note: PartNote, place: str) -> None:
-        """Raise UsageError for a part that another script has saved."""
+        """Raise UsageError if another script saved the part."""
         if self.script and note.script and note.script != self.script:
             raise UsageError(
                 f"the states in {place} were saved by {note.script}, and this is {self.script}; name another --tag, or "
@@ -59,7 +57,7 @@ class ScriptIdentity:
             )
 
     def check_arguments(self, note: PartNote, place: str) -> None:
-        """Raise UsageError for a state that was saved with other arguments, where the user has named no run."""
+        """Raise UsageError if the state was saved with other arguments and the user has not named the run."""
         if self.default_tag and note.arguments and note.arguments != self.arguments:
             raise UsageError(
                 f"the newest state in {place} was saved with other arguments of the script; --tag {self.default_tag} "
@@ -68,7 +66,6 @@ class ScriptIdentity:
 
 
 def identity_of(run: RanksSpec) -> ScriptIdentity:
-    """Return whose states a run saves, with a digest of its arguments in their place."""
     digest = hashlib.sha256(json.dumps(run.command[1:]).encode()).hexdigest()[:16]
     script = os.path.normpath(os.path.join(run.directory, run.command[0]))
     if run.entry != "script":

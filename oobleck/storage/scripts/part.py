@@ -1,12 +1,12 @@
 """A rank's part of a state: in a slot of shared memory, or as a file on disk with a note that is written last.
 
-<directory>/step-00000120.<start>/      as it was planned; `….end` is what was in memory when ranks ended
+<directory>/step-00000120.<start>/      a planned state; `….end` is a state that was in memory when ranks ended
     rank-00003.safetensors              the part, as a file of tensors
-    rank-00003.json                     its note, size and SHA-256: the part is there when this is
+    rank-00003.json                     its note, size and SHA-256, which make the part valid
 
 Parts of the same step and start belong together. A *start* is one generation of one run of a script. Its number is one
-more than that of any start whose states its ranks can see, so starts that continue from each other are in order,
-whatever the clocks of their nodes show.
+more than that of any start whose states its ranks can see, so that starts which continue from each other are ordered,
+whatever their nodes' clocks show.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .shards import Sharding
 
 DIRECTORY_VARIABLE = "OOBLECK_CHECKPOINT_DIR"
 MEMORY_VARIABLE = "OOBLECK_CHECKPOINT_MEMORY"
-"""Where an agent keeps its ranks' states in shared memory; it is not set without one."""
+"""An agent's directory for its ranks' states in shared memory; unset without an agent."""
 START_VARIABLE = "OOBLECK_CHECKPOINT_START"
 
 TREE = "__tree__"
-"""The entry that has the state's values as JSON, padded with spaces."""
+"""The entry for the state's values as JSON, padded with spaces."""
 _ANY = "rank*"
 _TAKEN = struct.Struct("<Q")
 _KEPT_PLANNED = 3
@@ -50,7 +50,7 @@ Tensors = Mapping[str, tuple[TensorSpec, memoryview]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartNote:
-    """What is known of a part without its bytes."""
+    """Describes a part."""
 
     name: str
     step: int
@@ -58,16 +58,16 @@ class PartNote:
     rank: int
     world_size: int
     number: int
-    """How many states this rank has saved since its start, with this one."""
+    """Counts this rank's saves since its start, from 1."""
     saved_at: str
-    """UTC, ISO 8601: for people, as clocks may be wrong."""
+    """UTC, ISO 8601; for people only, because clocks may be wrong."""
     is_planned: bool
-    """Whether it is to be on disk, of all ranks."""
+    """Whether all ranks' parts of this state are to be written to disk."""
     shardings: tuple[Sharding, ...]
-    """Those that tensors of the state have; their pieces are numbered by this order."""
+    """The shardings of the state's tensors; pieces refer to them by their index."""
     script: str = ""
     arguments: str = ""
-    """As in `ScriptIdentity`; empty where nothing is known of them."""
+    """These are as in `ScriptIdentity`; empty if unknown."""
 
     def __post_init__(self) -> None:
         is_named = self.name == state_name(self.step, self.start) and not set(self.start) & set("./\0")
@@ -82,7 +82,7 @@ class PartNote:
 
     @property
     def age(self) -> StateAge:
-        return age_of(self.start, self.step)
+        return StateAge.of(self.start, self.step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class _PartFile:
 
 
 class Part:
-    """A part that can be read here."""
+    """A part that this node can read."""
 
     def __init__(self, note: PartNote, place: Literal["memory", "disk"], digest: str, where: Slot | Path) -> None:
         self.note = note
@@ -103,9 +103,15 @@ class Part:
         self._tensors: Tensors | None = None
 
     def read(self) -> Tensors:
-        """Return its entries, which lie over the memory or the file itself. O(size). Raises CorruptCheckpoint."""
+        """Return its entries, which are views of the memory or the file. O(size). Raises CorruptCheckpoint."""
         if self._tensors is None:
-            self._tensors = _in_slot(self._where) if isinstance(self._where, Slot) else self._in_file(self._where)
+            if isinstance(self._where, Slot):
+                self._where.verify()
+                data = self._where.data
+                entries = self._where.memory.layout.entries
+                self._tensors = {each.spec.name: (each.spec, data[each.offset : each.stop]) for each in entries}
+            else:
+                self._tensors = self._in_file(self._where)
         return self._tensors
 
     def _in_file(self, path: Path) -> Tensors:
@@ -119,17 +125,15 @@ class Part:
 
 
 def state_name(step: int, start: str) -> str:
-    """What a state is called, on disk as well."""
     return f"step-{step:08d}.{start}"
 
 
 def memory_stem(local_rank: int) -> str:
-    """How the memory files of a rank of this node are called."""
     return f"rank{local_rank}"
 
 
 def note_of(slot: Slot) -> PartNote | None:
-    """What a slot says of the part in it; None where that is not for us."""
+    """Return the note of the part in a slot; None if it is not a part."""
     try:
         return decode_json(PartNote, slot.note)
     except PeerError:
@@ -139,9 +143,9 @@ def note_of(slot: Slot) -> PartNote | None:
 def find_parts(
     memory: Path | None, directory: Path, *, tell: Callable[[str], None] = lambda problem: None
 ) -> Iterator[Part]:
-    """All parts that this node has in memory, and those in the directory; nothing of their bytes is looked at.
+    """Yield all parts in this node's memory and in the directory; reads only notes.
 
-    `tell` receives the notes that cannot be read, with their files.
+    `tell` receives the problems of unusable notes, with their files.
     """
     for slot in find_slots(memory, _ANY) if memory is not None else ():
         if (note := note_of(slot)) is not None:
@@ -149,36 +153,30 @@ def find_parts(
     for name in CheckpointDirectory(directory).names():
         for path in sorted((directory / name).glob("rank-*.json")):
             try:
-                said = _read_note(path.read_bytes())
+                part = _read_note(path.read_bytes())
                 file = path.with_suffix(".safetensors")
                 size_bytes = file.stat().st_size
             except FileNotFoundError:
-                continue  # it is being removed
+                continue  # the part is being removed
             except (OSError, PeerError) as error:
                 tell(f"{path}: not the note of a part: {error}")
                 continue
-            if size_bytes == said.size_bytes:
-                yield Part(said.note, "disk", said.sha256, file)
+            if size_bytes == part.size_bytes:
+                yield Part(part.note, "disk", part.sha256, file)
             else:
-                tell(f"{file}: {size_bytes} bytes, and its note says {said.size_bytes}")
+                tell(f"{file}: {size_bytes} bytes, and its note says {part.size_bytes}")
 
 
 def _read_note(raw: bytes) -> _PartFile:
-    """Read a part's note; those of a version before scripts were told apart say nothing of them. Raises PeerError."""
+    """Raises PeerError."""
     try:
-        said = load_json(raw)
-        if isinstance(said, dict) and isinstance(said.get("note"), dict):
-            said["note"] = {"script": "", "arguments": "", **said["note"]}
-        text = json.dumps(said)
+        part = load_json(raw)
+        if isinstance(part, dict) and isinstance(part.get("note"), dict):
+            part["note"] = {"script": "", "arguments": "", **part["note"]}  # older versions lack these
+        text = json.dumps(part)
     except ValueError as error:
         raise PeerError(f"it is not JSON: {error}") from error
     return decode_json(_PartFile, text)
-
-
-def _in_slot(slot: Slot) -> Tensors:
-    slot.verify()
-    data = slot.data
-    return {entry.spec.name: (entry.spec, data[entry.offset : entry.stop]) for entry in slot.memory.layout.entries}
 
 
 # --- from memory to disk ---------------------------------------------------------------------------------------------
@@ -187,38 +185,33 @@ def _in_slot(slot: Slot) -> Tensors:
 def write_part(directory: Path, note: PartNote, layout: Layout, data: memoryview, *, is_planned: bool) -> None:
     """Write a part to disk. O(size). Raises OSError."""
     target = directory / (note.name if is_planned else f"{note.name}.end")
+    file = target / f"rank-{note.rank:05d}.safetensors"
     for attempt in range(_WRITES):
         target.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            _write_into(target, note, layout, data)
-        except FileNotFoundError:  # another rank, which is far ahead, has found nothing in the directory yet
+            size, digest = write_layer_file(file, layout.entries, data, metadata={"format": "pt"})
+            part = encode_json(_PartFile(note=note, size_bytes=size, sha256=digest))
+            write_file(file.with_suffix(".json"), [memoryview(part)])
+        except FileNotFoundError:  # the agent of a rank that is far ahead has removed the still empty directory
             if attempt == _WRITES - 1:
                 raise
         else:
             return
 
 
-def _write_into(target: Path, note: PartNote, layout: Layout, data: memoryview) -> None:
-    file = target / f"rank-{note.rank:05d}.safetensors"
-    size, digest = write_layer_file(file, layout.entries, data, metadata={"format": "pt"})
-    said = encode_json(_PartFile(note=note, size_bytes=size, sha256=digest))
-    write_file(file.with_suffix(".json"), [memoryview(said)])
-
-
 def remove_old(directory: Path, *, start: str) -> None:
-    """Remove what is not needed once parts of a start have been written. Raises OSError.
+    """Remove states that are no longer needed once parts of a start have been written. Raises OSError.
 
-    Kept are the three newest planned states that each rank of this start has saved: a rank that is at its third has
-    waited for its agent to take the second, which it does once the first is on disk. Where all ranks save the same
-    steps, so the first is whole. Where some are far ahead, the newest state that all have is kept as well. States of
-    other starts are kept until this one has three, and one that is whole as far as can be seen here. Of what was in
-    memory when ranks ended, the two newest of each rank are kept.
+    Keeps each rank's three newest planned states of this start, and its two newest states from memory at ranks' ends.
     """
-    found = [_Named.of(name) for name in CheckpointDirectory(directory).names()]
-    found.sort(key=lambda each: (each.start == start, each.age), reverse=True)
-    planned = [each for each in found if each.is_planned]
+    states = [_Named.of(name) for name in CheckpointDirectory(directory).names()]
+    states.sort(key=lambda each: (each.start == start, each.age), reverse=True)
+    planned = [each for each in states if each.is_planned]
     own = [each for each in planned if each.start == start]
-    old = [each for each in found if not each.is_planned]
+    old = [each for each in states if not each.is_planned]
+    # A rank at its third planned state has waited for its agent to take the second, which follows once the first is on
+    # disk. So if all ranks save the same steps, the first is whole. If some are far ahead, the newest state that all
+    # have must be kept too. Other starts' states go only once this start has three, and one that looks whole here.
     kept = _newest_of_each_rank(directory, old, _KEPT_OTHERS)
     if len(planned) > _KEPT_PLANNED and len(own) >= _KEPT_PLANNED:
         whole = _newest_whole(directory, own)
@@ -228,7 +221,7 @@ def remove_old(directory: Path, *, start: str) -> None:
 
 
 def _newest_of_each_rank(directory: Path, states: Sequence[_Named], number: int) -> set[_Named | None]:
-    """So many states of each rank, of states that are sorted from new to old."""
+    """Choose each rank's first `number` of the states."""
     if len(states) <= number:
         return set(states)
     kept: set[_Named | None] = set()
@@ -242,21 +235,18 @@ def _newest_of_each_rank(directory: Path, states: Sequence[_Named], number: int)
 
 
 def _newest_whole(directory: Path, states: Sequence[_Named]) -> _Named | None:
-    """The newest state that all ranks have saved that have saved any of these, which are sorted from new to old."""
-    there = [_ranks_in(directory / each.name) for each in states]
-    savers = frozenset[str]().union(*there)
-    return next((each for each, ranks in zip(states, there, strict=True) if ranks == savers), None)
+    """Return the first state that has the parts of all ranks which saved any of these states."""
+    ranks_of = {each: _ranks_in(directory / each.name) for each in states}
+    savers = frozenset[str]().union(*ranks_of.values())
+    return next((each for each, ranks in ranks_of.items() if ranks == savers), None)
 
 
 def _ranks_in(state: Path) -> frozenset[str]:
-    """The ranks that have a part in a state's directory, by their files' names."""
     return frozenset(path.stem for path in state.glob("rank-*.json"))
 
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """A state's directory."""
-
     name: str
     step: int
     start: str
@@ -264,7 +254,7 @@ class _Named:
 
     @property
     def age(self) -> StateAge:
-        return age_of(self.start, self.step)
+        return StateAge.of(self.start, self.step)
 
     @classmethod
     def of(cls, name: str) -> _Named:
@@ -277,15 +267,12 @@ def _taken_path(memory: Path) -> Path:
 
 
 def make_room_for_taken(memory: FlashMemory) -> None:
-    """Have the memory that `note_taken` needs: where there is none left later, a rank would wait for ever.
-
-    Raises OSError.
-    """
-    _write_taken(memory.path, 0)
+    """Allocate the memory that `note_taken` needs. Raises OSError."""
+    _write_taken(memory.path, 0)  # if it lacked memory later, the rank would wait endlessly
 
 
 def note_taken(slot: Slot) -> None:
-    """Say that a slot may be written over: what was in it is on its way to the disk."""
+    """Note that a slot may be overwritten, because its state is on its way to the disk."""
     _write_taken(slot.memory.path, slot.sequence)
 
 
@@ -298,7 +285,7 @@ def _write_taken(memory: Path, sequence: int) -> None:
 
 
 def is_taken(slot: Slot) -> bool:
-    """Whether a slot, or one that was saved after it, has been taken."""
+    """Whether a slot's state, or a later one, has been taken."""
     try:
         raw = _taken_path(slot.memory.path).read_bytes()
     except OSError:
@@ -311,25 +298,23 @@ _NAME = re.compile(r"s(\d{1,18})-")
 
 @dataclass(frozen=True, slots=True, order=True)
 class StateAge:
-    """Greater for the newer state: that of the later start, then that of the later step. Clocks have no say."""
+    """Greater for newer states: first by start, then by step, never by clock."""
 
     number: int
     step: int
-    start: str
-    """Two starts have the same number where neither has seen the other: then any order that all ranks have will do."""
+    start: str  # orders starts with the same number, which have not seen each other; any common order will do
+
+    @classmethod
+    def of(cls, start: str, step: int) -> StateAge:
+        return cls(start_number(start), step, start)
 
 
 def start_name(number: int, unique: str) -> str:
-    """Return what a start is called; `unique` tells it from others of its number."""
+    """Return the name of a start; `unique` distinguishes starts with the same number."""
     return f"s{number}-{unique}"
 
 
 def start_number(start: str) -> int:
-    """Return the number of a start; 0 for one of a version that did not count them."""
-    found = _NAME.match(start)
-    return int(found[1]) if found else 0
-
-
-def age_of(start: str, step: int) -> StateAge:
-    """Return the age of the state that a start saved after a step."""
-    return StateAge(start_number(start), step, start)
+    """Return the number of a start; 0 if an old version saved it without one."""
+    match = _NAME.match(start)
+    return int(match[1]) if match else 0

@@ -1,7 +1,7 @@
-"""Where the piece of a sharded tensor lies that a rank has: the geometry of torch's DTensor, without torch.
+"""The geometry of torch's DTensor without torch: which piece of a sharded tensor a rank has.
 
-Ranks stand in a mesh, in order. Along each of its dimensions a tensor is replicated, or cut along one of its own
-dimensions as `torch.chunk` cuts: pieces of ceil(n / parts), the last ones shorter or empty.
+Ranks form a mesh, in order. Along each mesh dimension a tensor is replicated, or cut along one of its own dimensions
+like `torch.chunk`: into pieces of ceil(n / parts), of which the last may be shorter or empty.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ class Box:
     sizes: tuple[int, ...]
 
     def within(self, other: Box) -> tuple[slice, ...]:
-        """Where it lies in a box that it is part of."""
+        """Return its slices of a box that contains it."""
         places = zip(self.starts, self.sizes, other.starts, strict=True)
         return tuple(slice(start - origin, start - origin + size) for start, size, origin in places)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """How tensors lie on the ranks of a mesh."""
+    """How tensors are distributed over the ranks of a mesh."""
 
     device: str
-    """The mesh's, as torch calls its type."""
+    """The mesh's device type, in torch's terms."""
     mesh: tuple[int, ...]
     names: tuple[str, ...] = ()
-    """Of the mesh's dimensions, if they have any."""
     cut: tuple[int, ...]
-    """By dimension of the mesh: the tensor's dimension that is cut along it, or -1 where it is replicated."""
+    """The tensor's dimension that each mesh dimension cuts, or -1 if it replicates the tensor."""
 
     def __post_init__(self) -> None:
         is_known = len(self.cut) == len(self.mesh) and len(self.names) in (0, len(self.mesh))
@@ -46,7 +45,6 @@ class Sharding:
             raise CorruptCheckpoint(f"a mesh of {self.mesh} with the names {self.names}, cut along {self.cut}")
 
     def place(self, rank: int) -> tuple[int, ...]:
-        """A rank's coordinates in the mesh."""
         places = []
         for size in reversed(self.mesh):
             rank, place = divmod(rank, size)
@@ -54,11 +52,10 @@ class Sharding:
         return tuple(reversed(places))
 
     def piece(self, rank: int) -> tuple[int, ...]:
-        """Which piece a rank has: the same for those that are replicas of each other."""
+        """Return the key of a rank's piece, which replicas share."""
         return tuple(place for place, cut in zip(self.place(rank), self.cut, strict=True) if cut >= 0)
 
     def box(self, rank: int, shape: tuple[int, ...]) -> Box:
-        """The part of a tensor of this shape that a rank has."""
         starts, sizes = [0] * len(shape), list(shape)
         for place, parts, cut in zip(self.place(rank), self.mesh, self.cut, strict=True):
             if cut >= 0:
@@ -71,12 +68,12 @@ class Sharding:
 
 def is_covered(sharding: Sharding, ranks: Iterable[int]) -> bool:
     """Whether these ranks together have all pieces."""
-    wanted = math.prod(size for size, cut in zip(sharding.mesh, sharding.cut, strict=True) if cut >= 0)
-    return len({sharding.piece(rank) for rank in ranks}) == wanted
+    num_pieces = math.prod(size for size, cut in zip(sharding.mesh, sharding.cut, strict=True) if cut >= 0)
+    return len({sharding.piece(rank) for rank in ranks}) == num_pieces
 
 
 def resharded(sharding: Sharding, world_size: int) -> Sharding:
-    """How the same tensors lie on another number of ranks. Raises UsageError where that cannot be known."""
+    """Distribute the same tensors over another number of ranks. Raises UsageError if the mesh is ambiguous."""
     if math.prod(sharding.mesh) == world_size:
         return sharding
     if len(sharding.mesh) != 1:
@@ -89,7 +86,7 @@ def resharded(sharding: Sharding, world_size: int) -> Sharding:
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """What two boxes share; None for nothing."""
+    """Return the intersection of two boxes; None if it is empty."""
     starts = tuple(map(max, one.starts, other.starts))
     stops = (min(a + b, c + d) for a, b, c, d in zip(one.starts, one.sizes, other.starts, other.sizes, strict=True))
     sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))

@@ -1,10 +1,10 @@
-"""Values of a state as JSON, without pickle: what is read back can only be a value, and never runs anything.
+"""Values of a state as JSON, without pickle: reading can only return values, and never runs code.
 
 None, a bool, an int, a float, a str, a list    as in JSON
 a tuple                                         {"tuple": [...]}
 a dict                                          {"dict": [[key, value], ...]}, with keys of any plain type
-an int of more than 1,024 bits                  {"int": "0x..."}, as JSON's readers limit its digits
-anything else                                   {"leaf": ...}, as the caller says
+an int of more than 1,024 bits                  {"int": "0x..."}, because JSON's readers limit its digits
+anything else                                   {"leaf": ...}, written by the caller
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _HEX = re.compile(r"-?0x[0-9a-f]+")
 
 
 def to_tree(value: object, leaf: Callable[[object, str], TreeNode], *, path: str = "") -> TreeNode:
-    """Return a value's tree; `leaf` writes what is no plain value, or raises UsageError with the path it is given.
+    """Return a value's tree; `leaf(value, path)` writes other values, or raises UsageError.
 
-    Raises UsageError that names the place of what cannot be stored.
+    Raises UsageError, which names the path of a value that cannot be stored.
     """
     if path.count(".") > _MOST_DEEP:
         raise UsageError(f"{path}: nested more than {_MOST_DEEP} deep")
@@ -56,10 +56,10 @@ def from_tree(tree: TreeNode, leaf: Callable[[TreeNode], object]) -> object:
             return {key: from_tree(value, leaf) for key, value in map(_pair, pairs)}
         case {"int": str(text)} if _HEX.fullmatch(text):
             return int(text, 16)
-        case {"leaf": said}:
-            return leaf(said)
+        case {"leaf": node}:
+            return leaf(node)
         case _:
-            raise CorruptCheckpoint(f"a state with {str(tree)[:80]!r}, which is no value")
+            raise CorruptCheckpoint(f"a state with {str(tree)[:80]!r}, which is not a value")
 
 
 def _key(key: object, path: str) -> TreeNode:

@@ -16,14 +16,8 @@ from oobleck.errors import ConfigError
 from oobleck.runtime.files.agent_dir import (
     MEMORY_OWNER,
     ONLY_COPY,
+    AgentCommands,
     AgentDir,
-    clean_command,
-    end_command,
-    forget_command,
-    is_alive_command,
-    kill_command,
-    signal_command,
-    slow_command,
 )
 from oobleck.runtime.files.private_paths import TEMPORARY_DIRECTORY_SHELL, temporary_directory
 
@@ -68,28 +62,28 @@ def is_stopped(child: psutil.Popen) -> bool:
 
 
 def test_a_signal_reaches_those_that_it_is_for(agent: psutil.Popen, worker: psutil.Popen) -> None:
-    assert shell(signal_command(RUN, "node1", "STOP", processes="worker0")) == 0
+    assert shell(AgentCommands(RUN, "node1").signal("STOP", processes="worker0")) == 0
     assert (is_stopped(agent), is_stopped(worker)) == (False, True)
-    assert shell(signal_command(RUN, "node1", "STOP")) == 0
+    assert shell(AgentCommands(RUN, "node1").signal("STOP")) == 0
     assert is_stopped(agent)
-    assert shell(signal_command(RUN, "node1", "CONT")) == 0
+    assert shell(AgentCommands(RUN, "node1").signal("CONT")) == 0
     assert (is_stopped(agent), is_stopped(worker)) == (False, False)
-    assert shell(kill_command(RUN, "node1")) == 0
+    assert shell(AgentCommands(RUN, "node1").kill()) == 0
     assert (agent.wait(5), worker.wait(5)) == (-9, -9)
 
 
 def test_a_signal_for_the_fork_server_reaches_it_alone(directory: AgentDir, agent: psutil.Popen) -> None:
-    assert shell(signal_command(RUN, "node1", "KILL", processes="fork_server")) != 0, "there is none yet"
+    assert shell(AgentCommands(RUN, "node1").signal("KILL", processes="fork_server")) != 0, "there is none yet"
     for server in process(directory, "../fork", BUSY):
-        assert shell(signal_command(RUN, "node1", "KILL", processes="fork_server")) == 0
+        assert shell(AgentCommands(RUN, "node1").signal("KILL", processes="fork_server")) == 0
         assert server.wait(5) == -9
     assert agent.is_running()
 
 
 def test_a_signal_for_nobody_fails(directory: AgentDir) -> None:
-    assert shell(signal_command(RUN, "node1", "STOP")) != 0
-    assert shell(signal_command(RUN, "node7", "STOP")) != 0
-    assert shell(kill_command(RUN, "node7")) != 0
+    assert shell(AgentCommands(RUN, "node1").signal("STOP")) != 0
+    assert shell(AgentCommands(RUN, "node7").signal("STOP")) != 0
+    assert shell(AgentCommands(RUN, "node7").kill()) != 0
 
 
 def another_start(noted: str) -> str:
@@ -111,10 +105,10 @@ def test_a_process_that_only_has_a_number_of_ours_is_left_alone(
 ) -> None:
     note = directory.pid_file("agent")
     note.write_text(record(note.read_text()))
-    assert shell(signal_command(RUN, "node1", "KILL")) != 0
-    assert shell(is_alive_command(RUN, "node1")) != 0
-    assert shell(kill_command(RUN, "node1")) != 0
-    assert shell(end_command(RUN, "node1")) == 0
+    assert shell(AgentCommands(RUN, "node1").signal("KILL")) != 0
+    assert shell(AgentCommands(RUN, "node1").is_alive()) != 0
+    assert shell(AgentCommands(RUN, "node1").kill()) != 0
+    assert shell(AgentCommands(RUN, "node1").end()) == 0
     assert not directory.path.exists()
     assert agent.is_running()
     assert agent.status() != psutil.STATUS_ZOMBIE
@@ -123,7 +117,7 @@ def test_a_process_that_only_has_a_number_of_ours_is_left_alone(
 def test_a_process_is_not_ours_for_the_words_in_its_command_line(directory: AgentDir) -> None:
     with psutil.Popen([sys.executable, "-c", "import time; time.sleep(60)", "oobleck"]) as bystander:
         directory.pid_file("agent").write_text(f"{bystander.pid}\n")
-        assert shell(kill_command(RUN, "node1")) != 0
+        assert shell(AgentCommands(RUN, "node1").kill()) != 0
         assert bystander.is_running()
         bystander.kill()
 
@@ -133,22 +127,22 @@ def test_a_name_that_looks_like_the_kernels_own_text_misleads_nobody(directory: 
     with psutil.Popen([sys.executable, "-c", rename], stdout=subprocess.PIPE) as child:
         child.stdout.readline()
         directory.note_process("agent", child.pid)
-        assert shell(is_alive_command(RUN, "node1")) == 0
-        assert shell(kill_command(RUN, "node1")) == 0
+        assert shell(AgentCommands(RUN, "node1").is_alive()) == 0
+        assert shell(AgentCommands(RUN, "node1").kill()) == 0
         assert child.wait(5) == -9
 
 
 def test_killing_tells_whether_anything_died(agent: psutil.Popen) -> None:
-    assert shell(kill_command(RUN, "node1")) == 0
+    assert shell(AgentCommands(RUN, "node1").kill()) == 0
     agent.wait(5)
-    assert shell(kill_command(RUN, "node1")) != 0
+    assert shell(AgentCommands(RUN, "node1").kill()) != 0
 
 
 def test_an_agent_is_alive_while_its_process_is(agent: psutil.Popen) -> None:
-    assert shell(is_alive_command(RUN, "node1")) == 0
+    assert shell(AgentCommands(RUN, "node1").is_alive()) == 0
     agent.kill()
     agent.wait(5)
-    assert shell(is_alive_command(RUN, "node1")) != 0
+    assert shell(AgentCommands(RUN, "node1").is_alive()) != 0
 
 
 def busy_share(child: psutil.Popen, *, over_s: float) -> float:
@@ -162,18 +156,18 @@ def busy_share(child: psutil.Popen, *, over_s: float) -> float:
 
 
 def test_a_slow_worker_is_stopped_for_its_share_of_the_time(worker: psutil.Popen, directory: AgentDir) -> None:
-    assert shell(slow_command(RUN, "node1", 4.0)) == 0
+    assert shell(AgentCommands(RUN, "node1").slow(4.0)) == 0
     slow = busy_share(worker, over_s=1.5)
-    assert shell(slow_command(RUN, "node1", 1.25)) == 0
+    assert shell(AgentCommands(RUN, "node1").slow(1.25)) == 0
     less_slow = busy_share(worker, over_s=1.5)
     assert 0.1 < slow < 0.5 < less_slow < 1, "1/4 and 4/5, on a machine that may be busy"
-    assert shell(slow_command(RUN, "node1", 1.0)) == 0
+    assert shell(AgentCommands(RUN, "node1").slow(1.0)) == 0
     assert busy_share(worker, over_s=0.5) == 1
     assert not directory.pid_file("slow").exists()
 
 
 def test_the_loop_that_slows_a_worker_ends_with_it(worker: psutil.Popen, directory: AgentDir) -> None:
-    assert shell(slow_command(RUN, "node1", 2.0)) == 0
+    assert shell(AgentCommands(RUN, "node1").slow(2.0)) == 0
     time.sleep(0.2)
     loop = psutil.Process(int(directory.pid_file("slow").read_text().split()[0]))
     worker.kill()
@@ -184,10 +178,10 @@ def test_the_loop_that_slows_a_worker_ends_with_it(worker: psutil.Popen, directo
 def test_a_node_that_is_killed_while_it_is_slow_leaves_nothing(
     directory: AgentDir, agent: psutil.Popen, worker: psutil.Popen
 ) -> None:
-    assert shell(slow_command(RUN, "node1", 2.0)) == 0
+    assert shell(AgentCommands(RUN, "node1").slow(2.0)) == 0
     time.sleep(0.2)
     loop = psutil.Process(int(directory.pid_file("slow").read_text().split()[0]))
-    assert shell(end_command(RUN, "node1")) == 0
+    assert shell(AgentCommands(RUN, "node1").end()) == 0
     assert (agent.wait(5), worker.wait(5)) == (-9, -9)
     loop.wait(5)
 
@@ -248,10 +242,10 @@ def test_agents_are_found_where_the_named_directory_is_missing(tmp_path: Path, m
     directory = AgentDir(run, "node1")
     directory.create()
     for child in process(directory, "agent", "import time; time.sleep(60)"):
-        assert shell(is_alive_command(run, "node1")) == 0
-        assert shell(kill_command(run, "node1")) == 0
+        assert shell(AgentCommands(run, "node1").is_alive()) == 0
+        assert shell(AgentCommands(run, "node1").kill()) == 0
         assert child.wait(5) == -9
-    assert shell(clean_command(run, "node1")) == 0
+    assert shell(AgentCommands(run, "node1").clean()) == 0
     assert not directory.job_path.exists()
 
 
@@ -261,14 +255,14 @@ def test_what_a_killed_fork_server_has_left_goes_with_the_last_node(directory: A
     for server in process(directory, "../fork", BUSY):
         directory.fork_server_lock.touch()
         directory.fork_server_socket.touch()
-        assert shell(clean_command(RUN, "node1")) == 0
+        assert shell(AgentCommands(RUN, "node1").clean()) == 0
         assert not directory.path.exists()
         assert [path.exists() for path in shared] == [True, True, True], "node2 is there"
-        assert shell(clean_command(RUN, "node2")) == 0
+        assert shell(AgentCommands(RUN, "node2").clean()) == 0
         assert [path.exists() for path in shared] == [False, True, True], "it lives, and removes its files itself"
         server.kill()
         server.wait()
-    assert shell(clean_command(RUN, "node2")) == 0
+    assert shell(AgentCommands(RUN, "node2").clean()) == 0
     assert not home_of(directory).exists()
 
 
@@ -280,9 +274,9 @@ def test_memory_goes_unless_it_is_marked_as_the_only_copy_and_that_counts() -> N
         (memory / "rank0.slots").touch()
     (marked / ONLY_COPY).touch()
     for node in ("node1", "node2"):
-        assert shell(forget_command(run, node, keeps_only_copy=True)) == 0
+        assert shell(AgentCommands(run, node).forget(keeps_only_copy=True)) == 0
     assert [memory.exists() for memory in (marked, other)] == [True, False]
-    assert shell(forget_command(run, "node1")) == 0
+    assert shell(AgentCommands(run, "node1").forget()) == 0
     assert not marked.parent.exists()
 
 
@@ -294,9 +288,9 @@ def test_cleaning_gives_back_memory_in_which_nothing_was_saved_and_no_other() ->
         (memory / MEMORY_OWNER).touch()
     (used / "rank0.slots").touch()
     for node in ("node1", "node2"):
-        assert shell(clean_command(run, node)) == 0
+        assert shell(AgentCommands(run, node).clean()) == 0
     assert [memory.exists() for memory in (unused, used)] == [False, True]
-    assert shell(forget_command(run, "node2")) == 0
+    assert shell(AgentCommands(run, "node2").forget()) == 0
     assert not used.parent.exists()
 
 
@@ -319,8 +313,9 @@ def test_what_somebody_has_put_in_our_place_is_neither_used_nor_touched(
         directory.create()
     assert theirs.stat().st_mode & 0o777 == 0o755
     for child in process(bait, "agent", "import time; time.sleep(60)"):
-        for command in (kill_command, end_command, clean_command):
-            shell(command(RUN, "node1"))
+        commands = AgentCommands(RUN, "node1")
+        for command in (commands.kill(), commands.end(), commands.clean()):
+            shell(command)
         assert child.is_running()
         assert child.status() != psutil.STATUS_ZOMBIE
         assert note.exists()

@@ -15,8 +15,8 @@ import pytest
 from oobleck.control.journal import JournalGap, StepDone
 from oobleck.control.journal.summary import summarize
 from oobleck.errors import ConfigError
+from oobleck.runtime.journals import follow_journal
 from oobleck.runtime.journals.journal_file import JournalWriter, aside_of, put_back, read_journal, set_aside
-from oobleck.runtime.journals.journal_reading import follow_journal
 from tests.control.journals import committed, run_with_a_loss
 from tests.disks import fill, small_disk
 

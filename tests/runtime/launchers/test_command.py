@@ -15,7 +15,7 @@ from trio.testing import MockClock
 
 from oobleck.cli.inputs import parse_hostfile
 from oobleck.errors import ConfigError
-from oobleck.runtime.launchers import Arrived, HostsCommand, Leaving, ListedNodes, NodeChange, NodeList, Reported
+from oobleck.runtime.launchers import Arrived, HostsCommand, Leaving, ListedNodes, NodeChange, Reported
 from oobleck.runtime.ssh import SSHOptions
 
 
@@ -48,7 +48,7 @@ def words(change: NodeChange) -> str:
             return f"{level}: {text}"
 
 
-async def follow(listed: NodeList, *, for_s: float) -> list[str]:
+async def follow(listed: HostsCommand, *, for_s: float) -> list[str]:
     """What a launcher of this list, which began with a and b, reports in so many seconds."""
     launcher = ListedNodes(listed, "a\nb\n", parse=parse_hostfile, options=SSHOptions())
     reported, changes = trio.open_memory_channel[NodeChange](100)
@@ -92,7 +92,7 @@ async def test_what_a_command_prints_is_its_answer() -> None:
         ("echo a; echo first >&2; echo no credentials >&2; exit 3", "failed with exit status 3: no credentials"),
         ("kill -9 $$", "failed with exit signal 9"),
         ("nonexistent-discovery", "status 127"),
-        ("printf '\\377\\376'", "no text in UTF-8"),
+        ("printf '\\377\\376'", "not UTF-8 text"),
         ("yes node1", "more than 4 MiB"),
     ],
 )

@@ -86,8 +86,8 @@ def test_a_version_that_the_server_has_forgotten_lists_all_pods_again() -> None:
     [
         (b"", "not JSON"),
         (b'{"type": "ADDED", "obj', "not JSON"),
-        (b"[1, 2]", "no event of a watch"),
-        (b'{"type": "RENAMED", "object": {}}', "no event of a watch"),
+        (b"[1, 2]", "not an event of a watch"),
+        (b'{"type": "RENAMED", "object": {}}', "not an event of a watch"),
         (event("ERROR", failure(500, "InternalError", "etcdserver: leader changed")), "etcdserver: leader changed"),
     ],
 )

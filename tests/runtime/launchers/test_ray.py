@@ -129,7 +129,7 @@ async def test_every_node_of_the_cluster_dials_in_and_ends_with_the_run(ray: Non
         )
         callers = DialedInNodes(num_first=3, parse=parse_hostfile, patience_s=5.0)
         nursery.start_soon(callers.serve, listeners, keys)
-        actors = RayActors("run", file, is_place_named=False, log=tmp_path / "ray.log", callers=callers)
+        actors = RayActors(run_id="run", file=file, is_place_named=False, log=tmp_path / "ray.log", callers=callers)
         nursery.start_soon(actors.run)
         with trio.fail_after(30):
             nodes = {node.name: node for node in await callers.begin()}
@@ -173,7 +173,7 @@ async def said(callers: DialedInNodes, nursery: trio.Nursery) -> list[str]:
 def actors_of(callers: DialedInNodes, directory: Path, **options: float) -> RayActors:
     _, file = settle_keys(directory / "keys", master="127.0.0.1:1", renew=False)
     log = directory / "ray.log"
-    return RayActors("run", file, is_place_named=True, log=log, callers=callers, **options)
+    return RayActors(run_id="run", file=file, is_place_named=True, log=log, callers=callers, **options)
 
 
 @pytest.mark.slow  # two silences, which are to be longer than what a busy machine makes
@@ -235,7 +235,7 @@ async def test_a_process_that_ends_again_and_again_is_told_once(
     nursery.start_soon(actors_of(callers, tmp_path, again_s=0.1).run)
     await until(lambda: _text_of(tmp_path / "ray.log").count("no Ray cluster can be joined") >= 2)
     assert len(said) == 1
-    assert "Ray cannot be asked: what speaks to it has ended; see" in said[0]
+    assert "Ray cannot be asked: the process that talks to it has ended; see" in said[0]
 
 
 async def test_an_end_does_not_wait_for_a_ray_that_has_not_answered_yet(

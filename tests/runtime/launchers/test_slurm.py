@@ -118,7 +118,7 @@ async def test_nodes_are_started_once_and_new_ones_when_they_are_listed(cluster:
         return path.read_text().splitlines() if path.exists() else []
 
     jobs, log = SlurmJobs(name="mine"), cluster / "log"
-    tasks = SlurmTasks(jobs, cluster / "node.json", log=log, callers=callers, interval_s=0.05, first_s=0)
+    tasks = SlurmTasks(jobs=jobs, file=cluster / "node.json", log=log, callers=callers, interval_s=0.05, first_s=0)
     nursery.start_soon(follow)
     nursery.start_soon(tasks.run)
     await until(calls)
@@ -151,7 +151,7 @@ async def test_a_node_that_was_given_back_is_started_again_under_another_job_alo
         return [(call[call.index("--jobid") + 1], call[call.index("--nodelist") + 1]) for call in words]
 
     jobs, log = SlurmJobs(name="mine"), cluster / "log"
-    tasks = SlurmTasks(jobs, cluster / "node.json", log=log, callers=callers, interval_s=0.05, first_s=0)
+    tasks = SlurmTasks(jobs=jobs, file=cluster / "node.json", log=log, callers=callers, interval_s=0.05, first_s=0)
     nursery.start_soon(tasks.run)
     await until(nodes)
     assert nodes() == [("17", "n2")]
@@ -180,7 +180,12 @@ async def test_nodes_get_notice_once_before_their_time_limit_and_users_know_it_f
     path = cluster / "scancel.calls"
     (cluster / "queue").write_text(f"{shown} 17 59:10 1:00:00 n7\n")
     tasks = SlurmTasks(
-        SlurmJobs(name="mine"), cluster / "node.json", log=cluster / "log", callers=callers, interval_s=0.05, first_s=0
+        jobs=SlurmJobs(name="mine"),
+        file=cluster / "node.json",
+        log=cluster / "log",
+        callers=callers,
+        interval_s=0.05,
+        first_s=0,
     )
     nursery.start_soon(followed, callers, texts)
     nursery.start_soon(tasks.run)

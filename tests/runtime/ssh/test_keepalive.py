@@ -57,7 +57,7 @@ async def test_one_who_is_heard_is_not_asked_and_no_timer_is_set_with_each_packe
     async with open_ssh_loop():
         keepalive = Keepalive(connection, interval_s=INTERVAL_S, count_max=3)
         for _ in range(30):
-            keepalive.hear()
+            keepalive.note_traffic()
             await trio.sleep(INTERVAL_S / 10)
     assert connection.asked == [(0, None)]
 
@@ -66,9 +66,9 @@ async def test_one_who_falls_silent_is_asked_with_the_interval_counted_that_has_
     connection = Connection()
     async with open_ssh_loop():
         keepalive = Keepalive(connection, interval_s=INTERVAL_S, count_max=3)
-        keepalive.hear()
+        keepalive.note_traffic()
         await until(lambda: len(connection.asked) == 2)
-        keepalive.hear()
+        keepalive.note_traffic()
     assert connection.asked == [(0, None), (INTERVAL_S, 2), (0, None)]
 
 
@@ -76,9 +76,9 @@ async def test_one_who_is_heard_otherwise_is_asked_seldom_and_whatever_it_says_i
     connection = Connection()
     async with open_ssh_loop():
         keepalive = Keepalive(connection, interval_s=INTERVAL_S, count_max=3)
-        keepalive.hear()
+        keepalive.note_traffic()
         keepalive.rest(True)
-        keepalive.hear()
+        keepalive.note_traffic()
         await trio.sleep(3 * INTERVAL_S)
         keepalive.rest(False)
     assert connection.asked == [(0, None), (60.0, 3), (INTERVAL_S, 3)]

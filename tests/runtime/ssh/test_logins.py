@@ -5,7 +5,7 @@ from __future__ import annotations
 import trio
 import trio.testing
 
-from oobleck.runtime.ssh.doorkeeper import Logins
+from oobleck.runtime.ssh.login_gate import Logins
 
 
 async def test_eight_at_a_time_have_their_turn_at_one_server_and_each_comes_to_it(autojump_clock):

@@ -1,12 +1,13 @@
-"""Whose turn it is to log in: of those who connect to a port of ours, and of ours at the ports of others.
+"""Who may log in next: callers at a port of ours, and our own logins at the ports of others.
 
-Anybody who reaches a port can connect to it. Who says nothing there costs a descriptor and no more, and may cost little
-of those. Who speaks as SSH does waits for a turn to show the key, and addresses take turns: many callers of one address
-keep nobody out who comes from another.
+Anyone who can reach a port can connect to it. A silent caller costs only a descriptor, and a limited number of those. A
+caller that begins SSH waits for a turn to show its key. Addresses take turns, so many callers from one address keep no
+other address out.
 """
 
 from __future__ import annotations
 
+import math
 import socket
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -22,25 +23,24 @@ from oobleck.runtime.listening import accept
 from .node_server import LOGIN_TIMEOUT_S
 
 _HELLO: Final = b"SSH-"
-_LOOK_S: Final = 0.05  # how often a caller is looked at that has said a part of that
+_POLL_S: Final = 0.05  # how often to look at a caller that has sent only a part of that
 
 
 class _Caller:
-    """Somebody at the door."""
-
     def __init__(self, stream: trio.SocketStream) -> None:
         self.stream = stream
-        self.address = _address_of(stream)
         self.scope = trio.CancelScope()
         self.turn = trio.Event()
+        self.address = ""
+        with suppress(OSError):  # the caller has gone
+            self.address = str(stream.socket.getpeername()[0])
 
 
-class Doorkeeper:
-    """Takes connections in. Of too many that have not yet shown the key, the oldest of an address goes that has the
-    most: it had the most time.
+class LoginGate:
+    """Accepts connections, and limits how many may be silent, waiting or logging in.
 
-    Where too many wait for their turn none is accepted any more: thousands that come at once are let in one after the
-    other, and not all so slowly that none is in time.
+    At a limit it drops the oldest caller from the address that has the most: that caller has had the most time. While
+    too many wait for a turn it accepts nobody, so that of thousands that call at once some always log in in time.
     """
 
     def __init__(
@@ -52,24 +52,23 @@ class Doorkeeper:
         least_s: float = 0.0,
         login_timeout_s: float = LOGIN_TIMEOUT_S,
     ) -> None:
-        """`let_in` takes a caller's socket over, and returns once it is known who it is.
+        """`let_in` takes over a caller's socket and returns once the caller is known.
 
-        It has `login_timeout_s` for that, and at first `least_s` where others wait; a caller has as long to begin. It
-        may raise asyncssh's errors and OSError. `max_waiting` may be silent, and as many wait for their turn; as many
-        as `max_logins` by default.
+        It has `login_timeout_s`, or less while others wait: at first `least_s`. A caller has `login_timeout_s` to
+        begin. `let_in` may raise asyncssh's errors and OSError. `max_waiting` callers may be silent, and as many may
+        wait for their turn; the default is `max_logins`.
         """
         self._let_in = let_in
         self._max_logins = max_logins
         self._max_waiting = max_logins if max_waiting is None else max_waiting
         self._least_s = least_s
         self._login_timeout_s = login_timeout_s
-        self._silent: dict[_Caller, float] = {}
+        self._silent: dict[_Caller, None] = {}
         self._queue: dict[_Caller, None] = {}
-        self._logins: dict[_Caller, float] = {}  # those that are under way, in their order, and since when
+        self._logins: dict[_Caller, float] = {}  # in their order, with their start
         self._changed = trio.Event()
 
     async def serve(self, listener: trio.SocketListener) -> None:
-        """Accept every caller, until cancelled."""
         async with listener, trio.open_nursery() as callers:
             callers.start_soon(self._give_turns)
             while True:
@@ -78,19 +77,19 @@ class Doorkeeper:
                 caller = _Caller(await accept(listener))
                 if len(self._silent) >= self._max_waiting:
                     self._turn_away(self._silent)
-                self._silent[caller] = trio.current_time()
+                self._silent[caller] = None
                 callers.start_soon(self._receive, caller)
 
     async def _receive(self, caller: _Caller) -> None:
-        """See to a caller from its first word on."""
         try:
             caller.scope.deadline = trio.current_time() + self._login_timeout_s
             with caller.scope, suppress(asyncssh.Error, OSError):
-                if not await _says_hello(caller.stream) or self._silent.pop(caller, None) is None:  # else turned away
+                if not await _begins_ssh(caller.stream) or caller not in self._silent:  # else it was turned away
                     return
+                del self._silent[caller]
                 self._queue[caller] = None
                 self._note_change()
-                caller.scope.deadline = float("inf")
+                caller.scope.deadline = math.inf
                 await caller.turn.wait()
                 await self._let_in(socket.socket(fileno=caller.stream.socket.detach()))
         finally:
@@ -98,15 +97,15 @@ class Doorkeeper:
             self._forget(caller)
 
     async def _give_turns(self) -> None:
-        """Have those log in that have said hello: one of the address that has the fewest, and there the oldest."""
+        """Start the oldest waiting login of the address with the fewest logins in progress, again and again."""
         while True:
             if not self._queue:
                 await self._changed.wait()
             elif len(self._logins) >= self._max_logins:
                 await self._make_room()
             else:
-                under_way = Counter(each.address for each in self._logins)
-                caller = min(self._queue, key=lambda each: under_way[each.address])
+                in_progress = Counter(each.address for each in self._logins)
+                caller = min(self._queue, key=lambda each: in_progress[each.address])
                 del self._queue[caller]
                 now_s = self._logins[caller] = trio.current_time()
                 caller.scope.deadline = now_s + self._login_timeout_s
@@ -114,19 +113,16 @@ class Doorkeeper:
                 self._note_change()
 
     async def _make_room(self) -> None:
-        """Wait until somebody is in, or one has had its time.
-
-        Where the machine is slow that one was nearly in, and calls again: each next has twice as long.
-        """
-        first = _most_of(self._logins)
+        first = _oldest_of_most(self._logins)
         with trio.move_on_at(self._logins[first] + self._least_s):
             await self._changed.wait()
             return
         self._turn_away(self._logins)
+        # On a slow machine that caller was nearly in, and it calls again: each next one has twice as long.
         self._least_s = min(2 * self._least_s, self._login_timeout_s)
 
     def _turn_away(self, callers: Iterable[_Caller]) -> None:
-        caller = _most_of(callers)
+        caller = _oldest_of_most(callers)
         caller.scope.cancel()
         self._forget(caller)
 
@@ -141,43 +137,33 @@ class Doorkeeper:
         self._changed = trio.Event()
 
 
-def _most_of(callers: Iterable[_Caller]) -> _Caller:
-    """The oldest of those from the address that has the most; O(callers)."""
+def _oldest_of_most(callers: Iterable[_Caller]) -> _Caller:
+    """Return the oldest caller from the address that has the most; O(callers)."""
     each = tuple(callers)
     counts = Counter(caller.address for caller in each)
     return max(each, key=lambda caller: counts[caller.address])
 
 
-def _address_of(stream: trio.SocketStream) -> str:
-    try:
-        return str(stream.socket.getpeername()[0])
-    except OSError:  # it has gone
-        return ""
-
-
-async def _says_hello(stream: trio.SocketStream) -> bool:
-    """Wait until a caller has said what SSH begins with, which stays to be read; False where it says something else."""
-    while (said := await stream.socket.recv(len(_HELLO), socket.MSG_PEEK)) != _HELLO:
-        if not said or not _HELLO.startswith(said):
+async def _begins_ssh(stream: trio.SocketStream) -> bool:
+    """Wait for SSH's first bytes, which stay unread; False if the caller sends anything else."""
+    while (data := await stream.socket.recv(len(_HELLO), socket.MSG_PEEK)) != _HELLO:
+        if not data or not _HELLO.startswith(data):
             return False
-        await trio.sleep(_LOOK_S)
+        await trio.sleep(_POLL_S)
     return True
 
 
-_AT_ONCE: Final = 8  # of OpenSSH's ten, two are left to other people
-_AT_ONCE_IN_ALL: Final = 128  # a handshake takes about 12 ms of processor time here, and may take 10 s
+_AT_ONCE: Final = 8  # of OpenSSH's ten, which leaves two to other people
+_AT_ONCE_IN_ALL: Final = 128  # a handshake takes about 12 ms of CPU time here, and may take 10 s
 
 
 class Logins:
-    """Whose turn it is to connect, at each server apart: one that does not answer delays none at another.
+    """Limits our own logins at each server, so that one that does not answer delays none at another.
 
-    OpenSSH turns some away as soon as ten have not yet proved who they are (MaxStartups in sshd_config(5)), and a
-    machine of many nodes, or a jump host in front of them, is asked by all of them at once.
-
-    Of thousands of nodes, each behind a server of its own, this process does the handshakes one after the other all the
-    same: it begins only as many at one time as it can end before the first of them is given up for late.
-
-    Only where more than a hundred servers do not answer, those that come after them wait for longer.
+    OpenSSH turns callers away once ten have not authenticated (MaxStartups in sshd_config(5)), and a machine with many
+    nodes, or a jump host in front of them, gets all their logins at once. The total is limited too, because this
+    process does all handshakes one after the other and must finish those it begins before the first times out. Only if
+    more than a hundred servers do not answer do later ones wait longer.
     """
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import trio
 
-from oobleck.runtime.ssh.doorkeeper import Doorkeeper
+from oobleck.runtime.ssh.login_gate import LoginGate
 
 HOST = "127.0.0.1"
 
@@ -37,9 +37,9 @@ async def test_callers_that_are_turned_away_come_in_later_however_slow_the_machi
                 pass  # turned away: once more
 
     (listener,) = await trio.open_tcp_listeners(0, host=HOST)
-    doorkeeper = Doorkeeper(let_in, max_logins=4, least_s=0.002, login_timeout_s=5.0)
+    gate = LoginGate(let_in, max_logins=4, least_s=0.002, login_timeout_s=5.0)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(doorkeeper.serve, listener)
+        nursery.start_soon(gate.serve, listener)
         with trio.fail_after(20):
             async with trio.open_nursery() as callers:
                 for _ in range(20):
@@ -49,7 +49,7 @@ async def test_callers_that_are_turned_away_come_in_later_however_slow_the_machi
 
 
 class Door:
-    """A doorkeeper under way, which lets in whoever says the key."""
+    """A gate under way, which lets in whoever says the key."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -86,7 +86,7 @@ async def door(*, max_logins: int = 4, max_waiting: int = 8, login_timeout_s: fl
 
     (listener,) = await trio.open_tcp_listeners(0, host=HOST)
     opened = Door(listener.socket.getsockname()[1])
-    keeper = Doorkeeper(
+    keeper = LoginGate(
         let_in, max_logins=max_logins, max_waiting=max_waiting, least_s=60.0, login_timeout_s=login_timeout_s
     )
     async with trio.open_nursery() as nursery:
