@@ -8,14 +8,7 @@ from __future__ import annotations
 from .orders import orders_of, update_of
 from .plan_delta import WrongBase, apply_change, change_between, difference, rebuild
 from .profile_key import profile_key
-from .sections import (
-    PARTIAL_COMMIT_COPIES,
-    apportion,
-    committed_after,
-    num_sections_of,
-    sections_wanted,
-    shares_of,
-)
+from .sections import PARTIAL_COMMIT_COPIES, apportion, committed_after, num_sections_of, sections_wanted, shares_of
 
 __all__ = [
     "PARTIAL_COMMIT_COPIES",

@@ -15,12 +15,7 @@ _MEASURES = 3
 
 
 def profile_key(
-    job: JobSpec,
-    *,
-    layer_names: Sequence[str],
-    parameters: int,
-    device: Sequence[str | int],
-    versions: Sequence[str],
+    job: JobSpec, *, layer_names: Sequence[str], parameters: int, device: Sequence[str | int], versions: Sequence[str]
 ) -> str:
     """Return the key of a profile: the same for the same model, shapes, precision, device and versions.
 

@@ -178,9 +178,7 @@ def overdue(state: states.Fencing, passed: states.TimePassed, now_s: float) -> s
     silent = tuple(sorted({worker_id.node for worker_id in state.awaited}))
     num_asked = len({worker_id.node for worker_id in recovery.asked})
     limit_s = patience_s(
-        lease_s=control.lease_s,
-        orphan_timeout_s=control.orphan_timeout_s,
-        has_others=len(silent) < num_asked,
+        lease_s=control.lease_s, orphan_timeout_s=control.orphan_timeout_s, has_others=len(silent) < num_asked
     )
     has_time = are_most(len(silent), num_asked) and now_s < recovery.fenced_s + limit_s
     if passed.is_suspicious or has_time:
@@ -226,10 +224,7 @@ def accuse(state: states.Fencing, _given: states.Input, now_s: float) -> states.
     recovery, finding = state.recovery, state.finding
     assert finding is not None
     accusing = states.Accusing(
-        recovery=recovery,
-        statuses=_of_asked(state),
-        stuck=finding.stuck,
-        until_s=now_s + recovery.control.lease_s,
+        recovery=recovery, statuses=_of_asked(state), stuck=finding.stuck, until_s=now_s + recovery.control.lease_s
     )
     accused = _end_again(finding.stuck) or (states.GiveUp(nodes=finding.cut_off, loss=CutOff()),)
     return accusing, (_explained(state, finding, now_s), *accused)

@@ -54,13 +54,7 @@ class Transition:
 
 TRAINED = (states.Training, states.Adopting, states.Suspecting)
 """Steps are committed in these."""
-FENCED = (
-    states.Fencing,
-    states.Accusing,
-    states.AwaitingNetwork,
-    states.AwaitingWorkers,
-    states.LocatingCheckpoint,
-)
+FENCED = (states.Fencing, states.Accusing, states.AwaitingNetwork, states.AwaitingWorkers, states.LocatingCheckpoint)
 """Nothing is committed in these."""
 _BEGUN = (*TRAINED, *FENCED)
 
