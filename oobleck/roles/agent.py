@@ -368,9 +368,9 @@ class Agent:
             return
         outgoing, queue = trio.open_memory_channel[protocol.WorkerBound](_UNREAD_LIMIT)
         worker = self._workers[device] = _Worker(handle, outgoing, share)
-        self._give_share(device)
+        self._give_share(device)  # it may have changed while the worker was started
         self._starting.remove(device)
-        if self._stop_reason is not None:
+        if self._stop_reason is not None:  # `_kill_all` did not know of it
             handle.kill()
         self._resend_queue.add(worker.started(device))
         async with trio.open_nursery() as nursery:

@@ -162,6 +162,7 @@ class Membership:
         self._members[name] = member
         self._counting[name] = _counting(member)
         self._addresses[name] = _addresses(member)
+        # Members of other states are the same as before: what was remembered of these stays.
         for asked in [asked for asked in self._in_state if not states.isdisjoint(asked)]:
             del self._in_state[asked]
         self._without_part.clear()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from oobleck import __version__
 from oobleck.control.events import Command, LookUpProfile, ProfileFound, Send, Store, notice
 from oobleck.control.journal import WorkerUp
-from oobleck.control.nodes import DATA, Member, Membership, MemberState, difference
+from oobleck.control.nodes import Alike, Member, Membership, MemberState, difference
 from oobleck.control.plans import profile_key
 from oobleck.control.protocol import (
     PROTOCOL_VERSION,
@@ -106,8 +106,9 @@ class Preparation:
         worker_id = WorkerId(node=member.spec.name, device=message.device)
         other = self._members.first_ready_worker  # all others have what it has
         if other is not None:
-            first, theirs = WorkerId(node=other.node, device=other.device), ((DATA, other.data_digest), *other.alike)
-            differs = difference(worker_id, ((DATA, message.data_digest), *message.alike), first, theirs)
+            first = WorkerId(node=other.node, device=other.device)
+            theirs = ((Alike.DATA, other.data_digest), *other.alike)
+            differs = difference(worker_id, ((Alike.DATA, message.data_digest), *message.alike), first, theirs)
             if differs is not None:
                 raise ConfigError(differs)
         return self._want_profile(member, worker_id, message)
