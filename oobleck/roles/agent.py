@@ -73,7 +73,6 @@ class Agent:
         self._await_notice = await_notice
         self._relays = relays
         self._checkpoints = checkpoints
-        self._is_watching = False
         self._storage: protocol.StoragePaths | None = None
         self._tag = tag
         self._accept = accept
@@ -288,9 +287,9 @@ class Agent:
                 assert_never(message)
 
     def _watch_notice(self, control: ControlSpec, nursery: trio.Nursery) -> None:
-        if self._await_notice is not None and not self._is_watching:
-            self._is_watching = True
-            nursery.start_soon(self._watch_for_notice, self._await_notice, control)
+        if self._await_notice is not None:
+            await_notice, self._await_notice = self._await_notice, None
+            nursery.start_soon(self._watch_for_notice, await_notice, control)
 
     def _order_ranks(self, order: protocol.RanksOrder) -> None:
         if self._ranks is None:
