@@ -73,7 +73,6 @@ class Agent:
         self._await_notice = await_notice
         self._relays = relays
         self._checkpoints = checkpoints
-        self._is_watching = False
         self._storage: protocol.StoragePaths | None = None
         self._tag = tag
         self._accept = accept
@@ -288,9 +287,9 @@ class Agent:
                 assert_never(message)
 
     def _watch_notice(self, control: ControlSpec, nursery: trio.Nursery) -> None:
-        if self._await_notice is not None and not self._is_watching:
-            self._is_watching = True
-            nursery.start_soon(self._watch_for_notice, self._await_notice, control)
+        if self._await_notice is not None:
+            await_notice, self._await_notice = self._await_notice, None
+            nursery.start_soon(self._watch_for_notice, await_notice, control)
 
     def _order_ranks(self, order: protocol.RanksOrder) -> None:
         if self._ranks is None:
@@ -368,9 +367,9 @@ class Agent:
             return
         outgoing, queue = trio.open_memory_channel[protocol.WorkerBound](_UNREAD_LIMIT)
         worker = self._workers[device] = _Worker(handle, outgoing, share)
-        self._give_share(device)
+        self._give_share(device)  # it may have changed while the worker was started
         self._starting.remove(device)
-        if self._stop_reason is not None:
+        if self._stop_reason is not None:  # `_kill_all` did not know of it
             handle.kill()
         self._resend_queue.add(worker.started(device))
         async with trio.open_nursery() as nursery:

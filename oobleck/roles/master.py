@@ -194,7 +194,7 @@ class Master:
         if isinstance(report, protocol.RelayJoined | protocol.RelayLeft):
             self._look_after_tunnel(node)
         self._post_all(heard.sends)
-        for lost in heard.is_lost:
+        for lost in heard.is_lost:  # a new conversation begins with a hello, after which nothing counts as received
             if lost in self._tunnels:
                 self._tunnels[lost].begin_again()
         return [command for event in heard.events for command in self._feed(event)]

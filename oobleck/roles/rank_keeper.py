@@ -150,7 +150,7 @@ class RankKeeper:
                 generation.ranks.append(_Rank(setup, await self._host.start(setup)))
         except (WorkersUnavailable, ConfigError) as error:
             self._say(protocol.AgentStopped(reason=str(error), is_failure=True))
-            self.kill_all()
+            self.kill_all()  # the ranks that did start are watched below, until they are gone
         for rank in generation.ranks:
             nursery.start_soon(self._watch, generation, rank)
         nursery.start_soon(self._show_output, generation)
@@ -168,7 +168,7 @@ class RankKeeper:
         if has_failed:
             generation.is_ending = True
             _kill([other for other in generation.living if other is not rank])
-            self._take_output(generation, is_last=False)  # the run may end over this
+            self._take_output(generation, is_last=False)  # the run may end over this failure
             setup = rank.setup
             self._say(
                 protocol.RankFailed(

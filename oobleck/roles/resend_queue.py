@@ -70,6 +70,7 @@ class ResendQueue:
 
     def beat(self, *, asks: bool = False) -> None:
         """Queue a heartbeat, to be answered if it `asks`, or if a message before it may be lost."""
+        # An answer lets the queue forget what it keeps; without anything to forget, none is needed.
         if asks or self._unheard or not all(isinstance(message, _PASSING) for message in self._unsaid):
             self.add(protocol.Heartbeat(sequence=self._sequence))
             self._sequence += 1

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Iterator
 
-from oobleck.control.nodes import FIRST_SAMPLES, LOSS, ORDER, STRUCTURE, WEIGHTS, version_of
+from oobleck.control.nodes import Alike, version_of
 from oobleck.control.protocol import Things
 from oobleck.job import JobSpec
 from oobleck.training.assembly import Assembly
@@ -26,12 +26,12 @@ _OF_A_NODE = ("_name_or_path", "transformers_version")
 def things_of_worker(assembly: Assembly) -> Things:
     """Return the digests of a worker before the first step; reads the first samples."""
     structure = assembly.structure
-    weights = () if structure.weights is None else ((WEIGHTS, structure.weights.digest()),)
+    weights = () if structure.weights is None else ((Alike.WEIGHTS, structure.weights.digest()),)
     return (
         *((version_of(name), version) for name, version in _versions()),
-        (STRUCTURE, _digest_of_structure(structure)),
+        (Alike.STRUCTURE, _digest_of_structure(structure)),
         *weights,
-        (LOSS, str(structure.loss_rule)),
+        (Alike.LOSS, str(structure.loss_rule)),
         *EpochThings(assembly.job, assembly.train).of(0),
     )
 
@@ -60,8 +60,8 @@ class EpochThings:
         order, size = dataset.order, job.global_batch_size
         step = epoch * dataset.num_samples // size + 1 if order is None else order.first_step(epoch)
         numbers = dataset.samples_of_step(job.seed, step, size)[: job.microbatch_size]
-        first = (FIRST_SAMPLES, _digest_of_batch(dataset.batch(numbers, step=step)))
-        return (first,) if order is None else ((ORDER, order.digest(epoch)), first)
+        first = (Alike.FIRST_SAMPLES, _digest_of_batch(dataset.batch(numbers, step=step)))
+        return (first,) if order is None else ((Alike.ORDER, order.digest(epoch)), first)
 
     def _epoch_of(self, step: int) -> int | None:
         dataset = self._dataset

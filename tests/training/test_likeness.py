@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from oobleck.control.nodes import FIRST_SAMPLES, LOSS, ORDER, STRUCTURE, version_of
+from oobleck.control.nodes import Alike, version_of
 from oobleck.job import DataSpec, JobSpec, ModelSpec, ScriptSpec
 from oobleck.training.assembly import assemble
 from oobleck.training.data import Dataset
@@ -58,15 +58,15 @@ def test_what_a_script_makes_again_is_alike(tmp_path: Path):
     random.random()
     assert things(tmp_path, sample=drawn) == first
     assert first[version_of("torch")] == torch.__version__.partition("+")[0]
-    assert first.keys() >= {STRUCTURE, LOSS, FIRST_SAMPLES, version_of("transformers")}
+    assert first.keys() >= {Alike.STRUCTURE, Alike.LOSS, Alike.FIRST_SAMPLES, version_of("transformers")}
 
 
 @pytest.mark.parametrize(
     ("values", "thing"),
     [
-        ({"drop": 0.2}, STRUCTURE),
-        ({"sample": "[4 + index] * 8"}, FIRST_SAMPLES),
-        ({"sample": "[9] * 7"}, FIRST_SAMPLES),
+        ({"drop": 0.2}, Alike.STRUCTURE),
+        ({"sample": "[4 + index] * 8"}, Alike.FIRST_SAMPLES),
+        ({"sample": "[9] * 7"}, Alike.FIRST_SAMPLES),
     ],
 )
 def test_what_it_makes_differently_shows(tmp_path: Path, values: dict[str, Any], thing: str):
@@ -81,7 +81,7 @@ def test_each_epoch_is_told_once_by_whoever_enters_it():
     entered = of.enter(4)
     assert entered is not None
     epoch, found = entered
-    assert (epoch, dict(found)[ORDER]) == (1, "310")
+    assert (epoch, dict(found)[Alike.ORDER]) == (1, "310")
     assert of.enter(3) is None
     newcomer = EpochThings(replace(JOB, global_batch_size=2, microbatch_size=1), data)
     assert newcomer.enter(3) == entered, "whichever of its steps is its first"

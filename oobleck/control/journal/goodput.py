@@ -198,7 +198,7 @@ class TimeAccount:
 
     def _adopt(self, entry: PlanAdopted) -> None:
         is_idle = not entry.plan.pipelines
-        if is_idle != self._idle:
+        if is_idle != self._idle:  # idle time begins or ends here, so nothing before it may stay open
             self._settled = self.at(entry.t_s)
             self._open.clear()
             self._recovering.clear()

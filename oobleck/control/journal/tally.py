@@ -65,7 +65,7 @@ class StepTally:
             missing=record.samples_missing,
             tokens=entry.tokens if isinstance(entry, StepDone) else entry.tokens_per_step,
         )
-        self._cut(new.first)
+        self._cut(new.first)  # a step that comes again shows that all from it on were lost
         if self._alike and self._alike[-1].is_followed_by(new):
             self._alike[-1] = replace(new, first=self._alike[-1].first)
         else:

@@ -224,6 +224,7 @@ class RunView:
             return snapshot.state_at_end(self._ended.exit_code, is_whole=is_whole)
         if self._ranks.state is not None:
             return self._ranks.state
+        # A plan without pipelines waits for nodes, even if its recovery is not over.
         if self._generation and not self._plan.pipelines:
             return snapshot.RunState.WAITING
         if self._recovering:

@@ -176,7 +176,7 @@ class NodeCheck:
         if self._is_proven(node):
             return NodeVerdict(node=node, health=Health.HEALTHY, reason="")
         failed_with = self._failed_with(node)
-        if len(failed_with) >= 2:
+        if len(failed_with) >= 2:  # one failure may be the link's
             return self._condemn_in_company(node, failed_with)
         return NodeVerdict(node=node, health=Health.UNDECIDED, reason="no healthy node is left to test it with")
 

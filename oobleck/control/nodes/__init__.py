@@ -3,17 +3,7 @@
 from __future__ import annotations
 
 from .coordinator import BaseCoordinator
-from .likeness import (
-    DATA,
-    FIRST_SAMPLES,
-    LOSS,
-    ORDER,
-    STRUCTURE,
-    WEIGHTS,
-    EpochLikeness,
-    difference,
-    version_of,
-)
+from .likeness import Alike, EpochLikeness, difference, version_of
 from .machines import Share
 from .membership import Member, Membership, MemberState
 from .node_lifecycle import NodeLifecycle
@@ -23,12 +13,7 @@ from .time_limits import adopting_s, attaching_s, reading_s, saying_farewell_s, 
 from .worker_lifecycle import WorkerLifecycle, check_device, is_of_training, is_of_worker_that_ends
 
 __all__ = [
-    "DATA",
-    "FIRST_SAMPLES",
-    "LOSS",
-    "ORDER",
-    "STRUCTURE",
-    "WEIGHTS",
+    "Alike",
     "BaseCoordinator",
     "EpochLikeness",
     "Member",

@@ -6,34 +6,45 @@ library. No error would show that: stages of one pipeline would take tokens of o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from enum import StrEnum
 
 from oobleck.control.protocol import EpochEntered, Things
 from oobleck.plan import WorkerId
 
-DATA = "the data"
-WEIGHTS = "the weights that training starts from"
-STRUCTURE = "the model's structure"
-LOSS = "what the model's loss is"
-ORDER = "the order of samples"
-FIRST_SAMPLES = "the first samples of an epoch"
-_VERSION = "the version of "
 
-_ADVICE: Mapping[str, str] = {
-    DATA: "give all nodes the same files",
-    WEIGHTS: "give model.path the same files on all nodes, and have a script make the same weights wherever it runs",
-    STRUCTURE: "a script must make the same model wherever it runs",
-    LOSS: "a script must make the same model wherever it runs",
-    ORDER: "it must follow from the seed and the epoch, and not from a clock, a process or a node",
-    FIRST_SAMPLES: "what a dataset and its collator return may follow from random, numpy and torch, which are seeded, "
-    "and not from a clock, a process or a node",
-}
+class Alike(StrEnum):
+    """What must be equal, besides versions of packages, and what to change where it differs."""
+
+    advice: str
+
+    def __new__(cls, value: str, advice: str) -> Alike:
+        member = str.__new__(cls, value)
+        member._value_, member.advice = value, advice
+        return member
+
+    DATA = "the data", "give all nodes the same files"
+    WEIGHTS = (
+        "the weights that training starts from",
+        "give model.path the same files on all nodes, and have a script make the same weights wherever it runs",
+    )
+    STRUCTURE = "the model's structure", "a script must make the same model wherever it runs"
+    LOSS = "what the model's loss is", "a script must make the same model wherever it runs"
+    ORDER = "the order of samples", "it must follow from the seed and the epoch, not from a clock, a process or a node"
+    FIRST_SAMPLES = (
+        "the first samples of an epoch",
+        (
+            "what a dataset and its collator return may follow from random, numpy and torch, which are seeded, "
+            "and not from a clock, a process or a node"
+        ),
+    )
+
+
 _MOST_EPOCHS = 4
 
 
 def version_of(package: str) -> str:
     """Return the name under which a package's version is compared."""
-    return f"{_VERSION}{package}"
+    return f"the version of {package}"
 
 
 def difference(worker: WorkerId, things: Things, other: WorkerId, others: Things) -> str | None:
@@ -41,7 +52,7 @@ def difference(worker: WorkerId, things: Things, other: WorkerId, others: Things
     theirs = dict(others)
     for thing, mine in things:
         if theirs.get(thing, mine) != mine:
-            advice = _ADVICE.get(thing, "install the same on all nodes")
+            advice = next((each.advice for each in Alike if each == thing), "install the same on all nodes")
             return f"{worker} and {other} differ in {thing} ({mine} and {theirs[thing]}); {advice}"
     return None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from itertools import chain
 
 from oobleck.control.journal import WorkerUp
@@ -22,6 +23,10 @@ from .machines import Machines
 _RESTARTS_KEPT = 16
 _ENDS_KEPT = 8
 """How many ends of each device's workers are kept: more than a node can have before all are reported."""
+
+
+_DERIVED = ("living_names", "ready_names", "ready_worker_ids", "all_save")
+"""The cached properties of `Membership`, which any change of a member outdates."""
 
 
 class MemberState(StrEnum):
@@ -120,10 +125,6 @@ class Membership:
         self._addresses: dict[str, tuple[tuple[int, WorkerAddress], ...]] = {}
         self._in_state: dict[tuple[MemberState, ...], tuple[Member, ...]] = {}
         self._without_part: dict[int, tuple[str, ...]] = {}
-        self._living_names: tuple[str, ...] | None = None
-        self._ready_names: frozenset[str] | None = None
-        self._ready_worker_ids: tuple[WorkerId, ...] | None = None
-        self._all_save: bool | None = None
         known, self._members = self._members, {}
         for member in known.values():
             self._take(member)
@@ -162,10 +163,12 @@ class Membership:
         self._members[name] = member
         self._counting[name] = _counting(member)
         self._addresses[name] = _addresses(member)
+        # Members of other states are the same as before: what was remembered of these stays.
         for asked in [asked for asked in self._in_state if not states.isdisjoint(asked)]:
             del self._in_state[asked]
         self._without_part.clear()
-        self._living_names = self._ready_names = self._ready_worker_ids = self._all_save = None
+        for derived in _DERIVED:
+            self.__dict__.pop(derived, None)
 
     def relocate(self, specs: Mapping[str, NodeSpec]) -> None:
         """Reach nodes by these specs, which may have changed; their devices stay as they were."""
@@ -349,11 +352,9 @@ class Membership:
         """The nodes whose agents speak to the master."""
         return self.in_state(MemberState.CONNECTED, MemberState.READY)
 
-    @property
+    @cached_property
     def living_names(self) -> tuple[str, ...]:
-        if self._living_names is None:
-            self._living_names = tuple([member.spec.name for member in self.living])
-        return self._living_names
+        return tuple([member.spec.name for member in self.living])
 
     @property
     def returning(self) -> tuple[Member, ...]:
@@ -381,30 +382,24 @@ class Membership:
     def ready(self) -> tuple[Member, ...]:
         return self.in_state(MemberState.READY)
 
-    @property
+    @cached_property
     def ready_names(self) -> frozenset[str]:
-        if self._ready_names is None:
-            self._ready_names = frozenset([member.spec.name for member in self.ready])
-        return self._ready_names
+        return frozenset([member.spec.name for member in self.ready])
 
-    @property
+    @cached_property
     def ready_worker_ids(self) -> tuple[WorkerId, ...]:
-        if self._ready_worker_ids is None:
-            self._ready_worker_ids = tuple(chain.from_iterable([member.worker_ids for member in self.ready]))
-        return self._ready_worker_ids
+        return tuple(chain.from_iterable([member.worker_ids for member in self.ready]))
 
     @property
     def addresses(self) -> tuple[tuple[int, WorkerAddress], ...]:
         """Where ready workers listen, each with the generation in which its node became ready."""
         return tuple(chain.from_iterable(self._addresses.values()))
 
-    @property
+    @cached_property
     def all_save(self) -> bool:
         """Whether a worker is ready, and each ready one has a place to save in."""
-        if self._all_save is None:
-            workers = (worker for member in self.ready for worker in member.ready.values())
-            self._all_save = bool(self.ready) and all(worker.saves for worker in workers)
-        return self._all_save
+        workers = (worker for member in self.ready for worker in member.ready.values())
+        return bool(self.ready) and all(worker.saves for worker in workers)
 
 
 def _with_end(gone: Mapping[int, tuple[int, ...]], device: int, pid: int) -> tuple[int, ...]:

@@ -65,8 +65,10 @@ class NodeLifecycle:
             turn.record(journal.NodeConnected(t_s=turn.now_s, node=node, agent_pid=hello.pid))
             self.meet(turn, event)
         elif member.agent_pid != hello.pid:
+            # Another agent was started there, so the workers that the plan counts on are gone.
             self.give_up(turn, node, journal.AgentLost(had_no_master=True))
         elif hello.generation > self._program.generation:
+            # The journal lost its last entries: without that plan nothing can be known of what the worker holds.
             turn.end(
                 f"{node} trains in generation {hello.generation}, and the journal knows none after "
                 f"{self._program.generation}: its end is lost; start from scratch with --resume never"
@@ -83,7 +85,7 @@ class NodeLifecycle:
         """Take another node in; one that arrives again before its loss is known, as soon as the loss is."""
         node = event.spec.name
         is_here = node in self._members and self._members[node].state not in (MemberState.LOST, MemberState.LEFT)
-        if event.has_arrived and is_here:
+        if event.has_arrived and is_here:  # its connection will break, or its lease lapse; until then it counts
             self._back[node] = event
         else:
             self.add(turn, event.spec, by_itself=event.by_itself)
@@ -155,6 +157,7 @@ class NodeLifecycle:
         self._members.lose(node)
         may_come_back = is_begun and loss.cause in _MAY_COME_BACK and not member.is_banned and not member.is_draining
         is_tried_again = may_come_back and self._node_retry.note_lost(member.spec, turn.now_s)
+        # The journal has the loss before the program acts on it, and before a node that arrived again is added.
         turn.do((events.Disconnect(node=node),))
         turn.record(
             journal.NodeLost(

@@ -129,7 +129,7 @@ class Silence:
         if not self.is_suspicious and now_s < self.due_s:
             return {}  # most calls end here, without judging thousands of nodes one by one
         lapsed = [node for node in living if now_s >= self._judged_s(node)]
-        if not self.is_suspicious:
+        if not self.is_suspicious:  # a message may have arrived and wait unread, so each node is looked at twice
             lapsed = [node for node in lapsed if self._was_looked_at(node, now_s)]
             if not lapsed:
                 return {}
@@ -140,7 +140,7 @@ class Silence:
                 return {}
             self._looks.clear()
             return {node: now_s - heard_s[node] for node in lapsed}
-        if not self.is_suspicious:
+        if not self.is_suspicious:  # it begins to suspect itself: all fell silent when the last of them was heard
             self._silent_since_s = max(heard_s[node] for node in silent)
         limit_s = patience_s(
             lease_s=self._control.lease_s,

@@ -35,6 +35,7 @@ class WorkerLifecycle:
             return
         self._members.meet(node, event.hello, address=event.address, now_s=turn.now_s)
         member, living = self._members[node], {worker.device for worker in event.hello.workers}
+        # A worker that is neither ready nor alive was asked for, but the request may be lost.
         missing = sorted({*range(member.spec.num_devices)} - {*member.ready} - living)
         if before.hello is not None:
             turn.note("info", f"{node} is reached again")

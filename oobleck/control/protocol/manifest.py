@@ -182,6 +182,7 @@ def ages(states: Iterable[Aged]) -> Mapping[str, Age]:
         last_of_root[line[-1]] = max(last_of_root.get(line[-1], ""), saved_at[run])
     found: dict[str, Age] = {}
     for each in listed:
+        # Runs with the same root continue from each other: their depth decides, and no clock.
         *ancestors, root = lines[each.run]
         run_age = (last_of_root[root], root, len(ancestors), saved_at[each.run], each.run)
         found[each.name] = (*run_age, generation_of(each.name), each.step, each.name)

@@ -109,7 +109,7 @@ class RelayMail:
         frame = self._encode(message)
         self._forget(now_s - self._keeps_s)
         for devices, nodes in nodes_by_devices.items():
-            self.number += 1
+            self.number += 1  # all messages share one order, so that agents drop what they have had by another way
             kept = _Kept(number=self.number, said_s=now_s, nodes=tuple(nodes), devices=devices, message=frame)
             self._kept.append(kept)
             by_root: defaultdict[str, list[str]] = defaultdict(list)

@@ -159,6 +159,7 @@ class RelayTree:
             return []  # it has given that attempt up
         agent.stage = _Stage.DIRECT
         relay = self._agents.get(agent.relay)
+        # The relay may be lost, have another position, leave its own relay, or speak through this very agent by now.
         if relay is None or relay.listening_at is None or self.root_of(relay.node) in (None, node):
             return [Send(node=node, message=protocol.LeaveRelay())]
         agent.stage = _Stage.THROUGH
@@ -267,6 +268,7 @@ class RelayTree:
                 self._seats[last.position], self._seats[position] = None, last.node
                 self._freed_s[last.position] = now_s
                 del self._freed_s[position]
+                # Its position decides whose relay it is, so what it was asked before does not hold.
                 last.position, last.was_asked_to_relay, last.listening_at = position, False, None
             else:
                 if last.stage is _Stage.THROUGH:

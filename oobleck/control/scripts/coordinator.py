@@ -196,6 +196,7 @@ class RanksCoordinator(BaseCoordinator):
             self._end_hang(turn)
             return
         formed.hang.hear(node, message)
+        # A sign of life ends the question, even of ranks that others need not wait for; then it may be asked again.
         if not message.is_quiet:
             self._give(turn, states.Signal.STIRRED)
         if isinstance(self._state, states.Running) and formed.hang.suspects(self._state.unfinished):

@@ -134,6 +134,7 @@ def _form(state: Gathering, now_s: float, roster: states.Roster, rules: states.R
     )
     is_worth_waiting = is_start and roster.num_expected > 0 and not is_after_all
     are_enough = len(roster.candidates) >= rules.fewest_nodes
+    # Only the first generation waits for more nodes than it needs: later ones grow when a node joins.
     if are_enough and (len(chosen) == rules.most_nodes or not is_worth_waiting):
         return _begin(state, chosen)
     is_hopeless = is_start and not roster.num_expected
@@ -182,6 +183,7 @@ def _running(state: Running, given: states.Input, now_s: float, roster: states.R
         case states.Ready(node=node):
             others = [each.node for each in roster.candidates if each.node not in state.names]
             num_possible = rules.most_of(len(state.nodes) + len(others))
+            # A restart must make the generation larger, and never repeats what ranks have finished.
             if node not in others or num_possible <= len(state.nodes) or state.finished:
                 return state, ()
             return _end(state, GenerationCause.NODE_JOINED, now_s, rules, about=(node,))
@@ -230,6 +232,7 @@ def _fail(state: Running, given: states.Failed, now_s: float, rules: states.Rule
         then = EndRun(reason=f"{given.reason}\n{restarts} allowed (--max-restarts), and {again}")
         if not rules.max_restarts:
             then = EndRun(reason=f"{given.reason}\nno restart is allowed (--max-restarts)")
+    # Only failures count as restarts: nodes that are lost or join cost none.
     failed = replace(state, past=replace(state.past, num_failures=state.past.num_failures + 1))
     cause = GenerationCause.HANG if given.is_hang else GenerationCause.RANK_FAILED
     return _end(failed, cause, now_s, rules, about=(given.node,), then=then)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from oobleck import __version__
 from oobleck.control.events import LookUpProfile, ProfileFound, Store, Turn
 from oobleck.control.journal import WorkerUp
-from oobleck.control.nodes import DATA, Member, Membership, MemberState, difference
+from oobleck.control.nodes import Alike, Member, Membership, MemberState, difference
 from oobleck.control.plans import profile_key
 from oobleck.control.protocol import PROTOCOL_VERSION, Configure, Profiled, ProfileRequest, StartWorker, WorkerReady
 from oobleck.errors import ConfigError, PeerError
@@ -95,8 +95,9 @@ class Preparation:
         worker_id = WorkerId(node=member.spec.name, device=message.device)
         other = self._members.first_ready_worker  # All others are like it.
         if other is not None:
-            first, theirs = WorkerId(node=other.node, device=other.device), ((DATA, other.data_digest), *other.alike)
-            differs = difference(worker_id, ((DATA, message.data_digest), *message.alike), first, theirs)
+            first = WorkerId(node=other.node, device=other.device)
+            theirs = ((Alike.DATA, other.data_digest), *other.alike)
+            differs = difference(worker_id, ((Alike.DATA, message.data_digest), *message.alike), first, theirs)
             if differs is not None:
                 raise ConfigError(differs)
         kind = member.spec.kind

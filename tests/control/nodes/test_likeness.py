@@ -6,23 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.control.nodes import (
-    FIRST_SAMPLES,
-    LOSS,
-    ORDER,
-    STRUCTURE,
-    WEIGHTS,
-    EpochLikeness,
-    difference,
-    version_of,
-)
+from oobleck.control.nodes import Alike, EpochLikeness, difference, version_of
 from oobleck.control.protocol import EpochEntered
 from oobleck.plan import WorkerId
 from tests.control.bench import Bench
 from tests.control.model import Shape
 
 ONE, OTHER, THIRD = (WorkerId(node=node, device=0) for node in ("n0", "n1", "n2"))
-ALIKE = ((ORDER, "aa"), (FIRST_SAMPLES, "bb"))
+ALIKE = ((Alike.ORDER, "aa"), (Alike.FIRST_SAMPLES, "bb"))
 
 
 def test_what_is_alike_is_no_difference():
@@ -34,9 +25,11 @@ def test_what_only_one_of_them_tells_is_no_difference():
     assert difference(ONE, (*ALIKE, (version_of("peft"), "1.0")), OTHER, ALIKE) is None
 
 
-@pytest.mark.parametrize("thing", [WEIGHTS, LOSS, ORDER, FIRST_SAMPLES, version_of("transformers")])
+@pytest.mark.parametrize(
+    "thing", [Alike.WEIGHTS, Alike.LOSS, Alike.ORDER, Alike.FIRST_SAMPLES, version_of("transformers")]
+)
 def test_a_difference_names_the_workers_the_thing_and_what_to_change(thing: str):
-    text = difference(OTHER, ((STRUCTURE, "s"), (thing, "x")), ONE, ((STRUCTURE, "s"), (thing, "y")))
+    text = difference(OTHER, ((Alike.STRUCTURE, "s"), (thing, "x")), ONE, ((Alike.STRUCTURE, "s"), (thing, "y")))
     assert text is not None
     said, advice = text.split("; ", 1)
     assert said == f"n1:0 and n0:0 differ in {thing} (x and y)"
@@ -44,7 +37,7 @@ def test_a_difference_names_the_workers_the_thing_and_what_to_change(thing: str)
 
 
 def entered(epoch: int, order: str) -> EpochEntered:
-    return EpochEntered(device=0, epoch=epoch, alike=((ORDER, order),))
+    return EpochEntered(device=0, epoch=epoch, alike=((Alike.ORDER, order),))
 
 
 def test_workers_are_compared_in_the_epoch_that_they_enter_whoever_is_ahead():

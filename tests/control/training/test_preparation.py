@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from oobleck.control.events import End, LookUpProfile, ProfileFound, Send, Store
-from oobleck.control.nodes import LOSS, WEIGHTS
+from oobleck.control.nodes import Alike
 from oobleck.control.protocol import Configure, Profiled, ProfileRequest, StartWorker
 from oobleck.job import NodeSpec
 from oobleck.planner import profile_to_json
@@ -152,8 +152,14 @@ def test_a_profile_that_nobody_asked_for_costs_the_node(bench: Bench):
     ("other", "problem"),
     [
         ({"data_digest": "other"}, "n1:0 and n0:0 differ in the data (other and"),
-        ({"alike": ((WEIGHTS, "b"), (LOSS, "a sum"))}, f"n1:0 and n0:0 differ in {WEIGHTS} (b and a); give model.path"),
-        ({"alike": ((WEIGHTS, "a"), (LOSS, "the mean"))}, f"n1:0 and n0:0 differ in {LOSS} (the mean and a sum)"),
+        (
+            {"alike": ((Alike.WEIGHTS, "b"), (Alike.LOSS, "a sum"))},
+            f"n1:0 and n0:0 differ in {Alike.WEIGHTS} (b and a); give model.path",
+        ),
+        (
+            {"alike": ((Alike.WEIGHTS, "a"), (Alike.LOSS, "the mean"))},
+            f"n1:0 and n0:0 differ in {Alike.LOSS} (the mean and a sum)",
+        ),
     ],
 )
 def test_a_worker_that_is_unlike_the_others_is_named_and_nothing_begins(
@@ -161,7 +167,7 @@ def test_a_worker_that_is_unlike_the_others_is_named_and_nothing_begins(
 ):
     for node in ("n0", "n1"):
         bench.up(node)
-    bench.say("n0", ready(alike=((WEIGHTS, "a"), (LOSS, "a sum"))))
+    bench.say("n0", ready(alike=((Alike.WEIGHTS, "a"), (Alike.LOSS, "a sum"))))
     commands = bench.say("n1", ready(**other))
     (end,) = [command for command in commands if isinstance(command, End)]
     assert end.exit_code == 78
