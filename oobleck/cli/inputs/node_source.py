@@ -233,5 +233,5 @@ def _check_selector(text: str) -> None:
 def _specs(text: str, source: str) -> tuple[NodeSpec, ...]:
     specs = parse_hostfile(text, source=source)
     if not specs:
-        raise ConfigError(f"{source}: names no node; write one host a line")
+        raise ConfigError(f"{source}: names no node; write one host per line")
     return specs

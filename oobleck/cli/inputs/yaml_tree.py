@@ -155,9 +155,7 @@ def _scalar(node: yaml.ScalarNode) -> YamlScalar:
     try:
         value = parse(node.value)
     except (ValueError, OverflowError):
-        raise YamlError(
-            f"{node.value[:_MAX_NUMBER_CHARS]!r} is not of the kind that its tag says", _line(node)
-        ) from None
+        raise YamlError(f"{node.value[:_MAX_NUMBER_CHARS]!r} does not fit its tag", _line(node)) from None
     return YamlScalar(value=value, text=node.value, line=_line(node))
 
 

@@ -121,7 +121,7 @@ def test_values_remember_lines_and_words():
         ("a: !!set {x}", 1, "the tag !!set is not supported"),
         ("a: !!binary AAAA", 1, "the tag !!binary is not supported; leave it out"),
         ("a: !mine 1", 1, "the tag !mine is not supported"),
-        ("\n!!int a", 2, "'a' is not of the kind that its tag says"),
+        ("\n!!int a", 2, "'a' does not fit its tag"),
         ("!!float a", 1, "'a' is not of the kind"),
         ("!!bool a", 1, "'a' is not of the kind"),
         ("!!int 0xg", 1, "'0xg' is not of the kind"),
