@@ -60,7 +60,7 @@ def chaos(options: ChaosOptions) -> None:
     own = _options_of_the_run(options)
     if local is None:
         if own:
-            raise UsageError("--job, --set, --steps, --plain and --summary are of a new run; name one with --local N")
+            raise UsageError("--job, --set, --steps, --plain and --summary belong to a new run; add --local N")
         running = RunningRun(find_run(base, options.tag))
         _play(trace, Player(running, name_nodes(trace, running.nodes), speedup=speedup, tell=_say), _say)
         return

@@ -69,7 +69,7 @@ def generate_trace(options: GenerateOptions) -> None:
     from oobleck.sim.trace import generate
 
     if options.duration <= 0:
-        raise UsageError("--duration is 0; a trace has to last")
+        raise UsageError("--duration is 0; it must be longer")
     if options.repair is not None and options.no_repair:
         raise UsageError("--repair and --no-repair were both given; leave one out")
     try:  # no file is involved, so whatever is wrong came from the command line

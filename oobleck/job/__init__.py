@@ -25,7 +25,6 @@ from .spec import (
     Task,
     check_kind_name,
     check_model_numbers,
-    check_tag,
 )
 
 __all__ = [
@@ -51,5 +50,4 @@ __all__ = [
     "Task",
     "check_kind_name",
     "check_model_numbers",
-    "check_tag",
 ]

@@ -98,7 +98,7 @@ class ModelSpec:
     """A directory, on every node, that transformers' `save_pretrained` wrote. It determines `type`, the initial
     weights, and the tokenizer unless another is named."""
     task: Task | None = None
-    """What the model predicts; None takes the task that `path` was saved for, or else masked tokens for encoders such
+    """The model's task; None takes the one that `path` was saved for, or else masked tokens for encoders such
     as BERT and the next token for all others."""
     lora: LoraSpec = field(default_factory=LoraSpec)
 
@@ -133,8 +133,8 @@ class DataSpec:
     token_dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"  # noqa: S105  no password
     """The type of the tokens in .bin files, which have nothing else; little-endian."""
     shards: tuple[str, ...] = ()
-    """In place of `paths`: files, patterns of file names, or streams (redis://HOST:PORT/KEY), of any length, whose
-    records are assigned to steps as they are read. A record is a sample: a row of tokens (.bin, .npy), or a line."""
+    """Files, patterns of file names, or streams (redis://HOST:PORT/KEY) in place of `paths`. They have any length, and
+    their records are assigned to steps as they are read. A record is a sample: a row of tokens, or a line of text."""
     follow: bool = False
     """Shards grow: a run that has read all of them waits for more, until there is a file NAME.end next to each."""
     epochs: int = bounded(1, 1, MAX_STEPS)
@@ -326,7 +326,7 @@ class JobSpec:
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     """The last two are mixed precision: parameters stay float32; float16 scales its loss."""
     initial_loss_scale: float = bounded(65536.0, 2.0**-24, 2.0**100, note="a power of two, as 65536.0")
-    """For float16: halved when gradients overflow, and doubled when they have not for long."""
+    """The first loss scale of float16; it halves when gradients overflow, and doubles after long without."""
     activation_checkpointing: bool = False
     """Blocks keep only their input, and recompute their activations in the backward pass."""
     compile: bool = False

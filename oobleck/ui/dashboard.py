@@ -14,30 +14,10 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from oobleck.control.journal import EventLine, NodeState, NodeView, RunSnapshot, RunState
+from oobleck.control.journal import EventLine, NodeState, NodeView, RunSnapshot
 
 from .formatting import count_text, duration_text, one_line, percent_text, seconds_text
-from .pipeline_map import pipeline_lines
-
-_RUN_STYLES = {
-    RunState.STARTING: "cyan",
-    RunState.TRAINING: "green",
-    RunState.RECONFIGURING: "yellow",
-    RunState.WAITING: "yellow",
-    RunState.DONE: "bold green",
-    RunState.STOPPED: "bold yellow",
-    RunState.FAILED: "bold red",
-}
-
-_NODE_STYLES = {
-    NodeState.CONNECTING: "cyan",
-    NodeState.CONNECTED: "cyan",
-    NodeState.READY: "cyan",
-    NodeState.TRAINING: "green",
-    NodeState.SPARE: "blue",
-    NodeState.LOST: "bold red",
-    NodeState.ENDED: "bright_black",
-}
+from .pipeline_map import STATE_STYLES, pipeline_lines
 
 _EVENT_STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
 
@@ -111,7 +91,7 @@ def _share(snapshot: RunSnapshot, room: int, width: int, events_wanted: int) -> 
 
 
 def _title(snapshot: RunSnapshot, width: int) -> Text:
-    style = _RUN_STYLES[snapshot.state]
+    style = STATE_STYLES[snapshot.state]
     left = Text.assemble((" Oobleck ", "bold reverse"), " ", (one_line(snapshot.tag), "bold"))
     if snapshot.model:
         left.append(f" ({one_line(snapshot.model)})", "dim")
@@ -172,7 +152,7 @@ def _heard(node: NodeView) -> str:
 
 
 def _node_text(node: NodeView) -> Text:
-    style = _NODE_STYLES[node.state]
+    style = STATE_STYLES[node.state]
     mark = "✗ " if node.state is NodeState.LOST else "● "
     origin = "".join(f" {one_line(words)}" for words in (node.kind, node.origin) if words)
     return Text.assemble(

@@ -6,7 +6,7 @@ side; one coloured block for each stage, side by side as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len, set_cell_size
@@ -16,22 +16,19 @@ from oobleck.control.journal import PipelineView, StageView, WorkState
 
 from .formatting import chunks_text, one_line
 
-STATE_STYLES = {
-    WorkState.STARTING: "cyan",
-    WorkState.TRAINING: "green",
-    WorkState.RECONFIGURING: "yellow",
-    WorkState.LOST: "bold red",
-    WorkState.ENDED: "bright_black",
+STATE_STYLES: Mapping[str, str] = {
+    **dict.fromkeys(("starting", "connecting", "connected", "ready"), "cyan"),
+    "training": "green",
+    "spare": "blue",
+    **dict.fromkeys(("reconfiguring", "waiting"), "yellow"),
+    **dict.fromkeys(("lost", "failed"), "bold red"),
+    "ended": "bright_black",
+    "done": "bold green",
+    "stopped": "bold yellow",
 }
+"""The style of each state of runs, nodes and stages."""
 
-_MARKS = {
-    WorkState.STARTING: "…",
-    WorkState.TRAINING: "",
-    WorkState.RECONFIGURING: "~",
-    WorkState.LOST: "✗",
-    WorkState.ENDED: "",
-}
-
+_MARKS = {WorkState.STARTING: "…", WorkState.RECONFIGURING: "~", WorkState.LOST: "✗"}
 _MIN_CELL = 8
 _MAX_CELL = 24
 _MAX_NARROW_CELL = 14
@@ -144,7 +141,7 @@ def _blocks(label: str, pipeline: PipelineView, room: int) -> Text:
     """Draw one block for each stage, or, if that is too wide, one for several, in the state of the worst."""
     line = Text(label, style="bold")
     stages = pipeline.stages
-    num_blocks, severities = min(room, len(stages)), list(STATE_STYLES)
+    num_blocks, severities = min(room, len(stages)), list(WorkState)
     for block in range(num_blocks):
         span = stages[block * len(stages) // num_blocks : (block + 1) * len(stages) // num_blocks]
         stage = max(span, key=lambda each: 0 if each.state is WorkState.ENDED else severities.index(each.state))
@@ -159,7 +156,7 @@ def _layers(stage: StageView, room: int) -> str:
 
 
 def _mark(stage: StageView) -> str:
-    mark = _MARKS[stage.state]
+    mark = _MARKS.get(stage.state, "")
     devices = f"×{stage.num_devices}" if stage.num_devices > 1 else ""
     return f"{devices} {mark}" if mark else devices
 

@@ -163,7 +163,7 @@ def _headline(report: PlanReport) -> Text:
 
 
 def _table(title: str, columns: Sequence[str], *, left: int = 1) -> Table:
-    """A table whose first `left` columns are words and the others numbers."""
+    """Return a table whose first `left` columns are words and the others numbers."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < left else "right", overflow="fold")

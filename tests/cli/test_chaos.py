@@ -165,7 +165,7 @@ def test_nodes_are_those_of_the_same_name_or_those_in_the_same_order() -> None:
     [
         (["no.json"], "no.json"),
         (["t.json", "--speedup", "0"], "--speedup: 0 is not possible"),
-        (["t.json", "--steps", "3"], "are of a new run; name one with --local N"),
+        (["t.json", "--steps", "3"], "belong to a new run; add --local N"),
         (["t.json", "--local", "1"], "the trace begins with 2 nodes, and the run has 1"),
         (["t.json"], "no run is active"),
     ],

@@ -57,7 +57,7 @@ def test_info_draws_the_nodes_over_time(tmp_path: Path, capsys: pytest.CaptureFi
         (["generate", "--nodes", "2", "--duration", "1h"], 2, "give either --preset NAME or --mtbf TIME"),
         (["generate", "--nodes", "2", "--duration", "1h", "--mtbf", "1h", "--preset", "rsc1"], 2, "give either"),
         (["generate", "--nodes", "2", "--duration", "1h", "--preset", "x"], 2, "must be one of llama3"),
-        (["generate", "--nodes", "2", "--duration", "0", "--preset", "rsc1"], 2, "a trace has to last"),
+        (["generate", "--nodes", "2", "--duration", "0", "--preset", "rsc1"], 2, "--duration is 0; it must be longer"),
         (["generate", "--nodes", "2", "--duration", "1 week", "--preset", "rsc1"], 2, "is not a duration; write 45s"),
         (
             ["generate", "--nodes", "2", "--duration", "1h", "--mtbf", "1h", "--batches", "2"],

@@ -54,7 +54,7 @@ def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     [
         (["nowhere"], 2, ["hostfile nowhere", "No such file"]),
         (["typo"], 78, ["typo:2:", "unknown key 'slotz'", "slots"]),
-        (["empty"], 78, ["empty: names no node", "write one host a line"]),
+        (["empty"], 78, ["empty: names no node", "write one host per line"]),
         ([], 2, ["hostfile", "--local"]),
         (["hosts", "--local", "2"], 2, ["in one way: a hostfile, --hosts-from COMMAND"]),
         (["hosts", "--hosts-from", "cat hosts"], 2, ["in one way: a hostfile, --hosts-from COMMAND"]),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.control.journal.snapshot import PipelineView, StageView, WorkState
+from oobleck.control.journal.snapshot import NodeState, PipelineView, RunState, StageView, WorkState
 from oobleck.ui.pipeline_map import STATE_STYLES, pipeline_lines
 
 
@@ -26,6 +26,10 @@ def pipeline(num_stages: int, *, name: str = "node", state: WorkState = WorkStat
 
 def drawn(*pipelines: PipelineView, width: int = 80, height: int = 20) -> list[str]:
     return [line.plain for line in pipeline_lines(pipelines, width=width, height=height)]
+
+
+def test_every_state_has_a_style():
+    assert STATE_STYLES.keys() == {*RunState, *NodeState, *WorkState}
 
 
 def test_with_room_stages_are_boxes_joined_by_arrows():

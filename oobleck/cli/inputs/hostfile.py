@@ -157,7 +157,7 @@ def _settings(words: list[str]) -> Mapping[str, str]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key or not value:
-            raise ConfigError(f"{word!r} is not key=value, written without spaces, as in slots=4; one node a line")
+            raise ConfigError(f"{word!r} is not key=value, written without spaces, as in slots=4; one node per line")
         if key not in _KEYS:
             raise ConfigError(f"unknown key {key!r}; {did_you_mean(key, _KEYS)}")
         if key in settings:

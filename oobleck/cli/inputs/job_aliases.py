@@ -13,7 +13,7 @@ from dataclasses import fields
 
 from oobleck.job import OptimizerSpec
 
-from .yaml_tree import YamlError, YamlMapping, YamlScalar, YamlValue, is_nothing
+from .yaml_tree import YamlError, YamlMapping, YamlScalar, YamlValue
 
 _DATA = ("epochs", "sequence_length", "vocab_size", "tokenizer", "text_column", "validation_split", "mlm_probability")
 _CHECKPOINT = ("save_steps", "save_total_limit")
@@ -99,13 +99,13 @@ def _nested(tree: YamlMapping, entries: list[_Entry], prefix: tuple[str, ...]) -
             continue
         name, rest = path[len(prefix)], path[len(prefix) + 1 :]
         if not rest:
-            if name in found and is_nothing(value):
+            if name in found and value.is_nothing:
                 continue
             if name in found:
                 _check_section(path, value, key.line)
                 raise YamlError(f"{'.'.join(path)} is given twice, here and in line {found[name][0].line}", key.line)
             found[name] = (YamlScalar(value=name, text=name, line=key.line), value)
-        elif name not in found or is_nothing(found[name][1]):
+        elif name not in found or found[name][1].is_nothing:
             inner = _nested(YamlMapping(entries=(), line=key.line), entries, (*prefix, name))
             found[name] = (YamlScalar(value=name, text=name, line=key.line), inner)
         elif not isinstance(found[name][1], YamlMapping):

@@ -21,7 +21,7 @@ from oobleck.job import JobSpec, ModelSpec
 
 from .job_aliases import in_own_words
 from .values import did_you_mean, nearest
-from .yaml_tree import YamlError, YamlList, YamlMapping, YamlScalar, YamlValue, is_nothing, parse_yaml
+from .yaml_tree import YamlError, YamlList, YamlMapping, YamlScalar, YamlValue, parse_yaml
 
 Spec = TypeVar("Spec")
 
@@ -132,7 +132,7 @@ class _Reader:
         if origin is Mapping:
             return {key.text: _read_any(item, (*path, key.text)) for key, item in _entries(value, path)}
         if origin is tuple:
-            if not isinstance(value, YamlList) and not is_nothing(value):
+            if not isinstance(value, YamlList) and not value.is_nothing:
                 raise _unexpected("a list", value, path)
             items = value.items if isinstance(value, YamlList) else ()
             return tuple(self._read(arguments[0], item, path) for item in items)
@@ -142,7 +142,7 @@ class _Reader:
 
     def _union(self, arguments: tuple[object, ...], value: YamlValue, path: tuple[str, ...]) -> object:
         """Read a value of one type, or, if the union has them, nothing or one of some words."""
-        if types.NoneType in arguments and is_nothing(value):
+        if types.NoneType in arguments and value.is_nothing:
             return None
         words = [word for each in arguments if get_origin(each) is Literal for word in get_args(each)]
         if isinstance(value, YamlScalar) and value.text in words:
@@ -185,7 +185,7 @@ def _entries(value: YamlValue, path: tuple[str, ...]) -> tuple[tuple[YamlScalar,
     """Return the entries of a mapping; none for a key without a value, as when all below it is commented out."""
     if isinstance(value, YamlMapping):
         return value.entries
-    if is_nothing(value):
+    if value.is_nothing:
         return ()
     raise _unexpected("keys with values", value, path)
 

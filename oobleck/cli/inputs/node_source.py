@@ -20,16 +20,6 @@ _MOST_PER_CORE = 32
 _INTERVAL_S = 10.0
 _LEAST_INTERVAL_S = 0.1
 _POD_PORT = 7077
-_SOURCES = (
-    "a hostfile",
-    "--hosts-from COMMAND",
-    "--dial-in PORT",
-    "--local N",
-    "--slurm",
-    "--slurm-job NAME",
-    "--ray",
-    "--kubernetes LABELS",
-)
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*==?[A-Za-z0-9._-]*")
 
 
@@ -170,7 +160,10 @@ def read_source(hostfile: Path | None, options: NodeOptions) -> NodeSource:
         _check_selector(options.kubernetes)
         dial_in = dial_in or str(_POD_PORT)
     if sum(each is not None for each in (hostfile, local, hosts_from, dial_in)) != 1:
-        raise UsageError(f"name where the nodes come from, in one way: {', '.join(_SOURCES[:-1])} or {_SOURCES[-1]}")
+        raise UsageError(
+            "name where the nodes come from, in one way: a hostfile, --hosts-from COMMAND, --dial-in PORT, --local N, "
+            "--slurm, --slurm-job NAME, --ray or --kubernetes LABELS"
+        )
     if (dial_in is None) != (num_nodes is None):
         raise UsageError("--dial-in and --nodes belong together: the run begins once that many nodes have dialled in")
     if keys is not None and dial_in is None:
@@ -240,5 +233,5 @@ def _check_selector(text: str) -> None:
 def _specs(text: str, source: str) -> tuple[NodeSpec, ...]:
     specs = parse_hostfile(text, source=source)
     if not specs:
-        raise ConfigError(f"{source}: names no node; write one host a line")
+        raise ConfigError(f"{source}: names no node; write one host per line")
     return specs

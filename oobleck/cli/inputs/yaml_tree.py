@@ -20,8 +20,15 @@ _TAG = "tag:yaml.org,2002:"
 _MAX_NUMBER_CHARS = 100
 
 
+class _Value:
+    @property
+    def is_nothing(self) -> bool:
+        """Whether the value was left out, or is null."""
+        return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class YamlScalar:
+class YamlScalar(_Value):
     """Text, a number, a truth value, or nothing."""
 
     value: bool | int | float | str | None
@@ -30,15 +37,19 @@ class YamlScalar:
     line: int
     """Counted from 1, here and below."""
 
+    @property
+    def is_nothing(self) -> bool:
+        return self.value is None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class YamlList:
+class YamlList(_Value):
     items: tuple[YamlValue, ...]
     line: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class YamlMapping:
+class YamlMapping(_Value):
     entries: tuple[tuple[YamlScalar, YamlValue], ...]
     """No two keys have the same text."""
     line: int
@@ -53,11 +64,6 @@ class YamlError(Exception):
     def __init__(self, problem: str, line: int) -> None:
         super().__init__(problem)
         self.line = line
-
-
-def is_nothing(value: YamlValue) -> bool:
-    """Return whether a value was left out, or is null."""
-    return isinstance(value, YamlScalar) and value.value is None
 
 
 def parse_yaml(text: str) -> YamlValue:
@@ -110,7 +116,7 @@ class _Reader:
         self._reading: set[yaml.Node] = set()
 
     def read(self, node: yaml.Node) -> YamlValue:
-        """Raises YamlError."""
+        """Turn a node into a value. Raises YamlError."""
         if node in self._reading:
             raise YamlError("this alias lies within its own target", _line(node))
         if node not in self._read:
@@ -149,9 +155,7 @@ def _scalar(node: yaml.ScalarNode) -> YamlScalar:
     try:
         value = parse(node.value)
     except (ValueError, OverflowError):
-        raise YamlError(
-            f"{node.value[:_MAX_NUMBER_CHARS]!r} is not of the kind that its tag says", _line(node)
-        ) from None
+        raise YamlError(f"{node.value[:_MAX_NUMBER_CHARS]!r} does not fit its tag", _line(node)) from None
     return YamlScalar(value=value, text=node.value, line=_line(node))
 
 

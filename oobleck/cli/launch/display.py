@@ -65,7 +65,7 @@ def _is_in_a_notebook() -> bool:
 
 
 def snapshot_html(snapshot: RunSnapshot) -> str:
-    """The dashboard as HTML."""
+    """Return the dashboard as HTML."""
     from rich.console import Console
 
     from oobleck.ui.dashboard import Dashboard

@@ -92,6 +92,10 @@ def _check_states(run: RanksRun, directory: RunDirectory) -> None:
 
 async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: PatientClock) -> End:
     spec = run.spec
+
+    def tell(text: str) -> None:
+        say(output, f"oobleck run: {text}")
+
     opened = wiring.open_nodes(
         run.source,
         directory,
@@ -99,14 +103,12 @@ async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: Pa
         python=run.python,
         ssh_config=run.ssh_config,
         checks=run.check,
-        tell=lambda text: say(output, text),
+        tell=tell,
         runs_ranks=True,
     )
     async with opened as nodes, trio.open_nursery() as nursery:
         launcher, cluster = nodes.launcher, nodes.cluster
-        known, chosen, remarks = await nodes.begin(
-            lambda text: say(output, f"oobleck run: {text}"), waits=True, leaves_out_slow=run.leaves_out_slow
-        )
+        known, chosen, remarks = await nodes.begin(tell, waits=True, leaves_out_slow=run.leaves_out_slow)
         left = await wiring.end_left(cluster, launcher, directory.journal, known)
         set_aside(directory.journal)
         with JournalWriter(directory.journal, tell=lambda gap: session.tell_of_gap(gap)) as journal:

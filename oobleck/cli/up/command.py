@@ -61,7 +61,7 @@ def up(options: UpOptions) -> None:
     kills = tuple(_parse_kill(text, known, job.max_steps) for text in options.kill or [])
     if options.dry:
         if options.summary is not None:
-            raise UsageError("--summary: a dry run has none; leave it out, or take --json for the plan as JSON")
+            raise UsageError("--summary: a dry run has none; leave it out, or use --json for the plan as JSON")
         from oobleck.cli.dry_run import dry_run
 
         dry_run(job, source, base_dir=base_dir_of(options.base_dir), resume=resume, as_json=options.as_json)
@@ -152,7 +152,7 @@ def _check_nodes(options: UpOptions, job: JobSpec, num_nodes: int) -> None:
     if job.fault_threshold >= num_nodes and job.fault_threshold > 1:
         typer.echo(
             f"oobleck: fault_threshold is {job.fault_threshold}, and there are {num_nodes} nodes: "
-            f"{num_nodes - 1} of them can be lost at once at most",
+            f"at most {num_nodes - 1} of them can be lost at once",
             err=True,
         )
     is_local = options.nodes.local is not None

@@ -67,7 +67,7 @@ class Outcome:
 
 
 def is_of_trainer(job: JobSpec) -> bool:
-    """Whether a job comes from a script that calls `train()`."""
+    """Return whether a job comes from a script that calls `train()`."""
     return job.script is not None and "live_model" in job.script.provides
 
 

@@ -66,7 +66,7 @@ def verify_first(source: JobSource, *, steps: int) -> None:
     """Verify a job before it runs. Raises SystemExit unless it trains as the script does by itself."""
     code = _verified(source, VerifyOptions(steps=steps), to_stderr=True)
     if code != ExitCode.DONE:
-        typer.echo("oobleck: --verify: training is not shown to equal the script by itself; not started", err=True)
+        typer.echo("oobleck: --verify: training was not shown to match the script by itself; not started", err=True)
         raise SystemExit(code)
 
 

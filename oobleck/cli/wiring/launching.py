@@ -93,7 +93,7 @@ async def _callers(
         serving.start_soon(callers.serve, listeners, keys)
         actors: launchers.RayActors | None = None
         if isinstance(source, inputs.FromRay):
-            tell(f"starting `oobleck node` on {len(source.names)} nodes of Ray's")
+            tell(f"starting `oobleck node` on {len(source.names)} nodes of the Ray cluster")
             is_named, log = source.host is not None, directory / "ray.log"
             actors = launchers.RayActors(run_id=run_id, file=file, is_place_named=is_named, log=log, callers=callers)
             serving.start_soon(actors.run)

@@ -112,7 +112,7 @@ async def open_nodes(
 
 
 def _remote_paths(directory: RunDirectory, launcher: Launcher, python: str | None) -> RemotePaths:
-    """Virtual nodes share this machine's directories; real ones have their own, below the user's home."""
+    # Virtual nodes share this machine's directories; real ones have their own, below the user's home.
     interpreter, home = python or launcher.python, PurePosixPath("~/.oobleck")
     if not launcher.are_virtual:
         return RemotePaths(python=interpreter, base_dir=home, cache_dir=home / "cache")

@@ -43,6 +43,6 @@ async def watch_run_directory(
                 continue
             listen()
             say(
-                f"somebody has removed {directory.path} during the run: its journal, metrics and control socket "
-                "are made again; logs and checkpoints that were there are gone until the next save"
+                f"{directory.path} was removed during the run: its journal, metrics and control socket "
+                "are restored; its logs are lost, and so are its checkpoints until the next save"
             )

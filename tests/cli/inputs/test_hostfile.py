@@ -132,7 +132,7 @@ def test_users_of_all_kinds(user):
         ("a slots = 4", "'slots' is not key=value"),
         ("a slots=", "'slots=' is not key=value"),
         ("a =4", "'=4' is not key=value"),
-        ("a b", "'b' is not key=value, written without spaces, as in slots=4; one node a line"),
+        ("a b", "'b' is not key=value, written without spaces, as in slots=4; one node per line"),
         ("a slots=4 slots=2", "slots is given twice; leave one of slots=4 and slots=2 out"),
         ("a devices=0,0", "devices=0,0 names a device twice"),
         ("a devices=0-2,1", "names a device twice"),

@@ -121,11 +121,11 @@ def test_values_remember_lines_and_words():
         ("a: !!set {x}", 1, "the tag !!set is not supported"),
         ("a: !!binary AAAA", 1, "the tag !!binary is not supported; leave it out"),
         ("a: !mine 1", 1, "the tag !mine is not supported"),
-        ("\n!!int a", 2, "'a' is not of the kind that its tag says"),
-        ("!!float a", 1, "'a' is not of the kind"),
-        ("!!bool a", 1, "'a' is not of the kind"),
-        ("!!int 0xg", 1, "'0xg' is not of the kind"),
-        ("9" * 5000, 1, "is not of the kind"),
+        ("\n!!int a", 2, "'a' does not fit its tag"),
+        ("!!float a", 1, "'a' does not fit its tag"),
+        ("!!bool a", 1, "'a' does not fit its tag"),
+        ("!!int 0xg", 1, "'0xg' does not fit its tag"),
+        ("9" * 5000, 1, "does not fit its tag"),
     ],
 )
 def test_what_is_refused_and_where(text, line, problem):
