@@ -136,6 +136,7 @@ class Rank:
         """
         self.pid = process.pid
         self.is_warm = process.is_warm
+        self.kill = process.kill
         self._process = process
         self._oom_kills = oom_kills
         self._guard = guard
@@ -158,9 +159,6 @@ class Rank:
 
     def ask_to_end(self) -> None:
         self._process.send(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self._process.kill()
 
     def error(self, end: protocol.ProcessEnd) -> protocol.RankError | None:
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -218,6 +216,10 @@ class RankProcesses:
         """`logs` is the directory for the ranks' output, unless the user names another one."""
         self._directory = directory
         self._states = states
+        self.num_saved = states.num_saved
+        self.keep_states = states.keep
+        self.settle = states.settle
+        self.leave = states.leave
         self._logs = logs
         self._oom_kills = OomKills()
         self._server: ForkServer | None = None
@@ -268,18 +270,6 @@ class RankProcesses:
             raise ConfigError(f"{error}{given}; the end of the agent's log has more") from error
         guard.socket.close()
         await process.ended.wait()
-
-    def num_saved(self) -> int:
-        return self._states.num_saved()
-
-    async def keep_states(self, *, is_planned: bool) -> None:
-        await self._states.keep(is_planned=is_planned)
-
-    async def settle(self) -> None:
-        await self._states.settle()
-
-    def leave(self) -> None:
-        self._states.leave()
 
     def reserve_port(self) -> int:
         """Return a free port, and keep it bound but not listening, so that a rank can listen there."""

@@ -40,7 +40,7 @@ class LoginGate:
     """Accepts connections, and limits how many may be silent, waiting or logging in.
 
     At a limit it drops the oldest caller from the address that has the most: that caller has had the most time. While
-    too many wait for a turn it accepts nobody, so that of thousands that call at once some always log in in time.
+    too many wait for a turn it accepts no caller, so that of thousands that call at once some always log in in time.
     """
 
     def __init__(
