@@ -55,19 +55,11 @@ class _Tunnel(MessageChannel[MasterMessage, FromAgent]):
         self, connection: SSHConnection, stream: trio.abc.Stream, *, has_node_ended: Callable[[], Awaitable[bool]]
     ) -> None:
         super().__init__(stream, FrameDecoder(FromAgent))
+        self.address = connection.peer_address
+        self.takes_calls = connection.takes_calls
+        self.rest = connection.keepalive.rest
         self._connection = connection
         self._has_node_ended = has_node_ended
-
-    @property
-    def address(self) -> str:
-        return self._connection.peer_address
-
-    @property
-    def takes_calls(self) -> bool:
-        return self._connection.takes_calls
-
-    def rest(self, is_resting: bool) -> None:
-        self._connection.keepalive.rest(is_resting)
 
     async def receive(self) -> FromAgent:
         try:

@@ -21,7 +21,6 @@ import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 
 from oobleck.errors import CorruptCheckpoint
@@ -36,15 +35,8 @@ _VERSION = 1
 _HEAD = struct.Struct("<8sIIQI")  # magic, version, bytes of the layout, bytes of a slot's data, checksum
 _SLOT = struct.Struct("<QQII")  # state, sequence, bytes of the note, checksum
 _NUM_SLOTS = 2
+_WRITING, _VALID = 1, 2  # states of a slot; a new file's zeros are EMPTY
 _MAX_NOTE_BYTES = 16 << 10
-
-
-class SlotState(IntEnum):
-    """Whether a slot's bytes are a state."""
-
-    EMPTY = 0
-    WRITING = 1
-    VALID = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +149,6 @@ class Slot:
         self._start = memory._sizes.header(number)
 
     @property
-    def state(self) -> SlotState:
-        state = self._fields()[0]
-        return SlotState(state) if state <= max(SlotState) else SlotState.EMPTY
-
-    @property
     def sequence(self) -> int:
         """Counts the saves of a file, from 1."""
         return int(_SLOT.unpack_from(self.memory._map, self._start)[1])
@@ -169,7 +156,8 @@ class Slot:
     @property
     def is_valid(self) -> bool:
         """Whether the slot is marked valid and its header is whole."""
-        return self.state is SlotState.VALID and self._checksum() == self._fields()[3]
+        state, _, _, checksum = self._fields()
+        return state == _VALID and self._checksum() == checksum
 
     @property
     def note(self) -> bytes:
@@ -193,20 +181,20 @@ class Slot:
     def begin(self) -> None:
         """Mark the slot as being written, before its first byte is."""
         sequence = max(slot.sequence for slot in self.memory.slots()) + 1
-        _SLOT.pack_into(self.memory._map, self._start, SlotState.WRITING, sequence, 0, 0)
+        _SLOT.pack_into(self.memory._map, self._start, _WRITING, sequence, 0, 0)
 
     def seal(self, note: bytes) -> None:
         """Compute the data's checksums and mark the slot valid; O(size), so not for a training thread."""
-        assert self.state is SlotState.WRITING, self.state
+        assert self._fields()[0] == _WRITING, self._fields()
         assert len(note) <= _MAX_NOTE_BYTES, len(note)
         mapped = self.memory._map
         mapped[self._note_start : self._note_start + len(note)] = note
         for index, chunk in enumerate(_chunks(self.data)):
             struct.pack_into("<I", mapped, self._checksums_start + 4 * index, zlib.crc32(chunk))
         sequence = self.sequence
-        _SLOT.pack_into(mapped, self._start, SlotState.WRITING, sequence, len(note), 0)
-        _SLOT.pack_into(mapped, self._start, SlotState.WRITING, sequence, len(note), self._checksum())
-        struct.pack_into("<Q", mapped, self._start, SlotState.VALID)
+        _SLOT.pack_into(mapped, self._start, _WRITING, sequence, len(note), 0)
+        _SLOT.pack_into(mapped, self._start, _WRITING, sequence, len(note), self._checksum())
+        struct.pack_into("<Q", mapped, self._start, _VALID)
 
     def verify(self) -> None:
         """Compare the data with its checksums; O(size). Raises CorruptCheckpoint."""

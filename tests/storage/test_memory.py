@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from oobleck.errors import CorruptCheckpoint
 from oobleck.storage import FlashMemory, Layout, Slot, TensorSpec, find_slots, memory_files, next_memory_file
 from oobleck.storage.layout import ALIGNMENT_BYTES, DTYPE_BYTES
-from oobleck.storage.memory import CHUNK_BYTES, SlotState
+from oobleck.storage.memory import CHUNK_BYTES
 
 LAYOUT = Layout.of({3: [TensorSpec(name="w", dtype="F32", shape=(10, 3))]}, metadata={"config": "{}"})
 
@@ -84,7 +84,7 @@ def test_a_slot_that_was_not_sealed_is_written_again(tmp_path: Path) -> None:
     fill(memory.next_slot(), 1)
     torn = memory.next_slot()
     torn.begin()
-    assert torn.state is SlotState.WRITING
+    assert not torn.is_valid
     assert memory.next_slot().number == torn.number
 
 

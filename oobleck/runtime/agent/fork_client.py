@@ -200,6 +200,8 @@ class ForkServer:
         self._report, self._reports = trio.open_memory_channel[protocol.ForkServerEnded | protocol.RanksCold](
             _MAX_RESTARTS + 1
         )
+        self.server_ended = self._reports.receive
+        """Waits until a fork server or its warm process ends unexpectedly; returns how it ended."""
 
     async def run(self) -> None:
         """Connect to the fork server, start it when there is none, and follow the processes that it forks."""
@@ -237,10 +239,6 @@ class ForkServer:
         # The process has no supervisor any more, and may be another agent's.
         if (process := self._living.get(pid)) is not None:
             process.note_end(wait_status)
-
-    async def server_ended(self) -> protocol.ForkServerEnded | protocol.RanksCold:
-        """Wait until a fork server or its warm process ends unexpectedly; returns how it ended."""
-        return await self._reports.receive()
 
     async def _report_end(self, end: protocol.ServerEnd) -> None:
         """Report the server's end, and give up after too many."""
@@ -291,23 +289,13 @@ class ForkServer:
         with open(self._directory.fork_server_lock, "w") as lock:  # noqa: ASYNC230  a local file, held for milliseconds
             await trio.to_thread.run_sync(fcntl.flock, lock, fcntl.LOCK_EX)
             try:
-                stream = await _open_socket(path)
+                stream = await trio.open_unix_socket(path)
             except OSError:
                 self._server_pid = _start_fork_server(self._command, path, self._environment)
                 self._directory.note_fork_server(self._server_pid)
                 self.has_started = True
-                stream = await _open_socket(path)
+                stream = await trio.open_unix_socket(path)
         return _Connection(stream, ProcessId.read(self._directory.fork_server_pid))
-
-
-async def _open_socket(path: Path) -> trio.SocketStream:
-    sock = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        await sock.connect(str(path))
-    except BaseException:
-        sock.close()
-        raise
-    return trio.SocketStream(sock)
 
 
 def _start_fork_server(command: Sequence[str], path: Path, environment: Mapping[str, str]) -> int:

@@ -142,6 +142,7 @@ class Rank:
         """
         self.pid = process.pid
         self.is_warm = process.is_warm
+        self.kill = process.kill
         self._process = process
         self._oom_kills = oom_kills
         self._guard = guard
@@ -164,9 +165,6 @@ class Rank:
 
     def ask_to_end(self) -> None:
         self._process.send(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self._process.kill()
 
     def error(self, end: protocol.ProcessEnd) -> protocol.RankError | None:
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -224,34 +222,36 @@ class Rank:
 class RankProcesses:
     """Starts the ranks of a node. `run` must be running."""
 
+    _server: ForkServer  # once `prepare` has created it
+
     def __init__(self, directory: AgentDir, *, logs: Path, states: RankStates) -> None:
         """`logs` is the directory for the ranks' output, unless the user names another one."""
         self._directory = directory
         self._states = states
+        self.num_saved = states.num_saved
+        self.keep_states = states.keep
+        self.settle = states.settle
+        self.leave = states.leave
         self._logs = logs
         self._oom_kills = OomKills()
-        self._server: ForkServer | None = None
         self._has_server = trio.Event()
         self._port: socket.socket | None = None
-        self._num_ranks = 1
 
     async def run(self) -> None:
         """Keep the fork server running once `prepare` has created it, until cancelled."""
         await self._has_server.wait()
-        assert self._server is not None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._states.run)
             await self._server.run()
 
     async def server_ended(self) -> protocol.ForkServerEnded | protocol.RanksCold:
         await self._has_server.wait()
-        assert self._server is not None
         return await self._server.server_ended()
 
     async def prepare(self, run: RanksSpec, devices: tuple[int, ...]) -> int:
         """Start the fork server, and return the node's number of ranks. Raises ConfigError."""
         check_command(run, os.environ)
-        self._num_ranks = _num_ranks(run.ranks_per_node, devices)
+        num_ranks = _num_ranks(run.ranks_per_node, devices)
         self._states.open(run)
         if run.log_dir is not None:
             self._logs = _in_directory(run, run.log_dir) / run.tag
@@ -259,17 +259,16 @@ class RankProcesses:
         await trio.to_thread.run_sync(_remove_attempts, self._logs)
         _make_logs(self._logs / "attempt_0" / "0")
         environment = {**run.environment}
-        if self._num_ranks > 1:  # here, because libraries may read it when the server loads them
+        if num_ranks > 1:  # here, because libraries may read it when the server loads them
             environment.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
         command = module_command(_MODULE, str(self._directory.fork_warmth), _ROOM)
         self._server = ForkServer(self._directory, command, environment={**os.environ, **environment})
         self._has_server.set()
         await self._check_server(run)
-        return self._num_ranks
+        return num_ranks
 
     async def _check_server(self, run: RanksSpec) -> None:
         """Fork a process that ends at once, to learn early what keeps ranks from starting. Raises ConfigError."""
-        assert self._server is not None
         try:
             process, guard = await self._server.fork()
         except WorkersUnavailable as error:
@@ -278,18 +277,6 @@ class RankProcesses:
             raise ConfigError(f"{error}{given}; the end of the agent's log has more") from error
         guard.socket.close()
         await process.ended.wait()
-
-    def num_saved(self) -> int:
-        return self._states.num_saved()
-
-    async def keep_states(self, *, is_planned: bool) -> None:
-        await self._states.keep(is_planned=is_planned)
-
-    async def settle(self) -> None:
-        await self._states.settle()
-
-    def leave(self) -> None:
-        self._states.leave()
 
     def reserve_port(self) -> int:
         """Return a free port, and keep it bound but not listening, so that a rank can listen there."""
@@ -301,7 +288,6 @@ class RankProcesses:
 
     async def start(self, setup: RankSetup) -> Rank:
         """Fork a rank. Raises WorkersUnavailable, or ConfigError if its files cannot be created."""
-        assert self._server is not None
         logs = self._logs / f"attempt_{setup.attempt}" / str(setup.local_rank)
         _make_logs(logs)
         process, guard = await self._server.fork()

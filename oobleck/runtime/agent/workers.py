@@ -24,36 +24,22 @@ from .fork_client import ForkedProcess, ForkServer, OomKills
 _SERVER = module_command("oobleck.training.process.worker_server")
 
 
-class Worker:
-    """A forked worker process, from its agent's side."""
+class Worker(MessageChannel[WorkerBound, WorkerMessage]):
+    """A forked worker process, from its agent's side. Closing the channel ends it."""
 
-    def __init__(
-        self, process: ForkedProcess, channel: MessageChannel[WorkerBound, WorkerMessage], oom_kills: OomKills
-    ) -> None:
+    def __init__(self, process: ForkedProcess, stream: trio.SocketStream, oom_kills: OomKills) -> None:
+        super().__init__(stream, FrameDecoder(WorkerMessage))
         self.pid = process.pid
+        self.kill = process.kill
         self._process = process
         self._oom_kills = oom_kills
-        self._channel = channel
-
-    async def send(self, messages: Sequence[WorkerBound]) -> None:
-        await self._channel.send(messages)
-
-    async def receive(self) -> WorkerMessage:
-        return await self._channel.receive()
 
     async def wait(self) -> ProcessEnd:
         await self._process.ended.wait()
         return self._oom_kills.explain(self._process)
 
-    def kill(self) -> None:
-        self._process.kill()
-
     def processor_s(self) -> float:
         return processor_s(self.pid)
-
-    async def aclose(self) -> None:
-        """Close the channel, which ends a living worker."""
-        await self._channel.aclose()
 
 
 class ForkingWorkerHost:
@@ -64,9 +50,7 @@ class ForkingWorkerHost:
         self._directory = directory
         self._oom_kills = OomKills()
         self._server = ForkServer(directory, server, environment=as_no_rank())
-
-    async def run(self) -> None:
-        await self._server.run()
+        self.run = self._server.run
 
     async def server_ended(self) -> ForkServerEnded:
         ended = await self._server.server_ended()
@@ -89,7 +73,7 @@ class ForkingWorkerHost:
 
     async def start(self, setup: SetUpWorker) -> Worker:
         process, stream = await self._server.fork()
-        worker = Worker(process, MessageChannel(stream, FrameDecoder(WorkerMessage)), self._oom_kills)
+        worker = Worker(process, stream, self._oom_kills)
         self._directory.note_process(f"worker{setup.worker_id.device}", worker.pid)
         with suppress(trio.BrokenResourceError):  # it has ended already, which `wait` reports
             await worker.send([setup])

@@ -9,7 +9,7 @@ from .agent_dir import (
     AgentDir,
 )
 from .input_file import MAX_DATA_BYTES, read_input
-from .line_file import LineFile
+from .line_file import MAX_WAITING_BYTES, LineFile
 from .private_paths import private_directory
 from .process_id import ProcessId, stat_fields
 from .run_dir import (
@@ -26,6 +26,7 @@ __all__ = [
     "LAUNCHED_DIRECTORY",
     "MAX_DATA_BYTES",
     "MAX_SOCKET_PATH_BYTES",
+    "MAX_WAITING_BYTES",
     "MEMORY_OWNER",
     "ONLY_COPY",
     "AgentCommands",

@@ -34,58 +34,30 @@ _END_POLLS = 40  # a big process takes some time to give its memory back
 _END_POLL_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
 class AgentDir:
-    """The directory of the agent of `node` in a run.
+    """The paths of the agent of `node` in a run; nothing exists before `create`.
 
     `run_id` distinguishes runs with the same tag on this machine, by other masters or with other base directories.
     """
 
-    run_id: str
-    node: str
-
-    @property
-    def job_path(self) -> Path:
+    def __init__(self, run_id: str, node: str) -> None:
+        self.run_id = run_id
+        self.node = node
+        user, name = f"oobleck-{os.getuid()}", _directory_name(node)
+        self.job_path = temporary_directory() / user / run_id
         """The directory that all agents of the run on this machine share."""
-        return temporary_directory() / f"oobleck-{os.getuid()}" / self.run_id
-
-    @property
-    def path(self) -> Path:
-        return self.job_path / _directory_name(self.node)
-
-    @property
-    def socket(self) -> Path:
-        return self.path / "agent.sock"
-
-    @property
-    def answer(self) -> Path:
+        self.path = self.job_path / name
+        self.socket = self.path / "agent.sock"
+        self.answer = self.path / "agent.json"
         """The agent's answer to the master that started it, for later masters."""
-        return self.path / "agent.json"
-
-    @property
-    def fork_server_socket(self) -> Path:
-        return self.job_path / "fork.sock"
-
-    @property
-    def fork_server_pid(self) -> Path:
-        return self.job_path / "fork.pid"
-
-    @property
-    def fork_warmth(self) -> Path:
+        self.fork_server_socket = self.job_path / "fork.sock"
+        self.fork_server_pid = self.job_path / "fork.pid"
+        self.fork_server_lock = self.job_path / "fork.lock"
+        self.fork_warmth = self.job_path / "fork.warm"
         """A file that exists while ranks are forked from a process with the first ranks' imports."""
-        return self.job_path / "fork.warm"
-
-    @property
-    def fork_server_lock(self) -> Path:
-        return self.job_path / "fork.lock"
-
-    @property
-    def memory(self) -> Path:
-        """The directory for states, on the memory file system if there is one: it outlives all processes."""
         shared = Path(_MEMORY)
-        if not os.access(shared, os.W_OK):
-            return self.path / "memory" / "of" / "states"
-        return shared / f"oobleck-{os.getuid()}" / self.run_id / _directory_name(self.node)
+        self.memory = shared / user / run_id / name if os.access(shared, os.W_OK) else self.path / "memory/of/states"
+        """The directory for states, on the memory file system if there is one: it outlives all processes."""
 
     def pid_file(self, role: str) -> Path:
         """The file with the process id of a role, such as `agent` or `worker0`."""

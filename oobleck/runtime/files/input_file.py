@@ -47,11 +47,8 @@ def _read(path: Path, place: str, most_bytes: int, patience_s: float) -> bytes:
     # Without O_NONBLOCK, opening a pipe that has no writer would block.
     descriptor = os.open(expand_user(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
-        status = os.fstat(descriptor)
-        if stat.S_ISDIR(status.st_mode):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise IsADirectoryError(0, "it is a directory; name a file")
-        if stat.S_ISREG(status.st_mode) and status.st_size > most_bytes:
-            raise _too_long(place, most_bytes)
         return _read_all(descriptor, place, most_bytes, time.monotonic() + patience_s)
     finally:
         os.close(descriptor)
@@ -73,8 +70,6 @@ def _read_all(descriptor: int, place: str, most_bytes: int, until_s: float) -> b
             return bytes(content)
         content += chunk
         if len(content) > most_bytes:
-            raise _too_long(place, most_bytes)
-
-
-def _too_long(place: str, most_bytes: int) -> ConfigError:
-    return ConfigError(f"{place}: longer than {most_bytes >> 20} MiB, the most that is read; is it the right file?")
+            raise ConfigError(
+                f"{place}: longer than {most_bytes >> 20} MiB, the most that is read; is it the right file?"
+            )

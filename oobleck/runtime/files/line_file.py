@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-_MAX_BYTES = 64 << 20
+MAX_WAITING_BYTES = 64 << 20
 _RETRY_S = 1.0  # between attempts to write the kept lines
 _COPY_BYTES = 1 << 20
 
@@ -20,7 +20,9 @@ _COPY_BYTES = 1 << 20
 class LineFile:
     """The file and the lines that wait for it. Writing raises nothing; `is_whole` tells whether it succeeded."""
 
-    def __init__(self, path: Path, *, max_bytes: int = _MAX_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, path: Path, *, max_bytes: int = MAX_WAITING_BYTES, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Open or create the file, and remove a torn last line. Raises OSError."""
         self.path = path
         self.num_late = 0

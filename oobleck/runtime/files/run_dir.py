@@ -115,8 +115,14 @@ class RunDirectory:
 
     @property
     def _short_socket(self) -> Path:
-        digest = hashlib.sha256(os.fsencode(self.path)).hexdigest()[:16]
-        return _short_directory() / f"{digest}.sock"
+        name = f"{hashlib.sha256(os.fsencode(self.path)).hexdigest()[:16]}.sock"
+        runtime = os.environ.get("XDG_RUNTIME_DIR")
+        if runtime and len(os.fsencode(f"{runtime}/oobleck/{name}")) <= MAX_SOCKET_PATH_BYTES:
+            return Path(runtime) / "oobleck" / name
+        shared = temporary_directory()
+        if len(os.fsencode(shared)) > MAX_SOCKET_PATH_BYTES // 2:
+            shared = Path("/tmp")  # noqa: S108 - the directory in it is checked to be ours alone
+        return shared / f"oobleck-{os.getuid()}" / name
 
     @property
     def master(self) -> ProcessId | None:
@@ -223,13 +229,3 @@ class RunDirectory:
             yield
         finally:
             os.close(descriptor)
-
-
-def _short_directory() -> Path:
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and len(os.fsencode(runtime)) <= MAX_SOCKET_PATH_BYTES - len("/oobleck/0123456789abcdef.sock"):
-        return Path(runtime) / "oobleck"
-    shared = temporary_directory()
-    if len(os.fsencode(shared)) > MAX_SOCKET_PATH_BYTES // 2:
-        shared = Path("/tmp")  # noqa: S108 - the directory in it is checked to be ours alone
-    return shared / f"oobleck-{os.getuid()}"

@@ -21,7 +21,7 @@ from types import TracebackType
 from oobleck.control import journal
 from oobleck.errors import ConfigError, PeerError, UsageError
 from oobleck.host.user_path import expand_user
-from oobleck.runtime.files import LineFile, RunDirectory
+from oobleck.runtime.files import MAX_WAITING_BYTES, LineFile, RunDirectory
 from oobleck.wire import decode_json, encode_json
 
 from .journal_image import remove_image
@@ -35,7 +35,7 @@ _LAST_BYTES = 1 << 16
 _POLL_S = 0.2
 
 
-class JournalWriter:
+class JournalWriter(LineFile):
     """Appends entries to a file; the port `Journal`, for one thread.
 
     Entries that meet a full disk wait, and are written later (`LineFile`) between two `JournalGap` entries. The first
@@ -43,53 +43,40 @@ class JournalWriter:
     """
 
     def __init__(
-        self, path: Path, *, tell: Callable[[journal.JournalGap], None] = lambda _: None, max_bytes: int | None = None
+        self,
+        path: Path,
+        *,
+        tell: Callable[[journal.JournalGap], None] = lambda _: None,
+        max_bytes: int = MAX_WAITING_BYTES,
     ) -> None:
         """Open or create the journal, and remove a torn last line. Raises ConfigError.
 
         `tell` receives gaps; `max_bytes` limits the memory for waiting entries.
         """
-        self.path = path
+        try:
+            super().__init__(path, max_bytes=max_bytes)
+        except OSError as error:
+            raise ConfigError(f"journal {path}: {error.strerror}") from error
         self._tell = tell
         self._gap: journal.JournalGap | None = None
         self._late_before = 0
         self._last_s = 0.0
         self._plans = journal.PlanPacker()
-        try:
-            self._lines = LineFile(path) if max_bytes is None else LineFile(path, max_bytes=max_bytes)
-        except OSError as error:
-            raise ConfigError(f"journal {path}: {error.strerror}") from error
         self._make_reserve()
         self._wake = threading.Event()
         self._closing = False
         self._syncer = threading.Thread(target=self._sync_when_woken, name="journal-sync", daemon=True)
         self._syncer.start()
 
-    @property
-    def num_missing(self) -> int:
-        return self._lines.num_missing
-
-    @property
-    def size_bytes(self) -> int:
-        return self._lines.size_bytes
-
-    @property
-    def problem(self) -> OSError | None:
-        return self._lines.problem
-
-    @property
-    def is_there(self) -> bool:
-        return self._lines.is_there
-
     def append(self, entry: journal.JournalEntry) -> None:
         """Write an entry, now or once the disk has room. O(size)."""
         is_minor = isinstance(entry, journal.StepDone | journal.LayersArriving | journal.Notice)
         self._last_s = entry.t_s
-        num_lost = self._lines.num_lost
-        self._lines.write(encode_json(self._plans.line(entry)), is_minor=is_minor)
-        if self._lines.num_lost != num_lost:
+        num_lost = self.num_lost
+        self.write(encode_json(self._plans.line(entry)), is_minor=is_minor)
+        if self.num_lost != num_lost:
             self._plans.forget()
-        if self._lines.is_whole:
+        if self.is_whole:
             self._end_gap()
         elif self._gap is None:
             self._begin_gap(entry.t_s)
@@ -98,19 +85,19 @@ class JournalWriter:
 
     def restore(self) -> None:
         """Create a removed journal again with its content. Raises OSError."""
-        self._lines.restore()
+        super().restore()
         self._make_reserve()
 
     def close(self) -> None:
         """Write waiting entries, force everything to the disk, and close."""
         if self._closing:
             return
-        if self._lines.flush():
+        if self.flush():
             self._end_gap()
         self._closing = True
         self._wake.set()
         self._syncer.join()
-        self._lines.close()
+        super().close()
         with suppress(OSError):
             self._reserve.unlink()
         if self.num_missing:
@@ -134,13 +121,12 @@ class JournalWriter:
             self._reserve.write_bytes(bytes(_RESERVE_BYTES))
 
     def _begin_gap(self, since_s: float) -> None:
-        problem = self._lines.problem
-        what = "it cannot be written" if problem is None or problem.strerror is None else problem.strerror
-        self._late_before = self._lines.num_late
+        what = (self.problem and self.problem.strerror) or "it cannot be written"
+        self._late_before = self.num_late
         self._gap = journal.JournalGap(t_s=since_s, since_s=since_s, until_s=None, problem=what)
         with suppress(OSError):
             self._reserve.unlink()
-        self._lines.try_write(encode_json(self._gap))
+        self.try_write(encode_json(self._gap))
         logger.error("journal %s: %s; entries are kept in memory until there is room", self.path, what)
         self._tell(self._gap)
 
@@ -153,10 +139,10 @@ class JournalWriter:
             gap,
             t_s=self._last_s,
             until_s=self._last_s,
-            num_late=self._lines.num_late - self._late_before,
-            num_lost=self._lines.num_lost,
+            num_late=self.num_late - self._late_before,
+            num_lost=self.num_lost,
         )
-        self._lines.write(encode_json(over))
+        self.write(encode_json(over))
         logger.warning("journal %s: %s", self.path, over.sentence)
         self._tell(over)
 
@@ -167,7 +153,7 @@ class JournalWriter:
             self._wake.clear()
             is_last = self._closing  # read before the sync, which then covers the last entries
             try:
-                self._lines.sync()
+                self.sync()
             except OSError as error:
                 logger.error("journal %s cannot be forced to the disk: %s", self.path, error.strerror)  # noqa: TRY400 - no traceback for people
 

@@ -78,33 +78,24 @@ class _Caller:
     connection: ssh.SSHConnection
 
 
+@dataclass(eq=False, kw_only=True)
 class DialedInNodes:
     """Launcher: a run begins once `num_first` nodes have dialled in; others may join later."""
 
     are_virtual = False
     python = "python3"  # `oobleck node` puts its own interpreter first
 
-    def __init__(
-        self,
-        *,
-        num_first: int,
-        parse: Parser,
-        patience_s: float,
-        begins_after_s: float = math.inf,
-        login_timeout_s: float = _LOGIN_S,
-        calls_again_s: float = _CALLS_AGAIN_S,
-    ) -> None:
-        """`connect` waits up to `patience_s` for a node, and a caller has `login_timeout_s` to log in.
+    num_first: int
+    parse: Parser
+    patience_s: float
+    """How long `connect` waits for a node."""
+    begins_after_s: float = math.inf
+    """When a run begins with fewer nodes, if there are any."""
+    login_timeout_s: float = _LOGIN_S
+    calls_again_s: float = _CALLS_AGAIN_S
+    """If one node alone loses its connection and does not call again within this time, it has ended."""
 
-        If one node alone loses its connection and does not call again within `calls_again_s`, it has ended. After
-        `begins_after_s` a run begins with the nodes that have dialled in, if there are any.
-        """
-        self._num_first = num_first
-        self._begins_after_s = begins_after_s
-        self._parse = parse
-        self._patience_s = patience_s
-        self._login_timeout_s = login_timeout_s
-        self._calls_again_s = calls_again_s
+    def __post_init__(self) -> None:
         self._callers: dict[str, _Caller] = {}
         self._called = trio.Event()
         self._has_begun = False
@@ -120,7 +111,7 @@ class DialedInNodes:
             max_logins=_LOGINS,
             max_waiting=min(_WAITING, raise_descriptor_limit() // 8),
             least_s=_LEAST_LOGIN_S,
-            login_timeout_s=self._login_timeout_s,
+            login_timeout_s=self.login_timeout_s,
         )
         try:
             async with trio.open_nursery() as nursery:
@@ -136,8 +127,8 @@ class DialedInNodes:
 
     async def begin(self, *, waits: bool = True) -> tuple[NodeSpec, ...]:
         """Wait for the first nodes, and return all that have dialled in by then."""
-        least = self._num_first if waits else 0
-        with trio.move_on_after(self._begins_after_s):
+        least = self.num_first if waits else 0
+        with trio.move_on_after(self.begins_after_s):
             while len(self.nodes) < least:
                 await self._called.wait()
             least = 0
@@ -148,13 +139,13 @@ class DialedInNodes:
 
     async def connect(self, node: NodeSpec) -> ssh.SSHConnection:
         """Return the connection that the node has made; wait if it must dial in again. Raises NodeUnreachable."""
-        with trio.move_on_after(self._patience_s):
+        with trio.move_on_after(self.patience_s):
             while (caller := self._callers.get(node.name)) is None or caller.connection.is_lost:
                 await self._called.wait()
             self.released.pop(node.name, None)
             return caller.connection
         self._callers.pop(node.name, None)
-        reason = f"it has not dialled in within {self._patience_s:g} s; is `oobleck node` running there?"
+        reason = f"it has not dialled in within {self.patience_s:g} s; is `oobleck node` running there?"
         raise NodeUnreachable(node.name, reason)
 
     async def has_ended(self, node: NodeSpec) -> bool:
@@ -162,7 +153,7 @@ class DialedInNodes:
         caller = self._callers.get(node.name)
         if caller is None or caller.connection.is_ended_here or not caller.connection.is_lost:
             return False
-        with trio.move_on_after(self._calls_again_s):
+        with trio.move_on_after(self.calls_again_s):
             while self._callers.get(node.name) is caller:
                 await self._called.wait()
             return False
@@ -183,7 +174,7 @@ class DialedInNodes:
         caller = self._callers.pop(node.name, None)
         self.released[node.name] = "" if caller is None else caller.introduction.grant
         if caller is not None and not caller.connection.is_lost:
-            caller.connection.disconnect(ssh.Farewell.RELEASED, "the run needs this node no more")
+            caller.connection.disconnect(ssh.Farewell.RELEASED, "the run no longer needs this node")
 
     def named(self, text: str) -> NodeSpec:
         """Return a node that has dialled in. Raises UsageError."""
@@ -215,7 +206,7 @@ class DialedInNodes:
     async def _introduced(self, connection: ssh.SSHConnection) -> _Caller:
         """Raises ConfigError or PeerError for an unusable introduction, and what `run` raises."""
         introduction = Introduction.parse((await connection.run(_INTRODUCE, timeout_s=_LOGIN_S)).stdout)
-        specs = self._parse(introduction.line, source="a node that dials in")
+        specs = self.parse(introduction.line, source="a node that dials in")
         if len(specs) != 1:
             raise PeerError(f"it is {introduction.line!r}, which must name one host")
         spec = replace(specs[0], host=connection.peer_address, user=None, port=None, origin=introduction.origin)

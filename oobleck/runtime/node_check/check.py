@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import PurePosixPath
-from typing import Final
+from typing import Final, TypeVar
 
 import trio
 
@@ -27,6 +26,7 @@ _PAIR_TIMEOUT_S: Final = 15.0
 _SLACK_S: Final = 5.0
 
 Pair = tuple[str, str]
+T = TypeVar("T")
 
 
 async def check_nodes(
@@ -72,22 +72,19 @@ class _Cluster:
     def __init__(self, nodes: Sequence[NodeSpec]) -> None:
         self._probes = {spec.name: RemoteProbe(spec, self._pass_on) for spec in nodes}
         self._versions = _our_versions()
-        self._seconds: dict[str, Mapping[str, float]] = {}
-        self._gpus: dict[str, tuple[node_check.GpuFacts, ...]] = {}
         self._num_pairs = 0
         self.exchanges: list[tuple[str, str, float, float]] = []
 
     async def start(
         self, connections: NodeConnections, nursery: trio.Nursery, *, python: str, directory: PurePosixPath
     ) -> None:
-        async with trio.open_nursery() as starting:
-            for probe in self._probes.values():
-                starting.start_soon(partial(probe.start, connections, nursery, python=python, directory=directory))
+        async def start(probe: RemoteProbe) -> None:
+            await probe.start(connections, nursery, python=python, directory=directory)
+
+        await _together(start, self._probes.values())
 
     async def aclose(self) -> None:
-        async with trio.open_nursery() as closing:
-            for probe in self._probes.values():
-                closing.start_soon(probe.aclose)
+        await _together(RemoteProbe.aclose, self._probes.values())
 
     async def measure_alone(self, nodes: Iterable[str]) -> list[node_check.SoloResult]:
         by_machine: defaultdict[str, list[str]] = defaultdict(list)
@@ -98,9 +95,7 @@ class _Cluster:
         async def measure(names: Sequence[str]) -> None:
             results.extend([await self._measure_one(name) for name in names])
 
-        async with trio.open_nursery() as measuring:
-            for names in by_machine.values():
-                measuring.start_soon(measure, names)
+        await _together(measure, by_machine.values())
         return results
 
     async def measure_pairs(self, pairs: Iterable[Pair]) -> list[node_check.PairResult]:
@@ -110,25 +105,23 @@ class _Cluster:
             results.append(await self._measure_pair(pair))
 
         for wave in _waves(pairs, lambda node: self._probes[node].machine):
-            async with trio.open_nursery() as measuring:
-                for pair in wave:
-                    measuring.start_soon(measure, pair)
+            await _together(measure, wave)
         return results
 
     def describe(self, verdict: node_check.NodeVerdict) -> node_check.CheckedNode:
         probe = self._probes[verdict.node]
         facts, offset_s = probe.facts, probe.clock_offset_s
-        gpus = self._gpus.get(verdict.node, ())
-        findings = node_check.findings_about(gpus)
+        findings = node_check.findings_about(probe.gpus)
+        warnings: tuple[str, ...] = ()
+        if facts is not None and offset_s is not None:
+            warnings = node_check.warnings_about(facts, offset_s, self._versions)
         return node_check.CheckedNode(
             verdict=node_check.slowed_by(verdict, findings),
-            warnings=node_check.warnings_about(facts, offset_s, self._versions)
-            if facts and offset_s is not None
-            else (),
+            warnings=warnings,
             facts=facts,
             clock_offset_s=offset_s,
-            seconds=self._seconds.get(verdict.node, {}),
-            gpus=gpus,
+            seconds=probe.seconds,
+            gpus=probe.gpus,
             findings=findings,
         )
 
@@ -141,18 +134,15 @@ class _Cluster:
             with trio.move_on_after(_SOLO_TIMEOUT_S):
                 while (answer := await probe.receive(_SOLO_TIMEOUT_S)) is not None:
                     if isinstance(answer, node_check.SoloDone):  # else a late answer of a pair
-                        self._note(node, answer)
-                        fault = node_check.fault_of(node_check.findings_about(self._gpus[node]))
+                        before, now = probe.seconds, answer.seconds
+                        probe.seconds = {name: min(value, before.get(name, value)) for name, value in now.items()}
+                        probe.gpus = tuple(facts for facts in answer.gpus if facts.index in probe.spec.devices)
+                        fault = node_check.fault_of(node_check.findings_about(probe.gpus))
                         return node_check.SoloResult(
                             node=node, seconds=answer.seconds, error=fault or answer.error, is_final=bool(fault)
                         )
         silence = f"it measured nothing within {_SOLO_TIMEOUT_S:g} s"
         return node_check.SoloResult(node=node, error=probe.failure or silence, is_final=True)
-
-    def _note(self, node: str, done: node_check.SoloDone) -> None:
-        before, spec = self._seconds.get(node, {}), self._probes[node].spec
-        self._seconds[node] = {name: min(value, before.get(name, value)) for name, value in done.seconds.items()}
-        self._gpus[node] = tuple(facts for facts in done.gpus if facts.index in spec.devices)
 
     async def _measure_pair(self, pair: Pair) -> node_check.PairResult:
         self._num_pairs += 1
@@ -171,9 +161,7 @@ class _Cluster:
                         done[node] = answer
                         return
 
-        async with trio.open_nursery() as asking:
-            for node in pair:
-                asking.start_soon(ask, node)
+        await _together(ask, pair)
         return self._conclude(pair, [done.get(node) for node in pair])
 
     def _conclude(self, pair: Pair, answers: Sequence[node_check.PairDone | None]) -> node_check.PairResult:
@@ -195,6 +183,12 @@ class _Cluster:
         for node in put.nodes:
             if node != sender and node in self._probes:
                 await self._probes[node].ask(put)
+
+
+async def _together(function: Callable[[T], Awaitable[None]], items: Iterable[T]) -> None:
+    async with trio.open_nursery() as nursery:
+        for item in items:
+            nursery.start_soon(function, item)
 
 
 def _waves(pairs: Iterable[Pair], machine: Callable[[str], str]) -> list[list[Pair]]:

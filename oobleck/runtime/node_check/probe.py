@@ -12,7 +12,7 @@ from typing import Final
 
 import trio
 
-from oobleck.control.node_check import NodeFacts, PairValue, ProbeAnswer, ProbeFailed, ProbeRequest
+from oobleck.control.node_check import GpuFacts, NodeFacts, PairValue, ProbeAnswer, ProbeFailed, ProbeRequest
 from oobleck.errors import NodeUnreachable, PeerError
 from oobleck.job import NodeSpec
 from oobleck.roles.channel import MessageChannel
@@ -34,6 +34,9 @@ class RemoteProbe:
         self.spec = spec
         self.facts: NodeFacts | None = None
         self.clock_offset_s: float | None = None
+        self.seconds: dict[str, float] = {}
+        """The best time of each measurement."""
+        self.gpus: tuple[GpuFacts, ...] = ()
         self.failure = ""
         """Why the probe is useless; empty while it works."""
         self._pass_on = pass_on

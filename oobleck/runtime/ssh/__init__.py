@@ -1,4 +1,4 @@
-"""SSH: connections to nodes, the keys that are trusted, and the servers of nodes that run in a process of ours."""
+"""SSH: connections to nodes, trusted host keys, and our own servers for virtual nodes and nodes that dial in."""
 
 from __future__ import annotations
 

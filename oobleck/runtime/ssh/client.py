@@ -98,8 +98,10 @@ class SSHConnection:
         its own call.
         """
         self._node = node
-        self._host = host
         self._connection = connection
+        peer = connection.get_extra_info("peername")  # None through a command, empty through a jump host
+        self.peer_address = str(peer[0]) if peer and peer[0] else host
+        """The node's address as this connection reached it, or its name where another host reached it for us."""
         self.keepalive = Keepalive(
             connection, interval_s=options.keepalive_interval_s, count_max=options.keepalive_count_max
         )
@@ -107,12 +109,6 @@ class SSHConnection:
         self.takes_calls = takes_calls
         self.is_ended_here = False
         """Whether this side ended the connection, which then says nothing about the node."""
-
-    @property
-    def peer_address(self) -> str:
-        """The node's address as this connection reached it, or its name where another host reached it for us."""
-        peer = self._connection.get_extra_info("peername")  # None through a command, empty through a jump host
-        return str(peer[0]) if peer and peer[0] else self._host
 
     @property
     def is_lost(self) -> bool:
@@ -349,23 +345,21 @@ def _explain_host_key(attempt: _Attempt, error: asyncssh.HostKeyNotVerifiable, o
 def _explain(attempt: _Attempt, error: Exception) -> str:
     spec, target = attempt.spec, attempt.target
     where = "ProxyJump in ssh's config" if attempt.is_jump_host else "the hostfile"
+    command = shlex.join(attempt.proxy_command)
+    through = f"ProxyCommand `{command}` of ssh's config" if command else ""
     match error:
         case asyncssh.PermissionDenied():
             user = f"user {spec.user}" if spec.user else "your user"
             return f"{target} lets {user} in with none of the keys tried; add a public key to authorized_keys there"
-        case asyncssh.ConnectionLost() | OSError() if attempt.proxy_command:
-            return (
-                f"{target} cannot be reached through ProxyCommand `{shlex.join(attempt.proxy_command)}` of ssh's "
-                f"config ({error}): the command fails, or the server behind it closes the connection"
-            )
         case asyncssh.ConnectionLost() | ConnectionResetError():
-            closed = f"{target} closed the connection before any login"
             if attempt.algorithms:
                 names = ", ".join(attempt.algorithms)
                 why = f"it may support none of the algorithms that ssh's config asks for ({names})"
             else:
                 why = "too many logins may be in progress there (MaxStartups in its sshd_config)"
-            return f"{closed}; {why}, or it turns this address away: its log says which"
+            why += ", or it turns this address away: its log says which"
+            failure = f" or {through} fails" if through else ""
+            return f"{target} closed the connection before any login{failure}; {why}"
         case ValueError():
             return f"ssh's own files cannot be used: {error}"
         case ConnectionRefusedError():
@@ -374,6 +368,7 @@ def _explain(attempt: _Attempt, error: Exception) -> str:
             return f"the host name {spec.host!r} cannot be resolved ({error.strerror}); check {where}"
         case OSError():
             file = f" ({error.filename})" if error.filename else ""
-            return f"{target} cannot be reached: {error.strerror or error}{file}"
+            how = f" through {through}" if through else ""
+            return f"{target} cannot be reached{how}: {error.strerror or error}{file}"
         case _:
             return f"SSH to {target} failed: {error}"

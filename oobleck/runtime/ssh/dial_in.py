@@ -56,16 +56,10 @@ class Farewell(IntEnum):
 
 def make_keys(*, master: str) -> tuple[DialInKeys, NodePass]:
     ours, theirs = (asyncssh.generate_private_key("ssh-ed25519") for _ in range(2))
-    keys = DialInKeys(own_key=_private(ours), node_key=_public(theirs))
-    return keys, NodePass(master=master, own_key=_private(theirs), master_key=_public(ours))
-
-
-def _private(key: asyncssh.SSHKey) -> str:
-    return key.export_private_key().decode()
-
-
-def _public(key: asyncssh.SSHKey) -> str:
-    return key.export_public_key().decode().strip()
+    our_private, their_private = (key.export_private_key().decode() for key in (ours, theirs))
+    our_public, their_public = (key.export_public_key().decode().strip() for key in (ours, theirs))
+    keys = DialInKeys(own_key=our_private, node_key=their_public)
+    return keys, NodePass(master=master, own_key=their_private, master_key=our_public)
 
 
 class RefusedCaller(Exception):

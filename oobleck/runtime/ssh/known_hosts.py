@@ -83,29 +83,20 @@ class _Trusted(asyncssh.SSHKnownHosts):
 
     def match(self, host: str, addr: str, port: int | None) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
         """Return the keys for the host's own names, ignoring asyncssh's: an address's keys must not count."""
-        lines: dict[_Line, None] = {}
+        lines: dict[str, None] = {}
         for name in self._names:
             lines |= {line: None for path in self._paths for line in self._files.index_of(path).lines_for(name)}
-            if any(line.marker != _REVOKED for line in lines):
+            if not all(line.startswith(_REVOKED) for line in lines):
                 break
-        return asyncssh.import_known_hosts("\n".join(map(str, lines))).match(_ANY, "", None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    marker: str
-    key: str
-
-    def __str__(self) -> str:
-        key = self.key.encode("ascii", "replace").decode()  # a comment may be in any encoding
-        return f"{self.marker} {_ANY} {key}".lstrip()
+        return asyncssh.import_known_hosts("\n".join(lines)).match(_ANY, "", None)
 
 
 class _Index:
     """The lines of one file, indexed by host name. Like ssh, it skips malformed lines."""
 
     def __init__(self, text: str) -> None:
-        self._lines: list[_Line] = []
+        self._lines: list[str] = []
+        """All lines, with `_ANY` in place of their names."""
         self._by_name: defaultdict[str, list[int]] = defaultdict(list)
         self._hashed: list[tuple[bytes, bytes, int]] = []
         """Lines whose host names are not known yet, as (salt, hash, number)."""
@@ -120,7 +111,8 @@ class _Index:
                 marker, words = "", line.split(None, 1)
             if len(words) == 2 and not words[0].startswith("#") and marker in ("", *_MARKERS):
                 self._note(words[0], len(self._lines))
-                self._lines.append(_Line(marker, words[1]))
+                key = words[1].encode("ascii", "replace").decode()  # its comment may be in any encoding
+                self._lines.append(f"{marker} {_ANY} {key}".lstrip())
 
     def _note(self, names: str, number: int) -> None:
         if names.startswith("|"):
@@ -135,7 +127,7 @@ class _Index:
             yes = [word for word in words if not word.startswith("!")]
             self._patterns.append((_pattern(yes), _pattern(no) if no else None, number))
 
-    def lines_for(self, name: str) -> list[_Line]:
+    def lines_for(self, name: str) -> list[str]:
         """Return the lines for a name, in the file's order; O(patterns), and O(hashed lines) for a new name."""
         if name not in self._searched:
             self._search(name)

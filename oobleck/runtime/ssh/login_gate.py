@@ -12,6 +12,7 @@ import socket
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Final
 
@@ -36,33 +37,27 @@ class _Caller:
             self.address = str(stream.socket.getpeername()[0])
 
 
+@dataclass(eq=False)
 class LoginGate:
     """Accepts connections, and limits how many may be silent, waiting or logging in.
 
     At a limit it drops the oldest caller from the address that has the most: that caller has had the most time. While
-    too many wait for a turn it accepts nobody, so that of thousands that call at once some always log in in time.
+    too many wait for a turn it accepts no caller, so that of thousands that call at once some always log in in time.
     """
 
-    def __init__(
-        self,
-        let_in: Callable[[socket.socket], Awaitable[object]],
-        *,
-        max_logins: int,
-        max_waiting: int | None = None,
-        least_s: float = 0.0,
-        login_timeout_s: float = LOGIN_TIMEOUT_S,
-    ) -> None:
-        """`let_in` takes over a caller's socket and returns once the caller is known.
+    let_in: Callable[[socket.socket], Awaitable[object]]
+    """Takes over a caller's socket, returns once the caller is known, and may raise asyncssh's errors and OSError."""
+    _: KW_ONLY
+    max_logins: int
+    max_waiting: int | None = None
+    """How many may be silent, and how many may wait for their turn; the default is `max_logins`."""
+    least_s: float = 0.0
+    """How long a login may take at first while others wait."""
+    login_timeout_s: float = LOGIN_TIMEOUT_S
+    """How long a caller may take to begin, and a login otherwise."""
 
-        It has `login_timeout_s`, or less while others wait: at first `least_s`. A caller has `login_timeout_s` to
-        begin. `let_in` may raise asyncssh's errors and OSError. `max_waiting` callers may be silent, and as many may
-        wait for their turn; the default is `max_logins`.
-        """
-        self._let_in = let_in
-        self._max_logins = max_logins
-        self._max_waiting = max_logins if max_waiting is None else max_waiting
-        self._least_s = least_s
-        self._login_timeout_s = login_timeout_s
+    def __post_init__(self) -> None:
+        self._max_waiting = self.max_logins if self.max_waiting is None else self.max_waiting
         self._silent: dict[_Caller, None] = {}
         self._queue: dict[_Caller, None] = {}
         self._logins: dict[_Caller, float] = {}  # in their order, with their start
@@ -82,7 +77,7 @@ class LoginGate:
 
     async def _receive(self, caller: _Caller) -> None:
         try:
-            caller.scope.deadline = trio.current_time() + self._login_timeout_s
+            caller.scope.deadline = trio.current_time() + self.login_timeout_s
             with caller.scope, suppress(asyncssh.Error, OSError):
                 if not await _begins_ssh(caller.stream) or caller not in self._silent:  # else it was turned away
                     return
@@ -91,7 +86,7 @@ class LoginGate:
                 self._note_change()
                 caller.scope.deadline = math.inf
                 await caller.turn.wait()
-                await self._let_in(socket.socket(fileno=caller.stream.socket.detach()))
+                await self.let_in(socket.socket(fileno=caller.stream.socket.detach()))
         finally:
             caller.stream.socket.close()
             self._forget(caller)
@@ -101,25 +96,25 @@ class LoginGate:
         while True:
             if not self._queue:
                 await self._changed.wait()
-            elif len(self._logins) >= self._max_logins:
+            elif len(self._logins) >= self.max_logins:
                 await self._make_room()
             else:
                 in_progress = Counter(each.address for each in self._logins)
                 caller = min(self._queue, key=lambda each: in_progress[each.address])
                 del self._queue[caller]
                 now_s = self._logins[caller] = trio.current_time()
-                caller.scope.deadline = now_s + self._login_timeout_s
+                caller.scope.deadline = now_s + self.login_timeout_s
                 caller.turn.set()
                 self._note_change()
 
     async def _make_room(self) -> None:
         first = _oldest_of_most(self._logins)
-        with trio.move_on_at(self._logins[first] + self._least_s):
+        with trio.move_on_at(self._logins[first] + self.least_s):
             await self._changed.wait()
             return
         self._turn_away(self._logins)
         # On a slow machine that caller was nearly in, and it calls again: each next one has twice as long.
-        self._least_s = min(2 * self._least_s, self._login_timeout_s)
+        self.least_s = min(2 * self.least_s, self.login_timeout_s)
 
     def _turn_away(self, callers: Iterable[_Caller]) -> None:
         caller = _oldest_of_most(callers)

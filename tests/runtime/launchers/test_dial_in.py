@@ -393,7 +393,7 @@ async def test_a_node_that_was_given_back_and_is_started_again_in_its_place_wait
         (node,) = await master.launcher.begin()
         await master.launcher.release(node)
         with trio.fail_after(30):
-            assert await ended() == (Farewell.RELEASED, "the run needs this node no more")
+            assert await ended() == (Farewell.RELEASED, "the run no longer needs this node")
         await Node("a", grant=grant).call(master)
         await until(lambda: master.told)
         (told,) = master.told
@@ -566,6 +566,6 @@ async def test_a_node_that_is_released_ends_and_one_without_an_agent_ends_at_onc
         nodes = {node.name: node for node in await master.launcher.begin()}
         await master.launcher.release(nodes["a"])
         code, said = await ended(processes["a"])
-        assert (code, "the run needs this node no more" in said) == (0, True)
+        assert (code, "the run no longer needs this node" in said) == (0, True)
         processes["b"].send_signal(signal.SIGTERM)
         assert (await ended(processes["b"]))[0] == 0

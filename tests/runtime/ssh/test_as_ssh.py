@@ -177,8 +177,8 @@ async def test_a_config_reaches_what_ssh_reaches_by_it(place: Place, lines: str)
         ("UserKnownHostsFile none", RIGHT, "names no known_hosts file"),
         ("HostKeyAlgorithms ssh-rsa", RIGHT, "none of the algorithms that ssh's config asks for (HostKeyAlgorithms)"),
         ("ProxyJump nosuch.invalid", RIGHT, "'nosuch.invalid' cannot be resolved"),
-        ("ProxyCommand false", RIGHT, "through ProxyCommand `false` of ssh's config"),
-        ("ProxyCommand true", RIGHT, "through ProxyCommand `true` of ssh's config"),
+        ("ProxyCommand false", RIGHT, "ProxyCommand `false` of ssh's config"),
+        ("ProxyCommand true", RIGHT, "or ProxyCommand `true` of ssh's config fails"),
         ("ProxyJump a:b", RIGHT, "ProxyJump: 'a:b' is not [USER@]HOST[:PORT]"),
     ],
 )
