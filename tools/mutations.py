@@ -54,6 +54,7 @@ NOT_FULL = "tests/training/data/test_script_stream.py::test_a_step_that_is_not_f
 REDUCED = "tests/training/model/test_frozen.py::test_only_what_is_trained_is_reduced"
 PATIENT = "tests/sim/test_patience.py::test_workers_that_are_slow_for_an_hour_are_not_taken_for_stuck"
 OUTAGES = "tests/sim/test_patience.py::test_a_network_that_is_down_for_up_to_a_minute_ends_no_run"
+SCRIPTS = "tests/sim/test_scripts.py::test_no_storm_leaves_a_rank_behind_or_ends_in_a_false_exit_status"
 UNHEARD = "tests/sim/test_promises.py::test_what_a_killed_master_had_not_heard_is_told_to_the_next"
 
 
@@ -238,6 +239,22 @@ MUTATIONS = (
         old="    if rebuilt.id.digest != delta.digest:",
         new="    if False:",
         caught_by="tests/control/plans/test_orders.py::test_another_base_than_the_one_that_was_changed_is_found_out",
+    ),
+    Mutation(
+        name="finished_too_early",
+        what="a run of a script has finished once the ranks of any node have",
+        file="oobleck/control/scripts/machine.py",
+        old="if finished.issuperset(state.names):",
+        new="if finished:",
+        caught_by=SCRIPTS,
+    ),
+    Mutation(
+        name="failure_unseen",
+        what="a rank of a script that fails counts as one that has finished",
+        file="oobleck/roles/rank_keeper.py",
+        old="has_failed = end != protocol.Exited(exit_code=0) and not generation.is_ending",
+        new="has_failed = False",
+        caught_by=SCRIPTS,
     ),
     Mutation(
         name="ignored_threshold",

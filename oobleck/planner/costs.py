@@ -41,6 +41,15 @@ class Timing:
         return self.first_s + (num_microbatches - 1) * self.next_s
 
 
+def taken_within(limit_s: float, first_s: Floats, next_s: Floats) -> Floats:
+    """Return the microbatches that pipelines of these timings take within a limit; below 1 for none."""
+    taken: Floats = np.floor((limit_s - first_s) / next_s) + 1
+    # Corrected to agree with Timing.step_s to the last bit.
+    taken += first_s + taken * next_s <= limit_s
+    taken -= first_s + (taken - 1) * next_s > limit_s
+    return taken
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
     """Bytes of a stage, summed over its devices."""

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from oobleck.control.journal import GenerationEnded, GenerationFormed, JobEnded, RankDown
 from oobleck.job import ControlSpec
 from oobleck.job.ranks import RanksSpec
-from oobleck.sim.cluster.ranks import VirtualScript
-from oobleck.sim.cluster.run import ScriptsRun, journal_digest, run_scripts
+from oobleck.sim.cluster import VirtualScript, run_scripts
+from oobleck.sim.cluster.run import ScriptsRun, journal_digest
 from oobleck.sim.trace import (
     AgentCrashed,
     AgentFrozen,
@@ -35,6 +35,7 @@ QUIET_S = 200.0
 """Without a fault, at the end of each trace: longer than all waits together."""
 MAX_RESTARTS = 2
 SCRIPT = VirtualScript()
+STOPPED = "the trace ends"
 # No master follows a crashed one: the user starts the run again.
 FAULTS = (
     Lost, Joined, Frozen, Thawed, WorkerCrashed, ForkServerCrashed, AgentCrashed, AgentFrozen, MasterFrozen,
@@ -44,6 +45,12 @@ FAULTS = (
 gaps = st.one_of(st.just(0.0), st.floats(0, 0.05), st.floats(0, 1.0), st.floats(0, 8.0))
 times = st.lists(gaps, max_size=8).map(lambda waits: [3.0 + sum(waits[: index + 1]) for index in range(len(waits))])
 scripts = st.builds(VirtualScript, work_s=st.sampled_from([4.0, 10.0]), ending_s=st.sampled_from([0.0, 0.5, 10.0]))
+
+
+def stopped_storms(duration_s: float) -> st.SearchStrategy[Trace]:
+    return traces(max_nodes=4, duration_s=duration_s, kinds=FAULTS)
+
+
 storms = traces(max_nodes=4, duration_s=100.0 + QUIET_S, kinds=FAULTS, times=times)
 
 
@@ -92,7 +99,7 @@ def check_ranks(played: ScriptsRun, trace: Trace) -> None:
     if played.end.exit_code:
         turns = [entry for entry in played.entries if isinstance(entry, GenerationFormed | GenerationEnded)]
         assert num_failures > MAX_RESTARTS or not turns or isinstance(turns[-1], GenerationEnded)
-    else:
+    elif not played.end.reason.startswith(STOPPED):
         assert num_failures <= MAX_RESTARTS
         num_ranks = sum(each.num_ranks for each in formed[-1].nodes)
         assert by_generation[formed[-1].generation] == dict.fromkeys(range(num_ranks), True)
@@ -107,7 +114,13 @@ def test_no_storm_leaves_a_rank_behind_or_ends_in_a_false_exit_status(
 ) -> None:
     played = play(trace, script=script, seed=seed, devices=devices)
     check_ranks(played, trace)
-    assert played.end.reason != "the trace ends", "the run ends by itself within the quiet time"
+    assert not played.end.reason.startswith(STOPPED), "the run ends by itself within the quiet time"
+
+
+@examples(60)
+@given(st.floats(3.0, 25.0).flatmap(stopped_storms), scripts, st.integers(0, 2**32))
+def test_a_stop_in_the_middle_of_a_storm_leaves_no_rank_behind(trace: Trace, script: VirtualScript, seed: int) -> None:
+    check_ranks(play(trace, script=script, seed=seed), trace)
 
 
 @examples(10)
@@ -144,6 +157,6 @@ def test_a_run_whose_ranks_fail_too_often_fails_and_leaves_none() -> None:
 def test_a_stop_ends_all_ranks_even_those_that_ignore_it() -> None:
     trace = Trace(duration_s=6.0, nodes=("node0", "node1"), start=("node0", "node1"))
     played = play(trace, script=VirtualScript(ending_s=10.0))
-    assert played.end.reason == "the trace ends"
+    assert played.end.reason == STOPPED
     assert not played.left_at_end
     assert not any(rank.has_worked for rank in played.ranks)

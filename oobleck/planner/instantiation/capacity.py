@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from oobleck.planner.costs import Floats, Timing
+from oobleck.planner.costs import Floats, Timing, taken_within
 
 from .knapsack import Ints, best_filling, best_items, best_values
 
@@ -85,10 +85,7 @@ class Capacity:
 
     def _taken_within(self, limit_s: float) -> Floats:
         """Return the microbatches that a pipeline of each size takes within the limit; -inf for none."""
-        taken: Floats = np.floor((limit_s - self._first_s) / self._next_s) + 1
-        # Corrected to agree with Timing.step_s to the last bit.
-        taken += self._first_s + taken * self._next_s <= limit_s
-        taken -= self._first_s + (taken - 1) * self._next_s > limit_s
+        taken = taken_within(limit_s, self._first_s, self._next_s)
         taken[taken < 1] = -np.inf
         return taken
 

@@ -16,7 +16,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from oobleck.planner.costs import Floats, Timing
+from oobleck.planner.costs import Floats, Timing, taken_within
 from oobleck.planner.instantiation import distribute_microbatches
 from oobleck.planner.kinds import Counts
 
@@ -129,11 +129,7 @@ class Chooser:
 
     def _taken(self, limit_s: float) -> Floats:
         """Return the microbatches that each pipeline takes within the limit, at most the batch."""
-        taken: Floats = np.floor((limit_s - self._first_s) / self._next_s) + 1
-        # Corrected to agree with Timing.step_s to the last bit.
-        taken += self._first_s + taken * self._next_s <= limit_s
-        taken -= self._first_s + (taken - 1) * self._next_s > limit_s
-        np.minimum(taken, self._total, out=taken)
+        taken: Floats = np.minimum(taken_within(limit_s, self._first_s, self._next_s), self._total)
         return taken
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .determinism import VirtualTime
 from .gate import Gate
-from .run import ClusterRun, run_cluster
+from .ranks import VirtualScript
+from .run import ClusterRun, run_cluster, run_scripts
 from .tempo import Delays, Tempo
 from .workers import VirtualWorkerHost, WorkerProcess
 from .world import World
@@ -14,9 +15,11 @@ __all__ = [
     "Delays",
     "Gate",
     "Tempo",
+    "VirtualScript",
     "VirtualTime",
     "VirtualWorkerHost",
     "WorkerProcess",
     "World",
     "run_cluster",
+    "run_scripts",
 ]

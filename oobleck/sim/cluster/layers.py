@@ -5,7 +5,7 @@ Losses and tensors have no part in the protocol. What must never happen to a lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from oobleck.control.protocol import CommitRecord, SectionRecord
@@ -81,9 +81,6 @@ class HeldLayers:
         if layer not in self.held and layer not in self.kept:
             raise Violation(f"{self._worker_id} is to send layer {layer}, which it does not hold")
         return self.kept[layer] if layer in self.kept else self.held[layer]
-
-    def states(self, layers: Iterable[int]) -> dict[int, Version]:
-        return {layer: self.state(layer) for layer in layers}
 
     def adopt(
         self, wanted: Collection[int], received: dict[int, Version], keeping: dict[int, Version], *, initial: bool

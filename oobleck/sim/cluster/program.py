@@ -8,9 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from oobleck.control import steps
-from oobleck.control.protocol import Pace
 from oobleck.control.speed import PaceMeter
-from oobleck.planner import ExecutionPlan
 from oobleck.schedule import section_stops
 
 from .fabric import Violation, Wait, label
@@ -57,7 +55,7 @@ class Programs:
         self._running: _Running | None = None
         self._busy_s: deque[tuple[float, float]] = deque(maxlen=_BUSY_TIMES)
         self._busy_in_step: list[tuple[float, float]] = []
-        self._pace = PaceMeter(commit_state.worker_id.device, ports.clock())
+        self.pace = PaceMeter(commit_state.worker_id.device, ports.clock())
 
     def execute(self, work: Work, seat: steps.PlaceInPlan, program: steps.Compute) -> Moves:
         """Run the stage's program for some microbatches, and begin to commit each section but the last."""
@@ -87,7 +85,7 @@ class Programs:
             raise
         self._end()
         self._busy_in_step.append((running.began_s, self._clock()))
-        self._pace.add(compute_s, len(microbatches))
+        self.pace.add(compute_s, len(microbatches))
 
     def _run_section(self, work: Work, seat: steps.PlaceInPlan, takes_s: float) -> Moves:
         """Compute for a while, and advance a section that is being committed meanwhile."""
@@ -122,13 +120,6 @@ class Programs:
     def busy_s(self) -> tuple[tuple[float, float], ...]:
         """The latest times in which this worker computed for applied steps."""
         return tuple(self._busy_s)
-
-    def adopt(self, plan: ExecutionPlan) -> None:
-        self._pace.adopt(len(plan.worker_ids))
-
-    def take_pace(self) -> Pace | None:
-        """Return the worker's report of its pace, if it is due."""
-        return self._pace.take(self._clock())
 
     def end_step(self) -> None:
         """Count the busy times of the step, which is applied."""

@@ -28,7 +28,7 @@ class VirtualRelays:
     def __init__(self, world: World, is_frozen: Callable[[str], bool]) -> None:
         self._world = world
         self._is_frozen = is_frozen
-        self._listeners: dict[str, _Listener] = {}  # the newest of each machine, by address
+        self.listeners: dict[str, _Listener] = {}  # the newest of each machine, by address
         self._edges: list[_Edge] = []
 
     def of(self, node: str) -> _Network:
@@ -49,17 +49,13 @@ class VirtualRelays:
         edge.link.near.freeze(self._is_frozen(edge.caller))
         edge.link.far.freeze(self._is_frozen(edge.listener))
 
-    async def listen(self, node: str, address: str) -> _Listener:
-        await trio.lowlevel.checkpoint()
-        listener = self._listeners[address] = _Listener(node, address)
-        return listener
-
     async def dial(self, node: str, address: str) -> VirtualStream:
+        """Connect a node's agent to the one that listens at an address. Raises ConnectionRefusedError."""
         latency_s = self._world.delays.link_latency_s
         await trio.sleep(2 * latency_s)
-        listener = self._listeners.get(address)
+        listener = self.listeners.get(address)
         if listener is None or listener.is_closed:
-            raise ConnectionRefusedError("nobody listens there")
+            raise ConnectionRefusedError("no agent listens there")
         edge = _Edge(node, listener.node, VirtualLink(self._world.time, latency_s=latency_s))
         self._edges.append(edge)
         self._settle(edge)
@@ -96,7 +92,9 @@ class _Network:
     node: str
 
     async def listen(self, address: str) -> _Listener:
-        return await self.relays.listen(self.node, address)
+        await trio.lowlevel.checkpoint()
+        listener = self.relays.listeners[address] = _Listener(self.node, address)
+        return listener
 
     async def dial(self, host: str, port: int, ticket: bytes) -> trio.abc.Stream:
         return await self.relays.dial(self.node, host)

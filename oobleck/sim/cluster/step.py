@@ -64,7 +64,7 @@ class StepDriver:
         if self.seat is None:
             self._step_began_s, self._posted_s = self._ports.clock(), None  # the worker was a spare until now
         self.seat = seat
-        self._programs.adopt(plan)
+        self._programs.pace.adopt(len(plan.worker_ids))
         self._reduce_s = self._ports.tempo.pace.reduce_s(plan)
         self._committing_s = self._ports.tempo.costs.committing_s(len(plan.worker_ids))
         if committee is not None:
@@ -187,7 +187,7 @@ class StepDriver:
         self._layers.apply(self.reduced, record)
         self._step_began_s, self._posted_s = self._posted_s or self._ports.clock(), None
         self._programs.end_step()
-        if (pace := self._programs.take_pace()) is not None:
+        if (pace := self._programs.pace.take(self._ports.clock())) is not None:
             self._ports.say(pace)
 
     def _evaluate(self, effect: steps.Evaluate) -> Generator[Wait, None, steps.Evaluation]:

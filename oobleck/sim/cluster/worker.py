@@ -68,7 +68,8 @@ class VirtualWorker:
         match message:
             case protocol.Fence(probe_addresses=probed):
                 self._programs.note_microbatches()
-                unreachable = tuple(each.worker_id for each in probed if not self._reaches(each.worker_id))
+                reaches, here = self._ports.fabric.reaches, self.worker_id.node
+                unreachable = tuple(each.worker_id for each in probed if not reaches(here, each.worker_id.node))
                 self._ports.say(replace(self.commit_state.answer(message), unreachable=unreachable))
             case protocol.AskActivity(inquiry=inquiry):
                 self._programs.note_microbatches()
@@ -102,9 +103,6 @@ class VirtualWorker:
                 self._ports.announce()
             case _:
                 raise Violation(f"{self.worker_id} received {message}")
-
-    def _reaches(self, other: WorkerId) -> bool:
-        return self._ports.fabric.reaches(self.worker_id.node, other.node)
 
     def hear(self, source: WorkerId, message: protocol.CommitMessage) -> None:
         """Handle one message of another worker, at any point of the training thread, like `take`."""
@@ -211,9 +209,9 @@ class VirtualWorker:
 
     def _adopt(self, effect: steps.Adopt) -> Moves:
         yield from pause("adopting")
-        update, wanted = effect.update, tuple(effect.layers)
-        keeping = self.store.states(effect.keep)
-        self.store.adopt(wanted, self._received, keeping, initial=update.initial)
+        update = effect.update
+        keeping = {layer: self.store.state(layer) for layer in effect.keep}
+        self.store.adopt(tuple(effect.layers), self._received, keeping, initial=update.initial)
         self._records.assignment_version = update.assignment_version
         self._received = {}
         self.driver.adopt(update.plan, effect.seat, effect.committee)

@@ -78,10 +78,10 @@ class StepTimes:
     def reduce_s(self, plan: ExecutionPlan) -> float:
         """Return the seconds of the reduction of gradients, counted as in the planner."""
         templates = {id(each.template): each.template for each in plan.pipelines}
-        reduced_bytes = max(self._bytes_of(template) for template in templates.values())
-        return reduction_s(self._profile.network, reduced_bytes, len(plan.pipelines))
+        return reduction_s(self._profile.network, max(map(self.reduced_bytes, templates.values())), len(plan.pipelines))
 
-    def _bytes_of(self, template: PipelineTemplate) -> int:
+    def reduced_bytes(self, template: PipelineTemplate) -> int:
+        """Return the most gradient bytes that a node of a pipeline reduces."""
         key = template.stages
         if key not in self._reduced_bytes:
             nodes = [0] * template.num_nodes

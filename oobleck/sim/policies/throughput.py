@@ -80,10 +80,7 @@ class Grids:
         num_microbatches = self._settings.num_microbatches
         num_pipelines = min(num_pipelines, num_microbatches)
         each = -(-num_microbatches // num_pipelines)
-        nodes = [0] * template.num_nodes
-        for stage in template.stages:
-            nodes[stage.node_index] += sum(self._profile.layers[layer].trained_bytes for layer in stage.layers)
-        reduce_s = reduction_s(self._profile.network, max(nodes), num_pipelines)
+        reduce_s = reduction_s(self._profile.network, self._pace.reduced_bytes(template), num_pipelines)
         return self._pace.template_s(template, each) + reduce_s
 
 

@@ -18,6 +18,18 @@ from oobleck.job.bounds import MAX_SECONDS
 _MAX_SLOWNESS = 1e6
 
 
+class _Lasting:
+    """An event with a duration."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for name in ("down_s", "frozen_s", "grace_s"):
+            value = getattr(self, name, 0.0)
+            if not 0 <= value <= MAX_SECONDS:
+                raise ConfigError(f"{name} is {value!r}; it must be a number of seconds, from 0 to {MAX_SECONDS:,.0f}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OfNode:
     t_s: float
@@ -101,38 +113,29 @@ class ForkServerCrashed(Stays):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MasterCrashed:
+class MasterCrashed(_Lasting):
     """The master process ends, and another starts `down_s` seconds later."""
 
     kind: ClassVar[str] = "master_crashed"
     t_s: float
     down_s: float = 1.0
 
-    def __post_init__(self) -> None:
-        _check_seconds("down_s", self.down_s)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MasterFrozen:
+class MasterFrozen(_Lasting):
     """The master process freezes for `frozen_s` seconds."""
 
     kind: ClassVar[str] = "master_frozen"
     t_s: float
     frozen_s: float
 
-    def __post_init__(self) -> None:
-        _check_seconds("frozen_s", self.frozen_s)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentFrozen(Stays):
+class AgentFrozen(_Lasting, Stays):
     """A node's agent freezes for `frozen_s` seconds; its workers train on."""
 
     kind: ClassVar[str] = "agent_frozen"
     frozen_s: float
-
-    def __post_init__(self) -> None:
-        _check_seconds("frozen_s", self.frozen_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,14 +161,11 @@ class Healed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Noticed(Stays):
+class Noticed(_Lasting, Stays):
     """The provider announces that it will take a node away in `grace_s` seconds; the loss is a separate event."""
 
     kind: ClassVar[str] = "notice"
     grace_s: float
-
-    def __post_init__(self) -> None:
-        _check_seconds("grace_s", self.grace_s)
 
 
 NodeEvent = (
@@ -173,11 +173,6 @@ NodeEvent = (
 )
 
 TraceEvent = NodeEvent | MasterCrashed | MasterFrozen | Partitioned | Healed
-
-
-def _check_seconds(name: str, value: float) -> None:
-    if not 0 <= value <= MAX_SECONDS:
-        raise ConfigError(f"{name} is {value!r}; it must be a number of seconds, from 0 to {MAX_SECONDS:,.0f}")
 
 
 def event_types() -> Mapping[str, type[TraceEvent]]:
