@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from oobleck.errors import ConfigError
+from oobleck.training.counters import counter_of
 from oobleck.training.randomness import derive_seed, drawing_alike, generator_states
 
 from .batches import IGNORED_LABEL, Batch
@@ -75,6 +76,13 @@ class ScriptSamples:
         """Read some samples. Raises ConfigError if one does not fit the model, or differs when read again."""
         if self._digest_some() != self.digest:
             raise ConfigError(f"{self._place}: some samples are others when they are read again, and {_ASKED_AGAIN}")
+        if (
+            counter := counter_of({"the dataset": self._samples}, lambda: self._digest_some() == self.digest)
+        ) is not None:
+            raise ConfigError(
+                f"{self._place}: some samples are others later, by {counter}, which changes whenever they are read, "
+                f"and {_ASKED_AGAIN}"
+            )
         for index in _from_all_over(self.num_samples, _DIGESTED_SAMPLES):
             sample = self.sample(index, inputs)
             check_alone(sample, inputs, place=f"{self._place}: sample {index}", length=self.sequence_length)
@@ -203,7 +211,9 @@ def try_collator(samples: Any, collate: Collate, *, place: str) -> None:
     """
     numbers = _from_all_over(len(samples), _TRIED_SAMPLES)
     with suppress(LookupError, TypeError, ValueError, RuntimeError, ArithmeticError, AttributeError):
-        fault = _fault_of_samples(samples, numbers) or _fault_of_rows([samples[number] for number in numbers], collate)
+        items = [samples[number] for number in numbers]
+        fault = _fault_of_samples(samples, numbers) or _fault_of_rows(items, collate)
+        fault = fault or _fault_of_later_rows(items, collate)
         if fault is not None:
             raise ConfigError(f"{place}: {fault}")
 
@@ -212,6 +222,10 @@ def _fault_of_samples(samples: Any, numbers: Sequence[int]) -> str | None:
     for number in numbers:
         if _read(samples, number) != _read(samples, number):
             return f"sample {number} is another one when it is read again, and {_ASKED_AGAIN}"
+    first = [_read(samples, number) for number in numbers]
+    counter = counter_of({"the dataset": samples}, lambda: [_read(samples, number) for number in numbers] == first)
+    if counter is not None:
+        return f"some samples are others later, by {counter}, which changes whenever they are read, and {_ASKED_AGAIN}"
     return None
 
 
@@ -240,6 +254,18 @@ def _fault_of_rows(items: Sequence[Any], collate: Collate) -> str | None:
                 f"and give padding the label {IGNORED_LABEL}"
             )
     return None
+
+
+def _fault_of_later_rows(items: Sequence[Any], collate: Collate) -> str | None:
+    first, _ = _collated(items, collate)
+
+    def same() -> bool:
+        return all(map(_are_equal, _collated(items, collate)[0], first))
+
+    counter = counter_of({"data_collator": collate}, same)
+    if counter is None:
+        return None
+    return f"data_collator returns other rows later, by {counter}, which changes with every call, and {_ASKED_AGAIN}"
 
 
 def _collated(items: Sequence[Any], collate: Collate) -> tuple[_Rows, bool]:

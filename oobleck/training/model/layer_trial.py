@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from oobleck.errors import ConfigError
-from oobleck.training.counters import counter_of, numbers_of
+from oobleck.training.counters import changed_since, counter_of, states_of
 from oobleck.training.data import Batch
 from oobleck.training.randomness import MicrobatchKey, drawing_alike, generator_states
 
@@ -32,8 +33,10 @@ _LONGEST = 512
 """Tokens of a sample for layers that do not run on fewer than the model is made for."""
 _FEWEST = 2
 """Tokens of a sample of a large layer."""
-_ALL, _ONE = slice(0, 3), slice(0, 1)
-"""Of three samples: a number that few other dimensions have."""
+_ROWS = 3
+"""Samples: a number that few other dimensions have."""
+_MOST_ROWS, _MOST_WORK = 256, 1 << 32
+"""Of a job's own batch: samples, and products of an element of the layer and a token; longer samples are cut."""
 _SCALES = (2.0**-20, 2.0**20)
 """Of gradients: far apart, and powers of two, by which nothing is rounded differently."""
 _KEY = MicrobatchKey(seed=0, step=1, microbatch=0)
@@ -43,32 +46,59 @@ _MOST_DIFFERENTIATED = 1 << 20
 """Elements of a parameter whose gradient is looked at; that of hidden states always is."""
 _LARGE = 1 << 24
 """Elements of a layer that is worth more than one thread, and tried on fewer tokens."""
+_FILLED_IN_PLACE = frozenset({"bernoulli_", "uniform_", "normal_", "exponential_", "random_"})
+_MADE = frozenset({"rand", "randn", "rand_like", "randn_like"})
+"""Torch's functions that draw by the shape of their first argument alone."""
 
 
 class _Fault(Enum):
     """What is wrong with a layer, and what to do about it."""
 
     REPEATS = (
-        "returns something else when it runs again on the same samples, and microbatches are spread over nodes and run "
-        "again after a failure; leave out what depends on earlier forward passes (a count, a memory), and draw random "
-        "numbers from torch's own generator (torch.rand)"
+        "returns something else when it runs again on the same samples{by}, and microbatches are spread over nodes and "
+        "run again after a failure; leave out what depends on earlier forward passes (a count, a memory), and draw "
+        "random numbers from torch's own generator (torch.rand)"
     )
     MIXES = (
-        "computes a sample with the others of its batch, and batches are cut into microbatches over nodes; have it "
+        "computes a sample with the others of its batch{by}, and batches are cut into microbatches over nodes; have it "
         "compute each sample by itself, as LayerNorm and GroupNorm do"
     )
+    DRAWS = (
+        "draws random numbers for all samples of its batch at once{by}, and batches are cut into microbatches over "
+        "nodes, each of which would draw its own; have it draw numbers for each sample (torch.rand(len(x), 1, 1))"
+    )
     SCALES = (
-        "computes gradients that are not in proportion to those that it is given, which are not those of the script "
-        "(losses are divided by all tokens first, and by those that count afterwards); leave out hooks and autograd "
-        "functions that clip gradients or go by their size, or give max_grad_norm"
+        "computes gradients that are not in proportion to those that it is given{by}, which are not those of the "
+        "script (losses are divided by all tokens first, and by those that count afterwards); leave out hooks and "
+        "autograd functions that clip gradients or go by their size, or give max_grad_norm"
     )
 
 
-def try_layers(structure: ModelStructure) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizes:
+    """How large a batch is where the script trains by itself, and what becomes of it on nodes."""
+
+    batch: int
+    microbatch: int
+    length: int
+    """Tokens of a sample."""
+
+    def bounded(self, num_elements: int) -> BatchSizes:
+        """Return the sizes that a layer of so many elements is tried with: fewer rows, and shorter ones, of a batch
+        that would take long.
+        """
+        tokens = max(_MOST_WORK // max(num_elements, 1), 2 * _FEWEST)
+        batch = min(self.batch, _MOST_ROWS, tokens // _FEWEST)
+        length = min(self.length, max(tokens // batch, _FEWEST))
+        return BatchSizes(batch=batch, microbatch=min(self.microbatch, batch), length=length)
+
+
+def try_layers(structure: ModelStructure, sizes: BatchSizes | None = None) -> None:
     """Raise ConfigError that names a module which would train differently in other microbatches.
 
-    A layer that does not run on made-up samples is taken as it is. Takes as long as building the model without memory,
-    and a dozen passes of a few tokens for each kind of layer; memory for one layer.
+    With `sizes`, a batch of a job's own size is compared with a microbatch too. A layer that does not run on made-up
+    samples is taken as it is. Takes as long as building the model without memory, a dozen passes of a few tokens for
+    each kind of layer, and one of the batch, up to a bound; memory for one layer.
     """
     captured = CapturedHead()
     # What is drawn is not seeded by the stage, so that it shows whether anything is.
@@ -84,31 +114,41 @@ def try_layers(structure: ModelStructure) -> None:
         stage.start_buffers([layer])
         for parameter in stage.trained_parameters.values():
             parameter.requires_grad_(parameter.numel() <= _MOST_DIFFERENTIATED)
-        is_large = sum(each.numel() for each in stage.parameters.values()) > _LARGE
+        num_elements = sum(each.numel() for each in stage.parameters.values())
+        is_large = num_elements > _LARGE
         lengths = {
             min(each, structure.sequence_length) for each in (_FEWEST if is_large else _LENGTH, _LENGTH, _LONGEST)
         }
         with nullcontext() if is_large else _one_thread():
             for length in sorted(lengths):
-                if _is_tried(_Layer(stage, layer, captured, length)):
+                if _is_tried(_Layer(stage, layer, captured, length=length), _fault_of):
                     break
+            if sizes is not None and (own := sizes.bounded(num_elements)).microbatch < own.batch:
+                length = min(own.length, structure.sequence_length)
+                batch = _Layer(stage, layer, captured, length=length, rows=own.batch, part=own.microbatch)
+                _is_tried(batch, _fault_of_a_part)
 
 
-def _is_tried(layer: _Layer) -> bool:
+def _is_tried(layer: _Layer, find: Callable[[_Tried], _Fault | None]) -> bool:
     """Say whether a layer runs on made-up samples. Raises ConfigError for one with a fault."""
     try:
-        before = numbers_of(layer.modules)
-        fault = _fault_of(layer.run, layer.stage.evaluating)
-        counter = None if fault or numbers_of(layer.modules) == before else _counter_of(layer)
+        before = states_of(layer.modules)
+        fault = find(layer)
+        counts = find is _fault_of and fault is None and changed_since(layer.modules, before)
+        counter = _counter_of(layer) if counts else None
     except ConfigError:
         raise
     # It is somebody else's code, and may fail in any way.
     except Exception:  # noqa: BLE001
         return False
     if fault is not None:
-        raise ConfigError(f"model: {layer.culprit(fault)} {fault.value}")
+        where, memory = layer.culprit(lambda call: find(call) is fault)
+        by = f", as it goes by {memory}" if memory is not None and fault is _Fault.REPEATS else ""
+        raise ConfigError(f"model: {where} {fault.value.format(by=by)}")
     if counter is not None:
-        raise ConfigError(f"model: {counter} counts forward passes, and its module {_Fault.REPEATS.value}")
+        where, _ = layer.culprit(lambda call: counter in layer.changed_by(call))
+        by = f", sooner or later, as it goes by {counter}"
+        raise ConfigError(f"model: {where} {_Fault.REPEATS.value.format(by=by)}")
     return True
 
 
@@ -137,39 +177,90 @@ def _traits(root: nn.Module) -> Iterator[object]:
 # --- what is run -----------------------------------------------------------------------------------------------
 
 
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Within the block, all samples draw the same random numbers, however many there are."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self._rows = rows
+        self.shapes: list[tuple[int, ...]] = []
+        """Of what is drawn, one after the other."""
+        self.can_be_alike = True
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        name, others = func.__name__.partition(".")[0], args[1:]
+        first = next((each for each in args if isinstance(each, torch.Tensor | list | tuple)), ())
+        shape = tuple(first.shape if isinstance(first, torch.Tensor) else first)
+        torch.default_generator.manual_seed(len(self.shapes))
+        before = torch.default_generator.get_state()
+        by_shape = name in _FILLED_IN_PLACE | _MADE and not any(isinstance(each, torch.Tensor) for each in others)
+        if by_shape and shape and shape[0] == self._rows:
+            one = func(first[:1] if isinstance(first, torch.Tensor) else [1, *shape[1:]], *others, **kwargs)
+            alike = one.expand(shape).clone()
+            result = args[0].copy_(alike) if name in _FILLED_IN_PLACE else alike
+        else:
+            result = func(*args, **kwargs)
+        if not torch.equal(torch.default_generator.get_state(), before):  # attention without dropout draws nothing
+            self.shapes.append((*shape, *(each for each in args if type(each) is int)))
+            self.can_be_alike &= by_shape
+        return result
+
+
 @dataclass(frozen=True, slots=True)
 class _Pass:
     """A forward pass: what came out, and what that depends on."""
 
     output: torch.Tensor
     inputs: tuple[torch.Tensor, ...]
-    """What the gradient is taken of: hidden states first, if there are any."""
-    rows: slice
+    """What depends on samples of what it was given, hidden states first, if there are any."""
+    weights: tuple[torch.Tensor, ...]
+    of: int
+    """How many samples there are, of which these are the first."""
     draws: bool
     """Whether it has drawn random numbers."""
 
-    def gradients(self, scale: float) -> list[torch.Tensor]:
-        """Return the gradients of the inputs, divided by the scale that they are computed at."""
-        if not self.output.requires_grad or not self.inputs:
+    def gradients(self, inputs: Sequence[torch.Tensor], scale: float = 1.0) -> list[torch.Tensor]:
+        """Return the gradients of inputs, divided by the scale that they are computed at."""
+        if not self.output.requires_grad or not inputs:
             return []
         generator = torch.Generator().manual_seed(3)
-        given = torch.randn((_ALL.stop, *self.output.shape[1:]), generator=generator)[self.rows] * scale
+        given = torch.randn((self.of, *self.output.shape[1:]), generator=generator)[: len(self.output)] * scale
         found = torch.autograd.grad(
-            self.output, self.inputs, given, retain_graph=True, allow_unused=True, materialize_grads=True
+            self.output, inputs, given, retain_graph=True, allow_unused=True, materialize_grads=True
         )
         return [each / scale for each in found]
 
 
-_Run = Callable[[slice], _Pass]
-"""From which samples there are to a forward pass."""
+class _Tried(Protocol):
+    """Something that runs on made-up samples, all of them or the first alone."""
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+
+    @property
+    def part(self) -> int:
+        """How many must be computed alike by themselves."""
+
+    def run(self, rows: int, draws: _Draws | None = None) -> _Pass:
+        """Run it on the first samples, which draw random numbers by `draws` if that is given."""
+
+    def evaluating(self) -> AbstractContextManager[object]:
+        """Within the block, it does not train."""
 
 
 class _Layer:
     """A layer of a stage that has no other, on made-up samples."""
 
-    def __init__(self, stage: StageModel, layer: int, captured: CapturedHead, length: int) -> None:
-        self.stage, self._layer, self._captured = stage, layer, captured
-        generator, size = torch.Generator().manual_seed(1), (_ALL.stop, length)
+    def __init__(
+        self, stage: StageModel, layer: int, captured: CapturedHead, *, length: int, rows: int = _ROWS, part: int = 1
+    ) -> None:
+        self.rows, self.part = rows, part
+        self._stage, self._layer, self._captured = stage, layer, captured
+        generator, size = torch.Generator().manual_seed(1), (rows, length)
         structure = stage.structure
         self._ids = torch.randint(min(_NUM_TOKENS, structure.config.vocab_size), size, generator=generator)
         self._hidden = torch.randn((*size, structure.hidden_size), generator=generator)
@@ -177,54 +268,75 @@ class _Layer:
     @property
     def modules(self) -> dict[str, nn.Module]:
         """All modules that it runs with, by their names."""
-        return dict(self.stage.model.named_modules())
+        return dict(self._stage.model.named_modules())
 
-    def run(self, rows: slice) -> _Pass:
-        """Run the layer on some of the samples."""
-        stage, ids = self.stage, self._ids[rows]
-        hidden = None if self._layer == 0 else self._hidden[rows].clone().requires_grad_()
+    def run(self, rows: int, draws: _Draws | None = None) -> _Pass:
+        stage, ids = self._stage, self._ids[:rows]
+        hidden = None if self._layer == 0 else self._hidden[:rows].clone().requires_grad_()
         batch = Batch(input_ids=ids, labels=made_up_labels(stage.structure.task, ids))
-        with drawing_alike(0):
+        with drawing_alike(0), draws or nullcontext():
             before = generator_states()
             output = stage.forward(batch, hidden, num_items=ids.numel(), key=_KEY)
-            draws = generator_states() != before
+            has_drawn = generator_states() != before
         if stage.is_last:
             output = self._captured.logits()
-        inputs = [each for each in stage.parameters.values() if each.requires_grad]
-        return _Pass(output, tuple(inputs if hidden is None else [hidden, *inputs]), rows, draws)
+        weights = tuple(each for each in stage.parameters.values() if each.requires_grad)
+        return _Pass(output, () if hidden is None else (hidden,), weights, self.rows, has_drawn)
 
-    def culprit(self, fault: _Fault) -> str:
-        """Name the innermost module that has the fault by itself; the layer where none does."""
-        model = self.stage.model
+    def evaluating(self) -> AbstractContextManager[object]:
+        return self._stage.evaluating()
+
+    def culprit(self, is_one: Callable[[_Call], bool]) -> tuple[str, str | None]:
+        """Name the innermost module that `is_one` is true of, the layer where there is none, and what that changes."""
+        model = self._stage.model
         names = {id(module): path for path, module in model.named_modules()}
-        with _noting_calls(model) as calls:
-            self.run(_ALL)
+        with _noting_calls(self) as calls:
+            self.run(self.rows)
         for call in calls:
             with suppress(Exception):  # as above
-                if _fault_of(call.run, self.stage.evaluating) is fault:
-                    return f"{names[id(call.module)]} ({type(call.module).__name__})"
-        modules = self.stage.modules_of(self._layer)
+                if is_one(call):
+                    where = f"{names[id(call.module)]} ({type(call.module).__name__})"
+                    return where, next(iter(self.changed_by(call)), None)
+        memory = next(iter(self.changed_by(self)), None)
+        modules = self._stage.modules_of(self._layer)
         if len(modules) == 1:
-            return f"{names[id(modules[0])]} ({type(modules[0]).__name__})"
-        return f"{self.stage.structure.layer_names[self._layer]} of {type(model).__name__}"
+            return f"{names[id(modules[0])]} ({type(modules[0]).__name__})", memory
+        return f"{self._stage.structure.layer_names[self._layer]} of {type(model).__name__}", memory
+
+    def changed_by(self, tried: _Tried) -> list[str]:
+        """Name what is kept in modules, or reached by them, that a run changes."""
+        before = states_of(self.modules)
+        tried.run(self.rows)
+        return changed_since(self.modules, before)
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
     """A call of a module, as its model makes it."""
 
+    layer: _Layer
     module: nn.Module
     arguments: tuple[Any, ...]
     named: dict[str, Any]
 
-    def run(self, rows: slice) -> _Pass:
-        """Call the module again with some of the samples."""
+    @property
+    def rows(self) -> int:
+        return self.layer.rows
+
+    @property
+    def part(self) -> int:
+        return self.layer.part
+
+    def evaluating(self) -> AbstractContextManager[object]:
+        return self.layer.evaluating()
+
+    def run(self, rows: int, draws: _Draws | None = None) -> _Pass:
         leaves: list[torch.Tensor] = []
 
         def of_rows(value: Any) -> Any:
             match value:
                 case torch.Tensor():
-                    taken = (value[rows] if value.ndim and len(value) == _ALL.stop else value).detach().clone()
+                    taken = (value[:rows] if value.ndim and len(value) == self.rows else value).detach().clone()
                     if taken.is_floating_point() and value.requires_grad:
                         leaves.append(taken.requires_grad_())
                     return taken
@@ -233,23 +345,23 @@ class _Call:
             return value
 
         arguments, named = of_rows(self.arguments), {name: of_rows(value) for name, value in self.named.items()}
-        with drawing_alike(0):
+        with drawing_alike(0), draws or nullcontext():
             before = generator_states()
             output = self.module(*arguments, **named)
-            draws = generator_states() != before
+            has_drawn = generator_states() != before
         given: torch.Tensor = output[0] if isinstance(output, tuple) else output
-        return _Pass(given, tuple(leaves), rows, draws)
+        return _Pass(given, tuple(leaves), (), self.rows, has_drawn)
 
 
 @contextmanager
-def _noting_calls(model: nn.Module) -> Iterator[list[_Call]]:
+def _noting_calls(layer: _Layer) -> Iterator[list[_Call]]:
     """Within the block calls of modules are noted, those that a module makes before its own."""
     calls: list[_Call] = []
 
     def note(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], _output: object) -> None:
-        calls.append(_Call(module, arguments, named))
+        calls.append(_Call(layer, module, arguments, named))
 
-    handles = [module.register_forward_hook(note, with_kwargs=True) for module in model.modules()]
+    handles = [module.register_forward_hook(note, with_kwargs=True) for module in layer.modules.values()]
     try:
         yield calls
     finally:
@@ -260,44 +372,55 @@ def _noting_calls(model: nn.Module) -> Iterator[list[_Call]]:
 # --- what is found ---------------------------------------------------------------------------------------------
 
 
-def _fault_of(run: _Run, evaluating: Callable[[], AbstractContextManager[object]]) -> _Fault | None:
+def _fault_of(tried: _Tried) -> _Fault | None:
     """Find what is wrong with what is run, by its results alone. Raises what it raises."""
-    first = run(_ALL)
-    small, large = (first.gradients(scale) for scale in _SCALES)
+    first = tried.run(tried.rows)
+    small, large = (first.gradients((*first.inputs, *first.weights), scale) for scale in _SCALES)
     if not all(each.isfinite().all() for each in (first.output, *small)):
         raise ArithmeticError("made-up values have no result")
-    if not _are_near([run(_ALL).output], [first.output], _LINEAR):
+    if not _are_near([tried.run(tried.rows).output], [first.output], _LINEAR):
         return _Fault.REPEATS
     if not _are_near(large, small, _LINEAR):
         return _Fault.SCALES
-    if first.draws:  # in training, which depends on the number of samples
-        with evaluating():
-            first = run(_ALL)
-            small = first.gradients(_SCALES[0])
-    return None if first.draws else _fault_of_a_part(run, first, small)
+    return _fault_of_a_part(tried)
 
 
-def _fault_of_a_part(run: _Run, together: _Pass, gradients: Sequence[torch.Tensor]) -> _Fault | None:
-    """Compare a sample beside others with the same one alone."""
-    alone = run(_ONE)
-    if (len(alone.output), len(together.output)) != (_ONE.stop, _ALL.stop):
+def _fault_of_a_part(tried: _Tried) -> _Fault | None:
+    """Compare samples beside others with the same ones alone, which draw the same random numbers, if any."""
+    if not tried.run(tried.rows).draws:
+        return _difference(tried, None, None)
+    together, alone = _Draws(tried.rows), _Draws(tried.part)
+    fault = _difference(tried, together, alone)
+    if any(shape == other for shape, other in zip(together.shapes, alone.shapes, strict=False)):
+        return _Fault.DRAWS
+    if together.shapes and together.can_be_alike and alone.can_be_alike:
+        return fault
+    with tried.evaluating():  # where its numbers depend on more than the shape
+        return None if tried.run(tried.rows).draws else _difference(tried, None, None)
+
+
+def _difference(tried: _Tried, draws: _Draws | None, alone_draws: _Draws | None) -> _Fault | None:
+    together, alone = tried.run(tried.rows, draws), tried.run(tried.part, alone_draws)
+    if (len(alone.output), len(together.output)) != (tried.part, tried.rows):
         raise ValueError("its output is not by samples")
-    if not _are_near([alone.output], [together.output[_ONE]], _ALIKE):
-        return _Fault.MIXES
     by_samples = [
-        (one, several[_ONE])
-        for one, several in zip(alone.gradients(_SCALES[0]), gradients, strict=True)
-        if one.shape != several.shape  # those of parameters are sums over samples
+        (one, several[: tried.part])
+        for one, several in zip(alone.gradients(alone.inputs), together.gradients(together.inputs), strict=True)
+        if one.shape != several.shape  # others are not of samples
     ]
-    return None if all(_are_near([one], [other], _ALIKE) for one, other in by_samples) else _Fault.MIXES
+    pairs = [(alone.output, together.output[: tried.part]), *by_samples]
+    if all(_are_near([one], [other], _ALIKE) for one, other in pairs):
+        return None
+    again = tried.run(tried.rows, None if draws is None else _Draws(tried.rows))
+    return _Fault.MIXES if _are_near([again.output], [together.output], _LINEAR) else _Fault.REPEATS
 
 
 def _counter_of(layer: _Layer) -> str | None:
     """Name what counts forward passes, and changes what the layer computes sooner or later."""
-    first = layer.run(_ALL)
+    first = layer.run(layer.rows)
 
     def same() -> bool:
-        return _are_near([layer.run(_ALL).output], [first.output], _LINEAR)
+        return _are_near([layer.run(layer.rows).output], [first.output], _LINEAR)
 
     return counter_of(layer.modules, same)
 

@@ -18,7 +18,7 @@ import torch
 
 from oobleck.errors import ConfigError
 from oobleck.job import Task
-from oobleck.training.counters import counter_of
+from oobleck.training.counters import changed_since, counter_of, states_of
 from oobleck.training.data import IGNORED_LABEL, Batch
 from oobleck.training.randomness import MicrobatchKey, drawing_from
 
@@ -47,12 +47,18 @@ def with_tried_loss(structure: ModelStructure) -> ModelStructure:
         return _with_tried(structure, losses.loss_of_outputs(structure.compute_loss), structure.compute_loss)
     if structure.task != "causal_lm":
         return structure
-    stage = _on_head(StageModel(replace(structure, has_tried_loss=True), dtype=torch.float32, device="cpu"))
+    stage = _on_head(
+        StageModel(replace(structure, has_tried_loss=True, drops=False), dtype=torch.float32, device="cpu")
+    )
     if isinstance(stage.model, LayeredModel):
         loss = stage.model.loss
         return structure if loss is None else _with_tried(structure, loss, loss, argument="num_items")
-    with stage.evaluating(), torch.no_grad(), drawing_from(0):  # its layers seed the generator
-        return replace(structure, loss_rule=_Trial(stage).rule())
+    with torch.no_grad(), drawing_from(0):  # its layers seed the generator
+        trial = _Trial(stage)
+        with stage.evaluating():
+            rule = trial.rule()
+        trial.require_no_count()
+        return replace(structure, loss_rule=rule)
 
 
 def _with_tried(
@@ -147,13 +153,13 @@ def _fault_of_later_calls(loss: losses.Loss, outputs: Any, labels: torch.Tensor,
     counter = counter_of(
         {losses.name_of(given): given}, lambda: losses.is_same(float(loss(outputs, labels.clone(), _NUM_ITEMS)), first)
     )
-    return None if counter is None else f"it depends on {counter}, which counts its calls"
+    return None if counter is None else f"it depends on {counter}, which changes with every call"
 
 
 def made_up_labels(task: Task, ids: torch.Tensor) -> torch.Tensor:
     """Return labels of two classes, of which the first sample has more of one, and the others of the other."""
     if task == "sequence_classification":
-        return torch.tensor([0, 1, 1, 0])[: len(ids)]
+        return torch.tensor([0, 1, 1, 0]).repeat(len(ids) // 4 + 1)[: len(ids)]
     labels = torch.ones_like(ids)
     labels[0] = 0
     labels[:, -1] = 1 - labels[:, -1]
@@ -213,6 +219,23 @@ class _Trial:
             f"{counts[1]} labels, and {halved:g} for twice as many num_items_in_batch; have it return the sum divided "
             "by num_items_in_batch, or the mean over the labels that are not -100, or give compute_loss_func"
         )
+
+    def require_no_count(self) -> None:
+        """Raise ConfigError where the loss depends, sooner or later, on something that changes with every call."""
+        both, owners = self._samples(), dict(self._stage.model.named_modules())
+
+        def loss() -> float:
+            with drawing_from(0):
+                return self._loss(both)
+
+        before, first = states_of(owners), loss()
+        if not changed_since(owners, before):
+            return
+        if (counter := counter_of(owners, lambda: losses.is_same(loss(), first))) is not None:
+            raise ConfigError(
+                f"model: {self._name} returns another loss later, by {counter}, which changes with every forward pass: "
+                "microbatches are spread over nodes; leave out what depends on earlier forward passes"
+            )
 
     def _samples(self) -> _Samples:
         structure = self._stage.structure

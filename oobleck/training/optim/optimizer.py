@@ -75,6 +75,7 @@ class Optimizer:
 
             optimizer_state.require_independent(make, device)
             optimizer_state.require_state_alone(make, layout, device)
+            optimizer_state.require_no_count(make, device)
             self._layouts[device] = layout
         return self._layouts[device]
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from oobleck.errors import ConfigError
+from oobleck.training.counters import counter_of
 
 STEP = "step"
 """What torch's optimizers call their count of steps."""
@@ -154,6 +155,26 @@ def require_state_alone(
             )
         with torch.no_grad():
             moved.copy_(stayed)  # rounding does not add up
+
+
+def require_no_count(make: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer], device: torch.device) -> None:
+    """Require that steps do not depend, sooner or later, on what an optimizer from `make` keeps for all of them.
+
+    That is what classes and functions have, as a count of steps in a module's dictionary: each worker would have its
+    own. Raises ConfigError that names it.
+    """
+    first = _updated(make, ("probe",), device)[1]["probe"]
+
+    def same() -> bool:
+        return torch.equal(_updated(make, ("probe",), device)[1]["probe"], first)
+
+    optimizer = make({"probe": make_probe(device)})
+    kind = type(optimizer).__name__
+    if (counter := counter_of({kind: type(optimizer)}, same)) is not None:
+        raise ConfigError(
+            f"optimizer.optim: {kind} goes by {counter}, which changes with every step outside of `state`: "
+            "workers would have their own each; keep it in the `state` of each parameter, or leave rates to lr_lambda"
+        )
 
 
 def _is_close(one: nn.Parameter, other: nn.Parameter) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 from dataclasses import replace
@@ -275,11 +276,13 @@ def _calls_for(bench: Bench, node: str, message: AgentMessage) -> int:
         calls += event == "call"
 
     before = sys.getprofile()
+    gc.disable()  # a collection would call finalizers of earlier tests
     sys.setprofile(count)
     try:
         bench.say(node, message)
     finally:
         sys.setprofile(before)
+        gc.enable()
     return calls
 
 

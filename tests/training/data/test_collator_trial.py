@@ -113,6 +113,21 @@ def test_collators_of_transformers_are_taken(masks: bool):
     try_collator(samples, DataCollatorForLanguageModeling(tokenizer(), mlm=masks), place="the data")
 
 
+class MaskingLater(Counting):
+    def __call__(self, rows: list[list[int]]) -> dict[str, torch.Tensor]:
+        batch = super().__call__(rows)
+        return {**batch, "labels": batch["labels"].masked_fill(torch.tensor(self.calls > 500), IGNORED_LABEL)}
+
+
+SEEN: list[int] = []
+
+
+def flipping_later(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    SEEN.append(len(rows))
+    return padded(rows, left=len(SEEN) > 500)
+
+
+LATER = "data_collator returns other rows later, by "
 AGAIN = "data_collator returns other rows when it is called again"
 OTHERS = "data_collator makes another row of a sample when it has others next to it"
 
@@ -123,6 +138,8 @@ OTHERS = "data_collator makes another row of a sample when it has others next to
         (MaskingMoreAndMore(), AGAIN),
         (Remembering(), AGAIN),
         (DrawingByItself(), AGAIN),
+        (MaskingLater(), rf"{LATER}data_collator\.calls, "),
+        (flipping_later, f"{LATER}the global SEEN, "),
         (ranked, OTHERS),
         (of_the_neighbour, OTHERS),
         (with_labels_of_padding, OTHERS),
@@ -157,6 +174,23 @@ def test_a_dataset_that_depends_on_what_was_read_before_is_refused():
     with pytest.raises(ConfigError, match=r"^the script's data: some samples are others when they are read again"):
         ScriptSamples(lambda: ReadOnce(ROWS), **read).check(ModelInputs(names=frozenset({"attention_mask"})))
     ScriptSamples(lambda: Shortened(ROWS), **read).check(ModelInputs(names=frozenset({"attention_mask"})))
+
+
+class ShortenedLater(list[list[int]]):
+    calls = 0
+
+    def __getitem__(self, number: Any) -> Any:
+        self.calls += 1
+        return super().__getitem__(number)[: 1 if self.calls > 500 else None]
+
+
+def test_a_dataset_that_depends_on_how_often_it_was_read_is_refused():
+    words = r"some samples are others later, by the dataset\.calls, which changes whenever they are read"
+    with pytest.raises(ConfigError, match=rf"^the data: {words}"):
+        try_collator(ShortenedLater(ROWS), padded, place="the data")
+    samples = ScriptSamples(lambda: ShortenedLater(ROWS), sequence_length=9, vocab_size=300)
+    with pytest.raises(ConfigError, match=rf"^the script's data: {words}"):
+        samples.check(ModelInputs(names=frozenset({"attention_mask"})))
 
 
 def test_what_does_not_run_is_left_to_those_who_read_it():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -121,9 +123,142 @@ class Noisy(Around):
         return self.inner(nn.functional.dropout(value, 0.3, self.training) + torch.rand_like(value))
 
 
+class WithDropout(Around):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.inner(nn.functional.dropout(value, 0.3, self.training))
+
+
+class DrawingForAll(Around):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.inner(value) * (torch.rand(()) if self.training else 0.5)
+
+
+class DrawingForEach(Around):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.inner(value) * (torch.rand(len(value), 1, 1) < 0.5)
+
+
 class NoisyOffTheMean(Around):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return self.inner(nn.functional.dropout(value - value.mean(0), 0.3, self.training))
+
+
+# --- what is kept anywhere -------------------------------------------------------------------------------------
+
+COUNTED: dict[str, int] = {"calls": 0}
+LOGGED: list[float] = []
+CALLS = itertools.count()
+NUMBER = 0
+
+
+class Box:
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+def counted() -> Any:
+    calls = itertools.count()
+    return lambda: next(calls)
+
+
+class OfTheClass(Around):
+    calls = 0
+
+    def now(self) -> int:
+        OfTheClass.calls += 1
+        return OfTheClass.calls
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.inner(value) * (2.0 if self.now() > 500 else 1.0)
+
+
+class OfAGlobal(OfTheClass):
+    def now(self) -> int:
+        global NUMBER
+        NUMBER += 1
+        return NUMBER
+
+
+class OfADictionary(OfTheClass):
+    def now(self) -> int:
+        COUNTED["calls"] += 1
+        return COUNTED["calls"]
+
+
+class OfALog(OfTheClass):
+    def now(self) -> int:
+        LOGGED.append(0.5)
+        return len(LOGGED)
+
+
+class OfAnIterator(OfTheClass):
+    def now(self) -> int:
+        return next(CALLS)
+
+
+class OfAClosure(OfTheClass):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.now = counted()
+
+
+class OfAnObject(OfTheClass):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.boxes = {"here": [Box()]}
+
+    def now(self) -> int:
+        self.boxes["here"][0].calls += 1
+        return self.boxes["here"][0].calls
+
+
+class OfAnArray(OfTheClass):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.kept = torch.zeros(3), np.zeros(2)
+
+    def now(self) -> int:
+        self.kept[1][1] += 1
+        return int(self.kept[1][1])
+
+
+class EveryFiftieth(OtherwiseLater):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.inner(value) * (2.0 if self.calls % 50 == 49 else 1.0)
+
+
+KEPT = {
+    OfTheClass: r"OfTheClass\.calls",
+    OfAGlobal: "the global NUMBER",
+    OfADictionary: r"the global COUNTED\['calls'\]",
+    OfALog: "the global LOGGED",
+    OfAnIterator: "the global CALLS",
+    OfAClosure: r"model\.layers\.2\.mlp\.up_proj\.now\.calls",
+    OfAnObject: r"model\.layers\.2\.mlp\.up_proj\.boxes\['here'\]\[0\]\.calls",
+    OfAnArray: r"model\.layers\.2\.mlp\.up_proj\.kept\[1\]",
+    EveryFiftieth: r"model\.layers\.2\.mlp\.up_proj\.calls",
+}
+
+
+class Logging(OfALog):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.now()
+        return self.inner(value)
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_begins_later_is_refused_wherever_its_count_is_kept(kind: Any):
+    model = llama()
+    where = in_a_block(model, kind)
+    before = len(LOGGED)
+    with pytest.raises(
+        ConfigError, match=rf"^model: {where} \({kind.__name__}\) returns .* as it goes by {KEPT[kind]},"
+    ):
+        tried(model)
+    assert len(LOGGED) - before < 50  # what was tried has been put back
 
 
 REFUSED = {
@@ -131,13 +266,14 @@ REFUSED = {
     WithGradientsOfOthers: r"\(WithGradientsOfOthers\) computes a sample with the others of its batch",
     NoisyOffTheMean: r"\(NoisyOffTheMean\) computes a sample with the others of its batch",
     WarmingUp: r"\(WarmingUp\) returns something else when it runs again",
-    OtherwiseLater: r"\.calls counts forward passes, and its module returns something else when it runs again",
-    Remembering: r"\(Remembering\) returns something else when it runs again",
+    OtherwiseLater: r"\(OtherwiseLater\) returns something else when it runs again .* later, as it goes by .*\.calls",
+    Remembering: r"\(Remembering\) returns something else when it runs again .*, as it goes by .*\.mean,",
     WithNoiseOfItsOwn: r"\(WithNoiseOfItsOwn\) returns something else when it runs again",
+    DrawingForAll: r"\(DrawingForAll\) draws random numbers for all samples of its batch at once",
     Clamping: r"\(Clamping\) computes gradients that are not in proportion",
     WithSigns: r"\(WithSigns\) computes gradients that are not in proportion",
 }
-TAKEN = [Around, Counting, Noisy]
+TAKEN = [Around, Counting, Noisy, WithDropout, DrawingForEach, Logging]
 
 
 def llama() -> Any:

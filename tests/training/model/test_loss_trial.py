@@ -274,10 +274,23 @@ def otherwise_later() -> Any:
     return counted
 
 
+STATE = {"losses": [0.0]}
+
+
+def logging(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    STATE["losses"].append(0.5)
+    return summed(outputs, labels, num_items_in_batch)
+
+
+def by_its_log(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    return logging(outputs, labels, num_items_in_batch) * (0.5 if len(STATE["losses"]) > 500 else 1.0)
+
+
 COUNTING = [
+    (lambda: by_its_log, r"by_its_log must .* it depends on the global STATE\['losses'\], which changes"),
     (WarmingUp, "WarmingUp must .* when it runs again"),
-    (OtherwiseLater, r"OtherwiseLater must .* it depends on OtherwiseLater\.calls, which counts its calls"),
-    (otherwise_later, r"counted must .* it depends on .*counted\.calls, which counts its calls"),
+    (OtherwiseLater, r"OtherwiseLater must .* it depends on OtherwiseLater\.calls, which changes with every call"),
+    (otherwise_later, r"counted must .* it depends on .*counted\.calls, which changes with every call"),
 ]
 
 
@@ -296,6 +309,17 @@ def test_a_models_own_loss_that_depends_on_how_often_it_was_called_is_refused() 
             return super().own(logits, labels) * min(1.0, self.calls / 1000)
 
     with pytest.raises(ConfigError, match=r"Scheduled returns (a loss of which|another loss when)"):
+        tried(Scheduled(GPT2))
+
+
+def test_a_models_own_loss_that_depends_on_a_count_later_is_refused() -> None:
+    class Scheduled(Mean):
+        def own(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            STATE["losses"].append(0.5)
+            later = self.training and len(STATE["losses"]) > 500
+            return super().own(logits, labels) * (0.5 if later else 1.0)
+
+    with pytest.raises(ConfigError, match=r"Scheduled returns another loss later, by the global STATE\['losses'\]"):
         tried(Scheduled(GPT2))
 
 
@@ -319,7 +343,7 @@ def test_a_loss_of_layers_that_depends_on_how_often_it_was_called_is_refused(mak
         with_tried_loss(structure)
 
 
-@pytest.mark.parametrize("loss", [summed, Counting(), None])
+@pytest.mark.parametrize("loss", [summed, Counting(), logging, None])
 def test_a_loss_of_layers_that_adds_up_is_taken(loss: Any) -> None:
     structure = ModelStructure.from_factory(layers, loss=loss, vocab_size=VOCAB_SIZE, sequence_length=LENGTH)
     assert with_tried_loss(structure).has_tried_loss is (loss is not None)

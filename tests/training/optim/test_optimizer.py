@@ -356,6 +356,36 @@ def test_an_optimizer_that_keeps_something_outside_of_its_state_is_refused_by_na
         _layout_with(kind, lr=0.3)
 
 
+STEPS: list[float] = []
+
+
+class Logging(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        STEPS.append(0.5)
+        return super().step(closure)
+
+
+class StoppingByTheLog(Logging):
+    def step(self, closure: Any = None) -> Any:
+        return None if len(STEPS) > 500 else super().step(closure)
+
+
+class StoppingByItsClass(torch.optim.SGD):
+    steps = itertools.count()
+
+    def step(self, closure: Any = None) -> Any:
+        return None if next(self.steps) > 500 else super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"), [(StoppingByTheLog, "the global STEPS"), (StoppingByItsClass, "StoppingByItsClass.steps")]
+)
+def test_an_optimizer_that_goes_later_by_what_all_have_is_refused_by_name(kind: Any, what: str):
+    with pytest.raises(ConfigError, match=rf"{kind.__name__} goes by {re.escape(what)}, which changes with every step"):
+        _layout_with(kind, lr=0.3)
+    assert not _layout_with(Logging, lr=0.3).entries
+
+
 class Averaging(torch.optim.Optimizer):
     """Keeps an average of gradients in its state, beside what follows from its parameters and its first step."""
 
