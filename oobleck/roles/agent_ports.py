@@ -111,7 +111,7 @@ class RankHandle(Protocol):
         """Return how much it has written to its standard output and error."""
 
     def used_s(self) -> float:
-        """Return how much processor time it has used."""
+        """Return its processor time so far."""
 
     def ask_for_stack(self) -> None:
         """Have it write its threads' stacks, if it can."""

@@ -43,7 +43,6 @@ class RunClock:
         self._started_s = 0.0
 
     def start(self) -> None:
-        """Count from now on."""
         self._started_s = trio.current_time() - self._elapsed_s + self._held_up_s()
 
     @property
@@ -97,7 +96,6 @@ class Master:
 
     @property
     def now_s(self) -> float:
-        """Seconds since the run started, those included in which this process was stopped."""
         return self._clock.now_s
 
     @property

@@ -100,16 +100,13 @@ class RankKeeper:
             _kill(self._current.living)
 
     async def all_gone(self) -> None:
-        """Wait until no rank is left."""
         if self._current is not None:
             await self._current.gone.wait()
 
     async def settle(self) -> None:
-        """Have saved states written to disk, and wait for that."""
         await self._host.settle()
 
     def leave(self) -> None:
-        """Free the memory of states that are on disk."""
         self._host.leave()
 
     async def _watch_server(self) -> None:

@@ -39,7 +39,6 @@ class ResendQueue:
         self._added, self._sent = trio.lowlevel.ParkingLot(), trio.lowlevel.ParkingLot()
 
     def add(self, message: protocol.AgentMessage) -> None:
-        """Queue a message."""
         self._unsaid.append(message)
         self._is_pressing = True
         self._is_sent = False

@@ -191,13 +191,16 @@ class Tally:
     ages: dict[str, int] = field(default_factory=dict)
     counts: dict[float, int] = field(default_factory=dict)
     planned: set[int] | None = None
+    ended: frozenset[int] = frozenset()
     total: int = field(default=0, init=False)
 
 
 @pytest.mark.parametrize("notation", Notation)
 def test_state_is_written_whole_but_for_what_its_constructor_does_not_take(notation):
     shape = shape_of(Tally, notation)
-    tally = Tally(rows=[Circle(1.0)], names={"b", "a"}, ages={"x": 1}, counts={0.5: 2}, planned={3, 1})
+    tally = Tally(
+        rows=[Circle(1.0)], names={"b", "a"}, ages={"x": 1}, counts={0.5: 2}, planned={3, 1}, ended=frozenset({5, 4})
+    )
     tally.total = 7
     written = {
         "rows": [{"radius": 1.0}],
@@ -205,6 +208,7 @@ def test_state_is_written_whole_but_for_what_its_constructor_does_not_take(notat
         "ages": {"x": 1},
         "counts": [[0.5, 2]],
         "planned": [1, 3],
+        "ended": [4, 5],
     }
     assert shape.write(tally) == written
     again = shape.read(written)

@@ -56,7 +56,7 @@ class Remedy(Worded):
     REACH_MACHINE = "reach_machine", "See whether the machine is up and SSH answers."
     LOOK_AT_LOAD = "look_at_load", "See whether the machine swaps, or was suspended."
     CHECK_SPEED = "check_speed", "Look for other work and throttled clocks on it: `oobleck check` measures its speed."
-    CHECK_NETWORK = "check_network", "See the network between it and the others: `oobleck check` names the fault."
+    CHECK_NETWORK = "check_network", "See its network to the others: `oobleck check` names the faulty link or node."
     CHECK_IF_REPEATED = (
         "check_if_repeated",
         "If it recurs, check the network with `oobleck check`; else nothing to do.",
@@ -71,7 +71,7 @@ class Remedy(Worded):
     TEST_MEMORY = "test_memory", "If it recurs, test the machine's memory: the copy was replaced, the cause was not."
     REPAIR_NODE = "repair_node", "Repair the node: the evidence says what is wrong with it."
     MAKE_ROOM = "make_room", "Free space on that disk, or in shared memory; the next save is tried automatically."
-    MAKE_ROOM_FOR_JOURNAL = "make_room_for_journal", "Free disk space for the run's directory: it is then written."
+    MAKE_ROOM_FOR_JOURNAL = "make_room_for_journal", "Free disk space for the run: entries in memory are then written."
     IS_TRIED_AGAIN = "is_tried_again", "The node is tried again automatically."
     ADD_NODE = "add_node", "The node is not tried again: `oobleck add {node}` brings it back."
 
