@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.journal import GenerationEnded, GenerationFormed, JobEnded, RankDown
+from oobleck.control.journal import GenerationEnded, GenerationFormed, JobEnded, NodeLost, RankDown
 from oobleck.job import ControlSpec
 from oobleck.job.ranks import RanksSpec
 from oobleck.sim.cluster import VirtualScript, run_scripts
@@ -152,6 +152,15 @@ def test_a_run_whose_ranks_fail_too_often_fails_and_leaves_none() -> None:
     check_ranks(played, trace)
     assert played.end.exit_code == 1
     assert not played.left_at_end
+
+
+def test_nothing_follows_the_end_of_a_run_in_its_journal() -> None:
+    nodes = ("node1", "node0")
+    cut_off = (Joined(t_s=9.0, node="node0"), Partitioned(t_s=9.9, nodes=nodes))
+    trace = Trace(duration_s=10.0, nodes=nodes, start=("node1",), events=cut_off)
+    played = play(trace, script=VirtualScript(ending_s=10.0))
+    check_ranks(played, trace)
+    assert {entry.node for entry in played.entries if isinstance(entry, NodeLost)} == {"node1"}
 
 
 def test_a_stop_ends_all_ranks_even_those_that_ignore_it() -> None:

@@ -97,7 +97,7 @@ class BaseCoordinator(Program):
             self.follow_up(turn)
         except RunOver as over:
             self.end(turn, over.end)
-        return turn.commands
+        return self._up_to_end(turn)
 
     def next_deadline(self) -> float:
         """The latest time at which `handle_deadline` must be called; infinity for never."""
@@ -122,7 +122,14 @@ class BaseCoordinator(Program):
             self.follow_up(turn)
         except RunOver as over:
             self.end(turn, over.end)
-        return turn.commands
+        return self._up_to_end(turn)
+
+    def _up_to_end(self, turn: Turn) -> list[events.Command]:
+        """Return a turn's commands; nothing follows the end of the run, in the journal neither."""
+        if not self.is_over:
+            return turn.commands
+        ends = [index for index, command in enumerate(turn.commands) if isinstance(command, events.End)]
+        return turn.commands[: ends[0] + 1] if ends else turn.commands
 
     # --- what happens --------------------------------------------------------------------------------------------
 
