@@ -22,6 +22,18 @@ _LAST_SAVE_S = 300.0
 _LAST_WORDS_S = 2.0
 
 
+@dataclass(slots=True)
+class _Over:
+    """Training has ended; its last save may still be on the way to the disk."""
+
+    end: EndRun
+    step: int
+    """The newest step at that time."""
+    due_s: float
+    hears_out: bool = False
+    """Whether the last save has failed, and all have a moment to report what their memory holds."""
+
+
 @dataclass(slots=True, eq=False)
 class Shutdown:
     """Knows which workers have finished, whether a stop was requested, and what ended workers."""
@@ -38,12 +50,12 @@ class Shutdown:
     """The generation whose workers were last asked to finish."""
     _finished: tuple[int, set[WorkerId]] = field(default_factory=lambda: (0, set()))
     """(newest generation, its workers that train no further)"""
-    _over: EndRun | None = None
-    """Training has ended; its last save may still be on the way to the disk."""
-    _over_step: int = 0
-    """The newest step at that time."""
-    _hears_out: bool = False
-    due_s: float = math.inf
+    _over: _Over | None = None
+
+    @property
+    def due_s(self) -> float:
+        """When the end no longer waits for the last save."""
+        return math.inf if self._over is None else self._over.due_s
 
     def note_error(self, worker_id: WorkerId, error: Raised) -> None:
         self._errors[worker_id] = (self._progress.last_step, error)
@@ -78,8 +90,11 @@ class Shutdown:
         finished.add(worker_id)
         if len(finished) < len(awaited) or not finished.issuperset(awaited):  # O(1) until as many have finished
             return
-        self._over, self._over_step = self._outcome(), self._progress.last_step
-        self.due_s = min(self.due_s, now_s + _LAST_SAVE_S)
+        end, step = self._outcome(), self._progress.last_step
+        if self._over is None:
+            self._over = _Over(end, step, due_s=now_s + _LAST_SAVE_S)
+        else:
+            self._over.end, self._over.step = end, step
         self._progress.expect(math.inf, now_s)  # No step can be committed now.
 
     def _outcome(self) -> EndRun:
@@ -101,14 +116,14 @@ class Shutdown:
 
         Unless `is_training`, a new plan is on its way, under which unsaved state is saved again.
         """
-        if self._progress.last_step < self._over_step:  # The state was lost before it was saved.
-            self._over, self._over_step, self.due_s = None, 0, math.inf
+        if self._over is not None and self._progress.last_step < self._over.step:  # The state was lost unsaved.
+            self._over = None
         if self._over is not None:  # This comes first, because each heartbeat leads here.
             # While no worker is left, none can report what is saved.
             is_settled = bool(self._members.ready) and self._saving.is_settled
             is_settled = is_settled and (is_training or self._saving.lacking is None)
-            if (is_settled or turn.now_s >= self.due_s) and self._is_heard_out(turn.now_s):
-                turn.do((self._settled(self._over),))
+            if (is_settled or turn.now_s >= self._over.due_s) and self._is_heard_out(self._over, turn.now_s):
+                turn.do((self._settled(self._over.end),))
         if self._stop is None or self._asked_to_finish == generations.newest:
             return
         self._asked_to_finish = generations.newest
@@ -116,12 +131,11 @@ class Shutdown:
             if self._members[worker_id.node].is_ready:
                 turn.send(worker_id.node, FinishStep(device=worker_id.device))
 
-    def _is_heard_out(self, now_s: float) -> bool:
-        # If the last save has failed, all have a moment to report what their memory holds.
-        if self._saving.lacking is not None and self._saving.may_be_in_memory and not self._hears_out:
-            self._hears_out = True
-            self.due_s = min(self.due_s, now_s + _LAST_WORDS_S)
-        return not self._hears_out or not self._saving.may_be_in_memory or now_s >= self.due_s
+    def _is_heard_out(self, over: _Over, now_s: float) -> bool:
+        if self._saving.lacking is not None and self._saving.may_be_in_memory and not over.hears_out:
+            over.hears_out = True
+            over.due_s = min(over.due_s, now_s + _LAST_WORDS_S)
+        return not over.hears_out or not self._saving.may_be_in_memory or now_s >= over.due_s
 
     def _settled(self, over: EndRun) -> EndRun:
         """Return the end of the run once its last save is over: a run whose last save failed is no success."""
