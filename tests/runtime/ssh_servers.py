@@ -14,9 +14,9 @@ import trio
 from oobleck.job import NodeSpec
 from oobleck.runtime.connections import NodeConnections
 from oobleck.runtime.launchers import VirtualNodes
+from oobleck.runtime.ssh import serve_local_nodes
 from oobleck.runtime.ssh.asyncssh_adapter import SSHStream, open_ssh_loop
 from oobleck.runtime.ssh.client import SSHConnection, SSHOptions, connect
-from oobleck.runtime.ssh.local_ssh import serve_local_nodes
 from tests.openssh import needs_openssh, serve_openssh
 
 _NUMBERS = count()

@@ -14,9 +14,9 @@ from oobleck.errors import AgentGone, FaultyNode, NodeUnreachable
 from oobleck.job import NodeSpec
 from oobleck.roles.master_ports import AgentConnection
 from oobleck.runtime.cluster import RemotePaths, SSHCluster
+from oobleck.runtime.ssh import serve_local_nodes
 from oobleck.runtime.ssh.asyncssh_adapter import open_ssh_loop
 from oobleck.runtime.ssh.client import SSHOptions
-from oobleck.runtime.ssh.local_ssh import serve_local_nodes
 from tests.openssh import needs_openssh, serve_openssh
 from tests.runtime.ssh_servers import connections_by
 

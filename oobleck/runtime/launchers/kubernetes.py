@@ -42,14 +42,6 @@ class WatchExpired(Exception):
     """The server no longer has the events after the last one, so all pods must be listed again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pod:
-    uid: str
-    is_leaving: bool
-    problem: str
-    """Why it does not run; empty if nothing is wrong."""
-
-
 class PodWatch:
     """Follows the events of a watch, and reports which pods will be taken away and why others do not start."""
 
@@ -59,7 +51,8 @@ class PodWatch:
         """The last event's version, from which the next watch continues; None lists all pods."""
         self._leave = leave
         self._report = report
-        self._pods: dict[str, _Pod] = {}
+        self._pods: dict[tuple[str, str], tuple[bool, str]] = {}
+        """Whether a pod is being deleted, and why it does not run, keyed by its name and uid."""
 
     @property
     def num_pods(self) -> int:
@@ -72,11 +65,12 @@ class PodWatch:
         except ValueError as error:
             raise PeerError(f"the API server sent a line that is not JSON: {shown(line)}") from error
         kind, thing = _text(event, "type"), _at(event, "object")
+        key = _text(thing, "metadata", "name"), _text(thing, "metadata", "uid")
         match kind:
             case "ADDED" | "MODIFIED":
-                self._see(thing)
+                self._see(key, thing)
             case "DELETED":
-                self._pods.pop(_text(thing, "metadata", "name"), None)
+                self._pods.pop(key, None)
             case "BOOKMARK":
                 pass
             case "ERROR":
@@ -88,19 +82,15 @@ class PodWatch:
                 raise PeerError(f"the API server sent {shown(line)}, which is not an event of a watch")
         self.version = _text(thing, "metadata", "resourceVersion") or self.version
 
-    def _see(self, thing: object) -> None:
-        name, uid = _text(thing, "metadata", "name"), _text(thing, "metadata", "uid")
+    def _see(self, key: tuple[str, str], thing: object) -> None:
         is_leaving = _at(thing, "metadata", "deletionTimestamp") is not None
         problem = "" if is_leaving else next(_problems(_at(thing, "status")), "")
-        pod = _Pod(uid=uid, is_leaving=is_leaving, problem=problem)
-        before = self._pods.get(name)
-        if before is not None and before.uid != pod.uid:
-            before = None  # deleted unseen, and created again under the same name
-        self._pods[name] = pod
-        if pod.is_leaving and (before is None or not before.is_leaving):
-            self._leave(name)
-        if pod.problem and (before is None or before.problem != pod.problem):
-            self._report(f"pod {name}: {pod.problem}")
+        was_leaving, old_problem = self._pods.get(key, (False, ""))
+        self._pods[key] = is_leaving, problem
+        if is_leaving and not was_leaving:
+            self._leave(key[0])
+        if problem and problem != old_problem:
+            self._report(f"pod {key[0]}: {problem}")
 
 
 def _problems(status: object) -> Iterator[str]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from .asyncssh_adapter import SSHCommandStream, open_ssh_loop
 from .client import CompletedCommand, SSHConnection, SSHOptions, connect
 from .dial_in import DialInKeys, Farewell, NodePass, RefusedCaller, call_back, dial_in, make_keys
-from .local_ssh import serve_local_nodes
 from .login_gate import LoginGate
-from .node_server import CommandProcesses
+from .node_server import CommandProcesses, serve_local_nodes
 
 __all__ = [
     "CommandProcesses",

@@ -21,8 +21,8 @@ import trio
 
 from oobleck.runtime.listening import accept
 
-from .node_server import LOGIN_TIMEOUT_S
-
+LOGIN_TIMEOUT_S = 10.0
+"""How long the other side may take to show its key; asyncssh's default is two minutes."""
 _HELLO: Final = b"SSH-"
 _POLL_S: Final = 0.05  # how often to look at a caller that has sent only a part of that
 

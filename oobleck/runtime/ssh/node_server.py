@@ -7,16 +7,23 @@ import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import asyncssh
 import trio
 
-from .asyncssh_adapter import await_asyncio, awaitable_by_asyncio
+from oobleck.job import NodeSpec
+from oobleck.runtime.descriptors import raise_descriptor_limit
+
+from .asyncssh_adapter import await_asyncio, awaitable_by_asyncio, run_on
+from .client import SSHOptions
+from .login_gate import LOGIN_TIMEOUT_S, LoginGate
 
 _READ_BYTES = 1 << 16
-LOGIN_TIMEOUT_S = 10.0
-"""How long the other side may take to show its key; asyncssh's default is two minutes."""
+_HOST = "127.0.0.1"
+_LOGINS_A_NODE = 8  # as many as `Logins` lets begin at one server
+_OTHER_LOGINS = 24
 
 
 class CommandProcesses:
@@ -167,3 +174,38 @@ async def _pump(source: trio.abc.ReceiveStream, target: Any) -> None:
         while data := await source.receive_some(_READ_BYTES):
             target.write(data)
             await await_asyncio(target.drain)  # asyncssh loses what is not drained when the exit is sent
+
+
+@asynccontextmanager
+async def serve_local_nodes(
+    count: int, *, environment: Mapping[str, str] | None = None
+) -> AsyncIterator[tuple[tuple[NodeSpec, ...], SSHOptions]]:
+    """Serve `count` virtual nodes named node0, node1, … on loopback, each on its own port, in place of sshd.
+
+    Yields them and how to reach them, with keys that exist for this run and in memory only. Commands inherit this
+    process's environment and `environment`. Enter it within `open_ssh_loop`. Background processes outlive it, as with
+    sshd.
+    """
+    host_key = asyncssh.generate_private_key("ssh-ed25519")
+    client_key = asyncssh.generate_private_key("ssh-ed25519")
+    async with trio.open_nursery() as commands:
+        options = await node_server_options(
+            host_key=host_key, client_key=client_key, environment=environment or {}, nursery=commands
+        )
+        let_in = partial(run_on, asyncssh.run_server, config=None, options=options)
+        listeners = [listener for _ in range(count) for listener in await trio.open_tcp_listeners(0, host=_HOST)]
+        limit = raise_descriptor_limit() // 3
+        gate = LoginGate(let_in, max_logins=min(limit, _OTHER_LOGINS + _LOGINS_A_NODE * count))
+        for listener in listeners:
+            commands.start_soon(gate.serve, listener)
+        nodes = tuple(
+            NodeSpec(name=f"node{index}", host=_HOST, port=listener.socket.getsockname()[1], user="oobleck")
+            for index, listener in enumerate(listeners)
+        )
+        reached_by = SSHOptions(
+            client_keys=(client_key,), host_keys=(host_key.convert_to_public(),), use_defaults=False
+        )
+        try:
+            yield nodes, reached_by
+        finally:
+            commands.cancel_scope.cancel()

@@ -9,9 +9,9 @@ from pathlib import PurePosixPath
 from oobleck.control.node_check.rounds import Health
 from oobleck.job import NodeSpec
 from oobleck.runtime.node_check.check import check_nodes
+from oobleck.runtime.ssh import serve_local_nodes
 from oobleck.runtime.ssh.asyncssh_adapter import open_ssh_loop
 from oobleck.runtime.ssh.client import SSHOptions
-from oobleck.runtime.ssh.local_ssh import serve_local_nodes
 from tests.openssh import needs_openssh, serve_openssh
 from tests.runtime.ssh_servers import connections_by
 

@@ -18,9 +18,9 @@ import trio.testing
 
 from oobleck.errors import NodeUnreachable
 from oobleck.job import NodeSpec
+from oobleck.runtime.ssh import serve_local_nodes
 from oobleck.runtime.ssh.asyncssh_adapter import open_ssh_loop
 from oobleck.runtime.ssh.client import SSHOptions, connect
-from oobleck.runtime.ssh.local_ssh import serve_local_nodes
 from tests.openssh import OpenSSH, free_port, make_key, needs_openssh, serve_openssh
 from tests.runtime.ssh_servers import SERVERS, reach, until
 

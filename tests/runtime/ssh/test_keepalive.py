@@ -8,9 +8,9 @@ from functools import partial
 
 import trio
 
+from oobleck.runtime.ssh import serve_local_nodes
 from oobleck.runtime.ssh.asyncssh_adapter import Keepalive, open_ssh_loop
 from oobleck.runtime.ssh.client import connect
-from oobleck.runtime.ssh.local_ssh import serve_local_nodes
 from tests.runtime.ssh_servers import Reachable, until
 
 INTERVAL_S = 0.1

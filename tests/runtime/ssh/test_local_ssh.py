@@ -12,9 +12,9 @@ import pytest
 import trio
 
 from oobleck.job import NodeSpec
+from oobleck.runtime.ssh import serve_local_nodes
 from oobleck.runtime.ssh.asyncssh_adapter import await_asyncio, open_ssh_loop
 from oobleck.runtime.ssh.client import SSHOptions, connect
-from oobleck.runtime.ssh.local_ssh import serve_local_nodes
 from tests.runtime.ssh_servers import reach, until
 from tests.runtime.test_listening import no_descriptor_left
 
