@@ -55,7 +55,7 @@ def assemble(job: JobSpec, *, cache_dir: Path) -> Assembly:
     if job.script is not None and not job.script.is_tried:
         check_optimizer(job, made)
         if "model" in made:
-            model.try_layers(structure)
+            model.try_layers(structure, _sizes(job))
     if structure.task != "causal_lm" and job.data.shards and not _streams(job):
         raise ConfigError(f"data.shards: {structure.task} takes no shards; name files by data.paths")
     if structure.task == "masked_lm" and _streams(job):
@@ -128,7 +128,7 @@ def try_out(job: JobSpec, made: _Made | None = None) -> model.ModelStructure:
     structure = structure_of_job(job, made)
     model.share_of(structure, rank=0, degree=job.tensor_parallel)
     if "model" in made:
-        model.try_layers(structure)
+        model.try_layers(structure, _sizes(job))
     return structure
 
 
@@ -219,7 +219,14 @@ def _structure(job: JobSpec, made: _Made, *, vocab_size: int, cache_dir: Path | 
         seed=job.seed,
         cache_dir=cache_dir,
     )
-    return replace(model.with_tried_loss(structure), drops=job.dropout)
+    is_tried = job.script is not None and job.script.is_tried
+    return replace(model.with_tried_loss(structure, None if is_tried else _sizes(job)), drops=job.dropout)
+
+
+def _sizes(job: JobSpec) -> model.BatchSizes:
+    return model.BatchSizes(
+        batch=job.global_batch_size, microbatch=job.microbatch_size, length=job.data.sequence_length
+    )
 
 
 def _inputs(structure: model.ModelStructure) -> ModelInputs:

@@ -24,7 +24,7 @@ from oobleck.errors import ConfigError
 from oobleck.host.script import Job
 from oobleck.job import OptimizerSpec
 from oobleck.training.data import try_collator
-from oobleck.training.model import LiveModel, ModelStructure, try_layers, with_tried_loss
+from oobleck.training.model import BatchSizes, LiveModel, ModelStructure, try_layers, with_tried_loss
 from oobleck.training.optim import Optimizer
 
 from .epochs import EpochOrder, Epochs
@@ -70,7 +70,14 @@ class TrainerJob(Job):
     def settings(self) -> Mapping[str, Any]:  # type: ignore[override]  # looked at where they are asked for alone
         """What a job file would say. Raises as `check`."""
         self.check()
-        return _settings(self._trainer, self._loader, self._epochs, max_steps=self.max_steps, tag=self._tag)
+        return _settings(self._trainer, self._epochs, self._length, max_steps=self.max_steps, tag=self._tag)
+
+    @functools.cached_property
+    def _length(self) -> int:
+        """Tokens of the longest sample. Looks at all of them."""
+        trainer, loader = self._trainer, self._loader
+        batches = [loader, trainer.get_eval_dataloader()] if _evaluates(trainer) else [loader]
+        return max(2, *(longest_row(each) for each in batches))
 
     def check(self) -> None:
         """Take the model apart, try its layers, its loss, the collator and the optimizer, and draw an epoch's order.
@@ -85,9 +92,10 @@ class TrainerJob(Job):
             try_collator(samples, collate, place=place)
         live, replaced = LiveModel.skeleton_of(trainer.model), _loss(trainer)
         structure = ModelStructure.from_live(live, compute_loss=replaced, sequence_length=_TRIED_LENGTH)
-        try_layers(structure)
+        sizes = _sizes(trainer, self._length)
+        try_layers(structure, sizes)
         num_batches = self._epochs.batches_per_step
-        if with_tried_loss(structure).loss_rule.is_mean and num_batches > 1:
+        if with_tried_loss(structure, sizes).loss_rule.is_mean and num_batches > 1:
             does = "adds up" if trainer.model_accepts_loss_kwargs else "averages"
             warnings.warn(
                 f"{type(inner_model(trainer.model)).__name__} returns the mean over a batch's labels, and transformers "
@@ -138,13 +146,11 @@ def epochs_of(trainer: Any, loader: Any) -> Epochs:
 # --- settings --------------------------------------------------------------------------------------------------
 
 
-def _settings(trainer: Any, loader: Any, epochs: Epochs, *, max_steps: int, tag: str) -> dict[str, Any]:
+def _settings(trainer: Any, epochs: Epochs, length: int, *, max_steps: int, tag: str) -> dict[str, Any]:
     args = trainer.args
     state = TrainerState()
     state.compute_steps(args, max_steps)  # type: ignore[no-untyped-call]  # transformers' own
-    global_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    batches = [loader, trainer.get_eval_dataloader()] if _evaluates(trainer) else [loader]
-    length = max(2, *(longest_row(each) for each in batches))
+    sizes = _sizes(trainer, length)
     return {
         "tag": args.run_name or re.sub(r"[^A-Za-z0-9._-]", "-", tag).strip(".-_") or "trainer",
         "model": {"type": "script"},
@@ -158,8 +164,8 @@ def _settings(trainer: Any, loader: Any, epochs: Epochs, *, max_steps: int, tag:
             "max_grad_norm": args.max_grad_norm or _NO_CLIPPING,
         },
         "max_steps": max_steps,
-        "global_batch_size": global_batch_size,
-        "microbatch_size": microbatch_size_of(args.per_device_train_batch_size, global_batch_size, length),
+        "global_batch_size": sizes.batch * args.gradient_accumulation_steps,
+        "microbatch_size": sizes.microbatch,
         "dtype": _dtype(trainer),
         "device": "cpu" if args.use_cpu or not torch.cuda.is_available() else "cuda",
         "seed": args.seed,
@@ -169,6 +175,12 @@ def _settings(trainer: Any, loader: Any, epochs: Epochs, *, max_steps: int, tag:
         "control": {"start_timeout_s": _START_TIMEOUT_S},
         **({"eval_steps": _eval_steps(trainer, state, epochs)} if _evaluates(trainer) else {}),
     }
+
+
+def _sizes(trainer: Any, length: int) -> BatchSizes:
+    batch = trainer.args.per_device_train_batch_size
+    microbatch = microbatch_size_of(batch, batch * trainer.args.gradient_accumulation_steps, length)
+    return BatchSizes(batch=batch, microbatch=microbatch, length=length)
 
 
 def microbatch_size_of(batch_size: int, global_batch_size: int, length: int) -> int:
