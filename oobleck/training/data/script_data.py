@@ -254,9 +254,9 @@ def try_collator(samples: Any, collate: Collate, *, place: str) -> None:
     """
     numbers = _from_all_over(len(samples), _NUM_TRIED)
     with suppress(LookupError, TypeError, ValueError, RuntimeError, ArithmeticError, AttributeError):
-        items = [samples[number] for number in numbers]
-        fault = _fault_of_samples(samples, numbers) or _fault_of_rows(items, collate)
-        fault = fault or _fault_of_later_rows(items, collate)
+        if (fault := _fault_of_samples(samples, numbers)) is None:
+            items = [samples[number] for number in numbers]
+            fault = _fault_of_rows(items, collate) or _fault_of_later_rows(items, collate)
         if fault is not None:
             raise ConfigError(f"{place}: {fault}")
 
