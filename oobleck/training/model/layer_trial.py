@@ -284,8 +284,11 @@ class _Layer:
     def changed_by(self, tried: _Tried) -> list[str]:
         """Name what is kept in modules, or reached by them, that a run changes."""
         before = states_of(self.modules)
-        tried.run(self.rows)
-        return changed_since(self.modules, before)
+        changed: list[str] = []
+        for rows in (self.rows, self.part):  # what is kept of the same samples may be the same again
+            tried.run(rows)
+            changed = changed or changed_since(self.modules, before)
+        return changed
 
 
 @dataclass(frozen=True, slots=True)
