@@ -56,7 +56,7 @@ def assemble(job: JobSpec, *, cache_dir: Path) -> Assembly:
     if job.script is not None and not job.script.is_tried:
         check_optimizer(job, made)
         if "model" in made:
-            model.try_layers(structure)
+            model.try_layers(structure, _sizes(job))
     if structure.task != "causal_lm" and job.data.shards and not _streams(job):
         raise ConfigError(f"data.shards: {structure.task} takes no shards; name files by data.paths")
     if structure.task == "masked_lm" and _streams(job):
@@ -130,7 +130,7 @@ def try_out(job: JobSpec, made: _Made | None = None) -> model.ModelStructure:
     structure = structure_of_job(job, made)
     model.share_of(structure, rank=0, degree=job.tensor_parallel)
     if "model" in made:
-        model.try_layers(structure)
+        model.try_layers(structure, _sizes(job))
     return structure
 
 
@@ -208,18 +208,24 @@ def _structure(job: JobSpec, made: _Made, *, vocab_size: int, cache_dir: Path | 
         raise ConfigError(
             "model.lora: the script makes the model itself; leave it out, and call peft.get_peft_model there"
         )
-    else:
-        structure = model.ModelStructure.from_factory(
-            made["model"],
-            loss=made.get("loss"),
-            task=job.model.task,
-            vocab_size=vocab_size,
-            sequence_length=length,
-            dtype=model.Precision.of(job.dtype).parameters,
-            seed=job.seed,
-            cache_dir=cache_dir,
-        )
-    return replace(model.with_tried_loss(structure), drops=job.dropout)
+    structure = model.ModelStructure.from_factory(
+        made["model"],
+        loss=made.get("loss"),
+        task=job.model.task,
+        vocab_size=vocab_size,
+        sequence_length=length,
+        dtype=model.Precision.of(job.dtype).parameters,
+        seed=job.seed,
+        cache_dir=cache_dir,
+    )
+    is_tried = job.script is not None and job.script.is_tried
+    return replace(model.with_tried_loss(structure, None if is_tried else _sizes(job)), drops=job.dropout)
+
+
+def _sizes(job: JobSpec) -> model.BatchSizes:
+    return model.BatchSizes(
+        batch=job.global_batch_size, microbatch=job.microbatch_size, length=job.data.sequence_length
+    )
 
 
 def _inputs(structure: model.ModelStructure) -> ModelInputs:

@@ -172,7 +172,7 @@ def _in_object(name: str, value: Any) -> Iterator[_Found]:
     else:
         yield from _in_mapping(name, own, own)
     for each in type(value).__mro__:
-        if _is_users(each.__module__):
+        if is_of_a_script(each.__module__):
             for slot, member in vars(each).items():
                 if isinstance(member, types.MemberDescriptorType) and hasattr(value, slot):
                     read, write = functools.partial(getattr, value, slot), functools.partial(setattr, value, slot)
@@ -182,7 +182,7 @@ def _in_object(name: str, value: Any) -> Iterator[_Found]:
 
 def _in_class(kind: type) -> Iterator[_Found]:
     for each in kind.__mro__:
-        is_users = _is_users(each.__module__)
+        is_users = is_of_a_script(each.__module__)
         for name, value in list(vars(each).items()):
             if name.startswith("__") and not callable(value):
                 continue
@@ -206,7 +206,7 @@ def _in_function(name: str, function: types.FunctionType) -> Iterator[_Found]:
         value = known[each]
         if not isinstance(value, types.ModuleType):
             yield from _in_mapping("the global", known, [each], form="{} {}")
-        elif _is_users(value.__name__):
+        elif is_of_a_script(value.__name__):
             yield from _in_mapping(each, vars(value), sorted(names & vars(value).keys()))
 
 
@@ -242,7 +242,7 @@ def _is_entered(value: object) -> bool:
             return True
     of = _of(type(value))
     is_standard = of.partition(".")[0] in sys.stdlib_module_names
-    has_attributes = hasattr(value, "__dict__") or _is_users(of)  # or slots
+    has_attributes = hasattr(value, "__dict__") or is_of_a_script(of)  # or slots
     return has_attributes and not is_standard and not of.startswith((_OURS, "torch."))
 
 
@@ -252,7 +252,7 @@ def _is_a_scripts(value: object) -> bool:
         return True
     if isinstance(value, staticmethod | classmethod | property | types.SimpleNamespace):
         return True
-    return _is_users(_of(value if isinstance(value, types.FunctionType | type) else type(value)))
+    return is_of_a_script(_of(value if isinstance(value, types.FunctionType | type) else type(value)))
 
 
 def _of(value: Any) -> str:
@@ -262,7 +262,8 @@ def _of(value: Any) -> str:
 
 
 @functools.cache
-def _is_users(module: str) -> bool:
+def is_of_a_script(module: str) -> bool:
+    """Say whether a module, by its name, is none of the standard library's, of ours, or of an installed package."""
     if module.partition(".")[0] in (*sys.stdlib_module_names, _OURS):
         return False
     file = getattr(sys.modules.get(module), "__file__", None)

@@ -24,7 +24,7 @@ from oobleck.errors import ConfigError
 from oobleck.host.script import Job
 from oobleck.job import OptimizerSpec
 from oobleck.training.data import try_collator
-from oobleck.training.model import LiveModel, ModelStructure, try_layers, with_tried_loss
+from oobleck.training.model import BatchSizes, LiveModel, ModelStructure, try_layers, with_tried_loss
 from oobleck.training.optim import Optimizer
 
 from .checks import evaluates
@@ -65,7 +65,14 @@ class TrainerJob(Job):
     def settings(self) -> Mapping[str, Any]:  # type: ignore[override]  # computed only where they are used
         """The contents of an equivalent job file. Raises as `check`."""
         self.check()
-        return _settings(self._trainer, self._loader, self.epochs, max_steps=self.max_steps, tag=self._tag)
+        return _settings(self._trainer, self.epochs, self._length, max_steps=self.max_steps, tag=self._tag)
+
+    @functools.cached_property
+    def _length(self) -> int:
+        """The number of tokens of the longest sample. Reads all samples."""
+        trainer, loader = self._trainer, self._loader
+        loaders = [loader, trainer.get_eval_dataloader()] if evaluates(trainer) else [loader]
+        return max(2, *(longest_row(each) for each in loaders))
 
     def check(self) -> None:
         """Take the model apart, try its layers, its loss, the collator and the optimizer, and draw an epoch's order.
@@ -80,9 +87,10 @@ class TrainerJob(Job):
             try_collator(samples, collate, place=place)
         live, replaced = LiveModel.skeleton_of(trainer.model), _loss(trainer)
         structure = ModelStructure.from_live(live, compute_loss=replaced, sequence_length=_TRIED_LENGTH)
-        try_layers(structure)
+        sizes = _sizes(trainer, self._length)
+        try_layers(structure, sizes)
         num_batches = self.epochs.batches_per_step
-        if with_tried_loss(structure).loss_rule.is_mean and num_batches > 1:
+        if with_tried_loss(structure, sizes).loss_rule.is_mean and num_batches > 1:
             does = "adds up" if trainer.model_accepts_loss_kwargs else "averages"
             warnings.warn(
                 f"{type(inner_model(trainer.model)).__name__} returns the mean over a batch's labels, and transformers "
@@ -130,16 +138,13 @@ def epochs_of(trainer: Any, loader: Any) -> Epochs:
     return Epochs(num_batches=num_batches, batches_per_step=trainer.args.gradient_accumulation_steps)
 
 
-def _settings(trainer: Any, loader: Any, epochs: Epochs, *, max_steps: int, tag: str) -> dict[str, Any]:
+def _settings(trainer: Any, epochs: Epochs, length: int, *, max_steps: int, tag: str) -> dict[str, Any]:
     args = trainer.args
     state = TrainerState()
     state.compute_steps(args, max_steps)  # type: ignore[no-untyped-call]  # transformers' own
-    global_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    is_evaluated = evaluates(trainer)
+    sizes = _sizes(trainer, length)
     asked = (getattr(args, name, None) for name in ("activation_checkpointing", "gradient_checkpointing"))
     recomputes = any(asked) or any(getattr(each, "gradient_checkpointing", False) for each in trainer.model.modules())
-    loaders = [loader, trainer.get_eval_dataloader()] if is_evaluated else [loader]
-    length = max(2, *(longest_row(each) for each in loaders))
     settings = {
         "tag": args.run_name or re.sub(r"[^A-Za-z0-9._-]", "-", tag).strip(".-_") or "trainer",
         "model": {"type": "script"},
@@ -153,8 +158,8 @@ def _settings(trainer: Any, loader: Any, epochs: Epochs, *, max_steps: int, tag:
             "max_grad_norm": args.max_grad_norm or _NO_CLIPPING,
         },
         "max_steps": max_steps,
-        "global_batch_size": global_batch_size,
-        "microbatch_size": microbatch_size_of(args.per_device_train_batch_size, global_batch_size, length),
+        "global_batch_size": sizes.batch * args.gradient_accumulation_steps,
+        "microbatch_size": sizes.microbatch,
         "dtype": _dtype(trainer),
         "device": "cpu" if args.use_cpu or not torch.cuda.is_available() else "cuda",
         "seed": args.seed,
@@ -163,7 +168,7 @@ def _settings(trainer: Any, loader: Any, epochs: Epochs, *, max_steps: int, tag:
         "checkpoint": _checkpoints(trainer, state, epochs),
         "control": {"start_timeout_s": _START_TIMEOUT_S},
     }
-    if is_evaluated:
+    if evaluates(trainer):
         by_epoch = args.eval_strategy == IntervalStrategy.EPOCH
         settings["eval_steps"] = epochs.num_steps if by_epoch else int(state.eval_steps)
     return settings
@@ -192,6 +197,12 @@ def longest_row(loader: Any) -> int:
 
 def _tokens_of(item: Any) -> Any:
     return item.get(_TOKENS) if isinstance(item, Mapping) or hasattr(item, "keys") else None
+
+
+def _sizes(trainer: Any, length: int) -> BatchSizes:
+    batch = trainer.args.per_device_train_batch_size
+    microbatch = microbatch_size_of(batch, batch * trainer.args.gradient_accumulation_steps, length)
+    return BatchSizes(batch=batch, microbatch=microbatch, length=length)
 
 
 def microbatch_size_of(batch_size: int, global_batch_size: int, length: int) -> int:

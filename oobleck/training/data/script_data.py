@@ -211,9 +211,9 @@ def try_collator(samples: Any, collate: Collate, *, place: str) -> None:
     """
     numbers = _from_all_over(len(samples), _TRIED_SAMPLES)
     with suppress(LookupError, TypeError, ValueError, RuntimeError, ArithmeticError, AttributeError):
-        items = [samples[number] for number in numbers]
-        fault = _fault_of_samples(samples, numbers) or _fault_of_rows(items, collate)
-        fault = fault or _fault_of_later_rows(items, collate)
+        if (fault := _fault_of_samples(samples, numbers)) is None:
+            items = [samples[number] for number in numbers]
+            fault = _fault_of_rows(items, collate) or _fault_of_later_rows(items, collate)
         if fault is not None:
             raise ConfigError(f"{place}: {fault}")
 
@@ -235,25 +235,51 @@ def _read(samples: Any, number: int) -> bytes:
 
 
 _Rows = list[dict[str, Any]]
+_MIXED = (
+    "data_collator makes another row of a sample when it has others beside it, and batches are cut into microbatches "
+    "over nodes; have it make each row of its own sample, pad rows to the longest alone, and give padding the label "
+    f"{IGNORED_LABEL}"
+)
 
 
 def _fault_of_rows(items: Sequence[Any], collate: Collate) -> str | None:
     # Nodes cut a batch into microbatches, so a row must not depend on which others are next to it.
-    together, draws = _collated(items, collate)
+    together, drawn = _collated(items, collate)
+    if len(together) != len(items):
+        return (
+            f"data_collator makes {len(together)} rows of {len(items)} samples; it must keep one row for each sample: "
+            "leave samples out, or pack them, in the dataset itself"
+        )
     alone = [_collated([item], collate) for item in items]
     again, _ = _collated(items, collate)
     if not all(map(_are_equal, together, again)):
         return f"data_collator returns other rows when it is called again with the same samples, and {_ASKED_AGAIN}"
-    if draws or any(has_drawn for _, has_drawn in alone):
-        return None  # the draws depend on the number of rows
+    if drawn is not None or any(has_drawn is not None for _, has_drawn in alone):
+        return _fault_of_drawn_rows(items, collate)  # what is drawn depends on how many rows there are
     for row, (rows, _) in zip(together, alone, strict=True):
         if not _are_equal(row, rows[0]) and not _is_padded(row, rows[0]):
-            return (
-                "data_collator makes another row of a sample when it has others next to it, and batches are cut into "
-                "microbatches over nodes; have it make each row of its own sample, pad rows to the longest alone, "
-                f"and give padding the label {IGNORED_LABEL}"
-            )
+            return _MIXED
     return None
+
+
+def _fault_of_drawn_rows(items: Sequence[Any], collate: Collate) -> str | None:
+    """Compare a row beside others with the same beside itself, where as many random numbers are drawn for both."""
+    first, *others = items
+    alike = [first, *(each for each in others if _form_of(each) == _form_of(first))]
+    rows, drawn = _collated(alike, collate)
+    copies, drawn_for_copies = _collated([first] * len(alike), collate)
+    if len(alike) > 1 and drawn == _collated([first], collate)[1] is not None:
+        return (
+            "data_collator draws random numbers for all rows of its batch at once, and batches are cut into "
+            "microbatches over nodes, each of which would draw its own; have it draw numbers for each row"
+        )
+    return _MIXED if drawn == drawn_for_copies and not _are_equal(rows[0], copies[0]) else None
+
+
+def _form_of(item: Any) -> object:
+    """What an item is but for its numbers: names and shapes."""
+    named = item.items() if isinstance(item, Mapping) else [("", item)]
+    return sorted((str(name), np.shape(value)) for name, value in named)
 
 
 def _fault_of_later_rows(items: Sequence[Any], collate: Collate) -> str | None:
@@ -268,14 +294,17 @@ def _fault_of_later_rows(items: Sequence[Any], collate: Collate) -> str | None:
     return f"data_collator returns other rows later, by {counter}, which changes with every call, and {_ASKED_AGAIN}"
 
 
-def _collated(items: Sequence[Any], collate: Collate) -> tuple[_Rows, bool]:
-    """Return rows, and whether making them drew random numbers."""
+def _collated(items: Sequence[Any], collate: Collate) -> tuple[_Rows, object | None]:
+    """Return rows, and the generators' states after them, or None if making them drew no random numbers."""
     with drawing_alike(0):
         before = generator_states()
         columns: Mapping[str, Any] = dict(collate(list(items)))
-        draws = generator_states() != before
-        rows = [{name: np.asarray(values[row]) for name, values in columns.items()} for row in range(len(items))]
-    return rows, draws
+        after = generator_states()
+        count = len(items)
+        if any(len(values) != count for values in columns.values()):
+            count = next(len(values) for values in columns.values() if len(values) != count)
+        rows = [{name: np.asarray(values[row]) for name, values in columns.items()} for row in range(count)]
+    return rows, None if after == before else after
 
 
 def _are_equal(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -286,7 +315,7 @@ def _is_padded(row: Mapping[str, Any], alone: Mapping[str, Any]) -> bool:
     """Return whether a row may be another one with padding at its end or its beginning, by its tokens and labels."""
     length, missing = len(alone["input_ids"]), len(row["input_ids"]) - len(alone["input_ids"])
     if missing <= 0:
-        return missing < 0  # a truncated row may be any
+        return False
     columns = [(row[name], alone[name]) for name in ("input_ids", "labels") if name in alone and alone[name].ndim == 1]
     for kept, rest in ((slice(length), slice(length, None)), (slice(missing, None), slice(missing))):
         if all(np.array_equal(long[kept], short) for long, short in columns):

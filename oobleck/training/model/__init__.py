@@ -10,7 +10,7 @@ from .documents import separates_documents
 from .forward_passes import Precision, require_compiler
 from .layer_trial import try_layers
 from .live_model import LiveModel
-from .loss_trial import with_tried_loss
+from .loss_trial import BatchSizes, with_tried_loss
 from .models import StageModel
 from .structure import ModelStructure
 from .tensor_parallel import Share, initialize_share, install, share_of
@@ -18,6 +18,7 @@ from .weight_gradients import WeightGradients
 
 __all__ = [
     "Adapters",
+    "BatchSizes",
     "LiveModel",
     "MicrobatchKey",
     "ModelStructure",

@@ -23,7 +23,7 @@ from oobleck.training.counters import changed_since, counter_of, states_of
 from oobleck.training.data import Batch
 from oobleck.training.randomness import MicrobatchKey, drawing_alike, generator_states
 
-from .loss_trial import CapturedHead, made_up_labels, made_up_weights
+from .loss_trial import BatchSizes, CapturedHead, made_up_labels, made_up_weights
 from .models import StageModel
 from .structure import ModelStructure
 
@@ -35,8 +35,6 @@ _FEWEST = 2
 """Tokens of a sample of a large layer."""
 _ROWS = 3
 """Samples: a number that few other dimensions have."""
-_MOST_ROWS, _MOST_WORK = 256, 1 << 32
-"""Of a job's own batch: samples, and products of an element of the layer and a token; longer samples are cut."""
 _SCALES = (2.0**-20, 2.0**20)
 """Of gradients: far apart, and powers of two, by which nothing is rounded differently."""
 _KEY = MicrobatchKey(seed=0, step=1, microbatch=0)
@@ -74,25 +72,6 @@ class _Fault(Enum):
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSizes:
-    """How large a batch is where the script trains by itself, and what becomes of it on nodes."""
-
-    batch: int
-    microbatch: int
-    length: int
-    """Tokens of a sample."""
-
-    def bounded(self, num_elements: int) -> BatchSizes:
-        """Return the sizes that a layer of so many elements is tried with: fewer rows, and shorter ones, of a batch
-        that would take long.
-        """
-        tokens = max(_MOST_WORK // max(num_elements, 1), 2 * _FEWEST)
-        batch = min(self.batch, _MOST_ROWS, tokens // _FEWEST)
-        length = min(self.length, max(tokens // batch, _FEWEST))
-        return BatchSizes(batch=batch, microbatch=min(self.microbatch, batch), length=length)
-
-
 def try_layers(structure: ModelStructure, sizes: BatchSizes | None = None) -> None:
     """Raise ConfigError that names a module which would train differently in other microbatches.
 
@@ -123,9 +102,8 @@ def try_layers(structure: ModelStructure, sizes: BatchSizes | None = None) -> No
             for length in sorted(lengths):
                 if _is_tried(_Layer(stage, layer, captured, length=length), _fault_of):
                     break
-            if sizes is not None and (own := sizes.bounded(num_elements)).microbatch < own.batch:
-                length = min(own.length, structure.sequence_length)
-                batch = _Layer(stage, layer, captured, length=length, rows=own.batch, part=own.microbatch)
+            if sizes is not None and (own := sizes.bounded(num_elements)).is_cut:
+                batch = _Layer(stage, layer, captured, length=own.length, rows=own.batch, part=own.microbatch)
                 _is_tried(batch, _fault_of_a_part)
 
 
@@ -306,8 +284,11 @@ class _Layer:
     def changed_by(self, tried: _Tried) -> list[str]:
         """Name what is kept in modules, or reached by them, that a run changes."""
         before = states_of(self.modules)
-        tried.run(self.rows)
-        return changed_since(self.modules, before)
+        changed: list[str] = []
+        for rows in (self.rows, self.part):  # what is kept of the same samples may be the same again
+            tried.run(rows)
+            changed = changed or changed_since(self.modules, before)
+        return changed
 
 
 @dataclass(frozen=True, slots=True)

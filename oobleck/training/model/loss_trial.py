@@ -8,13 +8,15 @@ says so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from transformers.utils.generic import ModelOutput
 
 from oobleck.errors import ConfigError
 from oobleck.job import Task
@@ -32,19 +34,56 @@ _LENGTH, _LABELS = 6, 16
 _NUM_SET = 1 << 16
 """Weights of a parameter that are not zero, at most: the rest of a large head costs no memory."""
 _NUM_ITEMS = 64
+_MOST_ROWS, _FEWEST_TOKENS, _MOST_WORK = 256, 2, 1 << 32
+"""Of a job's own batch: samples, tokens of each, and products of an element of a layer and a token; beyond that, fewer
+and shorter samples stand for it."""
+_OF_BLOCKS = {"hidden_states": "output_hidden_states", "attentions": "output_attentions"}
+"""What a model returns of its blocks, and by which setting."""
+_OF_WEIGHTS = (1 / 256, 1024.0)
+"""By what the head's weights are multiplied, one after the other, for logits that are alike, and far apart."""
+_NOTHING = 1e-6
+"""Losses that are rounding alone."""
+_LEAST_WIDTH = 1024
+"""As what the head counts at least, for a bound on logits."""
 _KEY = MicrobatchKey(seed=0, step=1, microbatch=0)
 _NUM_SAMPLES = 4
 """For a loss that a script brings: enough that classes are not as frequent among some as among all."""
 
 
-def with_tried_loss(structure: ModelStructure) -> ModelStructure:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizes:
+    """How large a batch is where the script trains by itself, and what becomes of it on nodes."""
+
+    batch: int
+    microbatch: int
+    length: int
+    """Tokens of a sample."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a batch is more than a microbatch."""
+        return self.microbatch < self.batch
+
+    def bounded(self, num_elements: int) -> BatchSizes:
+        """Return the sizes that a layer of so many elements is tried with: fewer rows, and shorter ones, of a batch
+        that would take long.
+        """
+        tokens = max(_MOST_WORK // max(num_elements, 1), 2 * _FEWEST_TOKENS)
+        batch = min(self.batch, _MOST_ROWS, tokens // _FEWEST_TOKENS)
+        length = min(self.length, max(tokens // batch, _FEWEST_TOKENS))
+        return BatchSizes(batch=batch, microbatch=min(self.microbatch, batch), length=length)
+
+
+def with_tried_loss(structure: ModelStructure, sizes: BatchSizes | None = None) -> ModelStructure:
     """Return the structure with what is known of the loss that it is trained with: its model's own, or a script's.
+
+    With `sizes`, it is tried on a batch of the job's own size too, up to a bound.
 
     Takes as long as building the model without memory. Raises ConfigError for a loss of which it cannot be known what
     each microbatch adds to it.
     """
     if structure.compute_loss is not None:
-        return _with_tried(structure, losses.loss_of_outputs(structure.compute_loss), structure.compute_loss)
+        return _with_tried(structure, losses.loss_of_outputs(structure.compute_loss), structure.compute_loss, sizes)
     if structure.task != "causal_lm":
         return structure
     stage = _on_head(
@@ -52,27 +91,50 @@ def with_tried_loss(structure: ModelStructure) -> ModelStructure:
     )
     if isinstance(stage.model, LayeredModel):
         loss = stage.model.loss
-        return structure if loss is None else _with_tried(structure, loss, loss, argument="num_items")
+        return structure if loss is None else _with_tried(structure, loss, loss, sizes, argument="num_items")
     with torch.no_grad(), drawing_from(0):  # its layers seed the generator
         trial = _Trial(stage)
         with stage.evaluating():
             rule = trial.rule()
+            for each in trial.others(sizes):
+                trial.require_shares(rule, *each)
         trial.require_no_count()
         return replace(structure, loss_rule=rule)
 
 
 def _with_tried(
-    structure: ModelStructure, loss: losses.Loss, given: object, argument: str = "num_items_in_batch"
+    structure: ModelStructure,
+    loss: losses.Loss,
+    given: object,
+    sizes: BatchSizes | None,
+    argument: str = "num_items_in_batch",
 ) -> ModelStructure:
     """The structure with a script's loss tried, unless that takes more than made-up outputs. `given` is the script's
     own, whose argument `argument` is.
     """
     head = CapturedHead()
-    if not head.is_run(_on_head(head.stage_of(structure))) or (fault := _fault(loss, head, given)) is None:
+    stage = _on_head(head.stage_of(structure))
+    if not head.is_run(stage):
         return structure
+    if (read := _read_of_blocks(loss, head, structure)) is not None:
+        fault: str | None = (
+            f"it reads outputs.{read}, which are those of all blocks, and a node has some of them; have it compute the "
+            f"loss from the logits alone, and leave {_OF_BLOCKS[read]} out"
+        )
+    elif (fault := _fault(loss, head, given)) is None:
+        return structure
+    own = None if sizes is None else _bounded(sizes, structure)
+    if not fault and own is not None and own.is_cut and head.is_run(stage, rows=own.batch, length=own.length):
+        fault = _fault(loss, head, given, size=own.microbatch) or ""
     if fault:
         raise ConfigError(losses.unfit_loss(given, fault, argument=argument))
     return replace(structure, has_tried_loss=True)
+
+
+def _bounded(sizes: BatchSizes, structure: ModelStructure) -> BatchSizes:
+    """The sizes that a loss is tried with: as the head would be."""
+    head = sum(structure.shapes[name].numel() for name in structure.layer_parameters(structure.num_layers - 1))
+    return sizes.bounded(max(head, _LEAST_WIDTH * structure.config.vocab_size))
 
 
 def _on_head(stage: StageModel) -> StageModel:
@@ -112,13 +174,13 @@ class CapturedHead:
         logits: torch.Tensor = self.outputs if isinstance(self.outputs, torch.Tensor) else self.outputs.logits
         return logits
 
-    def is_run(self, stage: StageModel) -> bool:
+    def is_run(self, stage: StageModel, *, rows: int = _NUM_SAMPLES, length: int | None = None) -> bool:
         """Run the head on made-up hidden states. False where it takes more than these."""
         structure = stage.structure
         generator = torch.Generator().manual_seed(1)
-        length = min(_LENGTH, structure.sequence_length)
-        self.ids = torch.randint(min(_LABELS, structure.config.vocab_size), (_NUM_SAMPLES, length), generator=generator)
-        hidden = torch.randn((_NUM_SAMPLES, length, structure.hidden_size), generator=generator)
+        length = min(_LENGTH, structure.sequence_length) if length is None else length
+        self.ids = torch.randint(min(_LABELS, structure.config.vocab_size), (rows, length), generator=generator)
+        hidden = torch.randn((rows, length, structure.hidden_size), generator=generator)
         batch = Batch(input_ids=self.ids, labels=made_up_labels(structure.task, self.ids))
         with stage.evaluating(), torch.no_grad(), drawing_from(0), suppress(Exception):  # somebody else's code
             stage.forward(batch, hidden, num_items=_NUM_ITEMS, key=_KEY)
@@ -126,8 +188,12 @@ class CapturedHead:
         return False
 
 
-def _fault(loss: losses.Loss, head: CapturedHead, given: object) -> str | None:
-    """What is wrong with a loss, the empty string if nothing; None where it cannot be tried."""
+def _fault(loss: losses.Loss, head: CapturedHead, given: object, size: int | None = None) -> str | None:
+    """What is wrong with a loss, the empty string if nothing; None where it cannot be tried.
+
+    With `size`, a batch is compared with microbatches of that many samples, and how large losses are is left as it is.
+    """
+    num_items = _NUM_ITEMS if size is None else head.ids.numel()
 
     def number_of(outputs: Any, labels: torch.Tensor, num_items: int) -> torch.Tensor:
         with drawing_from(0):  # as often as it likes, without a trace in the script
@@ -136,16 +202,48 @@ def _fault(loss: losses.Loss, head: CapturedHead, given: object) -> str | None:
             raise ArithmeticError("made-up values have no loss")
         return value
 
+    def fault_of(outputs: Any, labels: torch.Tensor) -> str | None:
+        return losses.fault_of_loss(number_of, outputs, labels, num_items=num_items, size=size)
+
     for labels in (head.labels, head.ids):
         with suppress(Exception):  # it is somebody else's code, and may fail in any way
-            fault = losses.fault_of_loss(number_of, head.outputs, labels, num_items=_NUM_ITEMS)
-            if fault is None and labels.ndim > 1:
-                labels = labels.clone()
-                labels[0, labels.shape[1] // 2 :] = IGNORED_LABEL
-                with suppress(Exception):  # a loss that knows no ignored labels
-                    fault = losses.fault_of_loss(number_of, head.outputs, labels, num_items=_NUM_ITEMS)
+            fault = fault_of(head.outputs, labels)
+            some = labels.clone()
+            if labels.ndim > 1:
+                some[0, some.shape[1] // 2 :] = IGNORED_LABEL
+            with suppress(Exception):  # a loss that knows no ignored labels
+                fault = fault or fault_of(head.outputs, some)
+            if size is not None:
+                return fault or ""
+            with suppress(Exception):  # one that knows no such logits
+                others = losses.of_other_sizes(head.outputs, labels)
+                fault = fault or next(filter(None, (fault_of(each, labels) for each in others)), None)
             return fault or _fault_of_later_calls(number_of, head.outputs, labels, given) or ""
     return None
+
+
+def _read_of_blocks(loss: losses.Loss, head: CapturedHead, structure: ModelStructure) -> str | None:
+    """Name what a loss reads of the outputs of blocks, which the stage with the head does not have all of."""
+    if not isinstance(head.outputs, ModelOutput):
+        return None
+    for name, setting in _OF_BLOCKS.items():
+        if not getattr(structure.config, setting, False):
+            continue
+        is_number = []
+        with suppress(Exception):  # it is somebody else's code, and may fail in any way
+            for value in (0.0, float("nan")):
+                outputs = type(head.outputs)(**{**head.outputs, name: _of_blocks(name, structure, head.ids, value)})
+                is_number.append(bool(loss(outputs, head.labels.clone(), _NUM_ITEMS).isfinite()))
+        if is_number and is_number != [True, True]:
+            return name
+    return None
+
+
+def _of_blocks(name: str, structure: ModelStructure, ids: torch.Tensor, value: float) -> tuple[torch.Tensor, ...]:
+    """Make up what all blocks return."""
+    (rows, length), heads = ids.shape, getattr(structure.config, "num_attention_heads", None) or 1
+    shape = (rows, heads, length, length) if name == "attentions" else (rows, length, structure.hidden_size)
+    return tuple(torch.full(shape, value) for _ in range(structure.num_blocks + 1))
 
 
 def _fault_of_later_calls(loss: losses.Loss, outputs: Any, labels: torch.Tensor, given: object) -> str | None:
@@ -192,6 +290,7 @@ class _Trial:
     def __init__(self, stage: StageModel) -> None:
         self._stage = stage
         self._name = type(stage.model).__name__
+        self._counts_first = False
 
     def rule(self) -> losses.LossRule:
         """Find the rule that all losses follow. Raises ConfigError where there is none."""
@@ -199,8 +298,13 @@ class _Trial:
         one, other = both.take(0, 1).without_last_label(), both.take(1, 2)
         both.batch.labels[0] = one.batch.labels[0]
         together, halved = self._loss(both), self._loss(both, 2 * _NUM_ITEMS)
+        if (read := self._read_of_blocks(both)) is not None:
+            raise ConfigError(
+                f"model: the loss of {self._name} reads {read}, which are those of all blocks, and a node has some of "
+                "them; have it compute the loss from the logits alone"
+            )
         alone = self._loss(one), self._loss(other)
-        counts_first = self._loss(other.with_other_first_label()) != alone[1]
+        self._counts_first = counts_first = self._loss(other.with_other_first_label()) != alone[1]
         if not losses.is_same(again := self._loss(both), together):
             raise ConfigError(
                 f"model: {self._name} returns another loss when it runs again on the same samples, {again:g} after "
@@ -220,6 +324,39 @@ class _Trial:
             "by num_items_in_batch, or the mean over the labels that are not -100, or give compute_loss_func"
         )
 
+    def others(self, sizes: BatchSizes | None) -> Iterator[tuple[_Samples, int]]:
+        """Yield samples and how many of them make a microbatch: for small, ordinary and large losses, and a batch of
+        the job's own size. Changes the weights of the stage.
+        """
+        both = self._samples()
+        yield self._as_predicted(both, 2), 1
+        if sizes is not None and (own := _bounded(sizes, self._stage.structure)).is_cut:
+            yield self._samples(own.batch, own.length), own.microbatch
+        for scale in _OF_WEIGHTS:
+            for parameter in self._stage.parameters.values():
+                if parameter.ndim > 1:
+                    parameter.mul_(scale)
+            yield both, 1
+        yield self._as_predicted(both, 1), 1  # one small and one large: a mean is the same above a bound, and below
+
+    def require_shares(self, rule: losses.LossRule, samples: _Samples, size: int) -> None:
+        """Raise ConfigError where the losses of microbatches do not follow the rule that was found."""
+        first = 0 if rule.counts_first else 1
+        count = len(samples.hidden)
+        parts = [samples.take(start, min(start + size, count)) for start in range(0, count, size)]
+        counts = [int((each.batch.labels[:, first:] != IGNORED_LABEL).sum()) for each in parts]
+        weights = [each / sum(counts) if rule.is_mean else 1 for each in counts]
+        together = self._loss(samples, sum(counts))
+        shares = [self._loss(each, sum(counts)) * weight for each, weight in zip(parts, weights, strict=True)]
+        if losses.is_near(sum(shares), together) or max(abs(together), *map(abs, shares)) < _NOTHING:
+            return
+        raise ConfigError(
+            f"model: {self._name} returns a loss of which it is not known what each microbatch adds to that of a step: "
+            f"{together:g} for {count} samples, and {sum(shares):g} for microbatches of {size} in all, by {rule}; have "
+            "each label's loss count by itself, whatever the size of the batch and of the loss, or give "
+            "compute_loss_func"
+        )
+
     def require_no_count(self) -> None:
         """Raise ConfigError where the loss depends, sooner or later, on something that changes with every call."""
         both, owners = self._samples(), dict(self._stage.model.named_modules())
@@ -237,13 +374,44 @@ class _Trial:
                 "microbatches are spread over nodes; leave out what depends on earlier forward passes"
             )
 
-    def _samples(self) -> _Samples:
+    def _samples(self, rows: int = 2, length: int | None = None) -> _Samples:
         structure = self._stage.structure
-        length = min(_LENGTH, structure.sequence_length)
+        length = min(_LENGTH, structure.sequence_length) if length is None else length
         generator = torch.Generator().manual_seed(1)
-        ids = torch.randint(min(_LABELS, structure.config.vocab_size), (2, length), generator=generator)
-        hidden = torch.randn((2, length, structure.hidden_size), generator=generator)
+        ids = torch.randint(min(_LABELS, structure.config.vocab_size), (rows, length), generator=generator)
+        hidden = torch.randn((rows, length, structure.hidden_size), generator=generator)
         return _Samples(Batch(input_ids=ids, labels=ids.clone()), hidden)
+
+    def _read_of_blocks(self, samples: _Samples) -> str | None:
+        """Name what the loss reads of the outputs of blocks."""
+        return next((name for name in _OF_BLOCKS if not math.isfinite(self._loss_without(name, samples))), None)
+
+    def _loss_without(self, name: str, samples: _Samples) -> float:
+        """The loss where what blocks return is not a number, if the model asks for it."""
+        structure, setting = self._stage.structure, _OF_BLOCKS[name]
+
+        def spoil(_module: object, _arguments: object, asked: dict[str, Any], output: Any) -> None:
+            if hasattr(output, name) and asked.get(setting, getattr(structure.config, setting, False)):
+                setattr(output, name, _of_blocks(name, structure, samples.batch.input_ids, float("nan")))
+
+        trunk: Any = self._stage.model.base_model
+        handle = trunk.register_forward_hook(spoil, with_kwargs=True)
+        try:
+            return self._loss(samples)
+        finally:
+            handle.remove()
+
+    def _as_predicted(self, samples: _Samples, rows: int) -> _Samples:
+        """The first samples with the labels that the head holds to be likely, whose losses are small."""
+        head = CapturedHead()
+        self._stage.compute_loss = head.take
+        try:
+            self._loss(samples)
+        finally:
+            self._stage.compute_loss = None
+        labels = samples.batch.labels.clone()
+        labels[:rows] = head.logits()[:rows].argmax(-1).roll(0 if self._counts_first else 1, -1)
+        return _Samples(replace(samples.batch, labels=labels), samples.hidden)
 
     def _loss(self, samples: _Samples, num_items: int = _NUM_ITEMS) -> float:
         try:

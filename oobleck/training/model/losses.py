@@ -8,8 +8,10 @@ with each plan.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,6 +22,10 @@ from oobleck.errors import ConfigError
 from oobleck.training.data import IGNORED_LABEL
 
 _TOLERANCE, _ROUNDING = 1e-3, 1e-6
+_OF_LOGITS = (0.01, 8.0)
+"""By what made-up logits are multiplied: all alike, as those of a new model, and far apart."""
+_SMALL_LOSSES = (0.5, 0.02)
+"""Of a token, as a model reaches them that has learned its samples."""
 
 Loss = Callable[[Any, torch.Tensor, int], torch.Tensor]
 """From outputs, labels and the number of items in a step, to a microbatch's share."""
@@ -99,10 +105,13 @@ def tried_at_first(loss: Loss, given: object, *, argument: str = "num_items_in_b
 
 
 @torch.no_grad()
-def fault_of_loss(compute: Loss, outputs: Any, labels: torch.Tensor, *, num_items: int) -> str | None:
+def fault_of_loss(
+    compute: Loss, outputs: Any, labels: torch.Tensor, *, num_items: int, size: int | None = None
+) -> str | None:
     """Say what a loss returns that is no sum over samples divided by `num_items`; None where it is one.
 
-    Raises what `compute` raises.
+    The first sample is compared with the others, or, with `size`, all microbatches of that many. Raises what `compute`
+    raises.
     """
     count = len(labels)
 
@@ -117,10 +126,41 @@ def fault_of_loss(compute: Loss, outputs: Any, labels: torch.Tensor, *, num_item
         return f"of twice as many items it returns {halved:g}, and of these {together:g}"
     if count < 2:
         return None
-    first, others = loss_of(0, 1, num_items), loss_of(1, count, num_items)
-    if is_near(first + others, together):
+    cuts = [0, 1, count] if size is None else [*range(0, count, size), count]
+    shares = [loss_of(first, stop, num_items) for first, stop in pairwise(cuts)]
+    if is_near(sum(shares), together):
         return None
-    return f"of {count} samples it returns {together:g}, and of the first alone {first:g} and of the others {others:g}"
+    parts = f"the first alone {shares[0]:g} and of the others {shares[1]:g}"
+    if size is not None:
+        parts = f"microbatches of {size} {sum(shares):g} in all"
+    return f"of {count} samples it returns {together:g}, and of {parts}"
+
+
+def of_other_sizes(outputs: Any, labels: torch.Tensor) -> Iterator[Any]:
+    """Yield outputs as they are, and others for which losses are about as large as at first, small, and large.
+
+    That is so whether a token's logits are for its own label or for that of the next. Others have none.
+    """
+    yield outputs
+    logits = outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "logits", None)
+    if not isinstance(logits, torch.Tensor) or not logits.is_floating_point():
+        return
+    for scale in _OF_LOGITS:
+        yield _with_logits(outputs, scale * logits)
+    if labels.shape != logits.shape[:-1]:
+        return
+    for ahead in range(min(labels.ndim, 2)):
+        wanted = labels.roll(-ahead, -1).clamp(min=0, max=logits.shape[-1] - 1)
+        is_wanted = functional.one_hot(wanted, logits.shape[-1])
+        for loss in _SMALL_LOSSES:
+            margin = math.log(logits.shape[-1] / loss)
+            yield _with_logits(outputs, _OF_LOGITS[0] * logits + margin * is_wanted)
+
+
+def _with_logits(outputs: Any, logits: torch.Tensor) -> Any:
+    if isinstance(outputs, torch.Tensor):
+        return logits
+    return type(outputs)(**{**outputs, "logits": logits})
 
 
 def unfit_loss(compute: object, fault: str, *, argument: str = "num_items_in_batch") -> str:

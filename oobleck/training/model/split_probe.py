@@ -6,16 +6,20 @@ leaf of its own, so whatever else reaches a layer shows.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from oobleck.errors import ConfigError
 from oobleck.job import Task
+from oobleck.training.memory import is_of_a_script
 
 from .adapters import is_adapted, tied_parameters
 from .placeholders import Passthrough, replace_module, stand_in_before_blocks
@@ -122,8 +126,7 @@ class SplitProbe:
             yield
         # A model's own code may fail in any way when its blocks are not there.
         except Exception as error:
-            detail = " ".join(str(error).split())
-            raise cannot_split(self._model, f"it does not run without its blocks ({detail})") from error
+            raise cannot_split(self._model, f"it does not run without its blocks {_reason_of(error)}") from error
         finally:
             for index, block in enumerate(originals):
                 self._blocks[index] = block
@@ -282,3 +285,24 @@ def _carries_gradient(value: Any) -> bool:
             return any(_carries_gradient(item) for item in value.values())
         case _:
             return False
+
+
+def _reason_of(error: Exception) -> str:
+    """Say why a model does not run, and where in the script's own code, if it is that."""
+    detail, place = " ".join(str(error).split()), None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if is_of_a_script(str(frame.f_globals.get("__name__"))):
+            code = frame.f_code
+            place = f"{code.co_qualname}, line {line} of {Path(code.co_filename).name}"
+    if place is None:
+        return f"({detail})"
+    if "FakeTensor" in detail:
+        detail = (
+            "it computes with a tensor, or a model, that is none of its own: nodes have copies of its parameters and "
+            "buffers alone, so make it one of them, by register_buffer say, or give compute_loss_func"
+        )
+    elif isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        detail = f"what it does depends on values of tensors, by {detail}, and layers are found without values"
+    elif "NoneType" in detail:
+        detail = f"{detail}; it is given input_ids and labels alone"
+    return f"({detail}), in {place}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 
 from oobleck.errors import ConfigError
 from oobleck.training.counters import counter_of
+from oobleck.training.randomness import drawing_alike, generator_states
 
 STEP = "step"
 """What torch's optimizers call their count of steps."""
@@ -26,6 +28,8 @@ _PROBE_SHAPE = (2, 3)
 _PROBE_SHAPES = {"probe": _PROBE_SHAPE, "other": (5, 7)}
 _GRADIENT_SCALES = (1.0, 1e4)
 """Of the steps of a trial: large enough for what clips them to do so."""
+_SIZES, _FARTHER = tuple(10.0**exponent for exponent in range(-8, 8, 2)), 1e3
+"""Of one parameter's gradients in other trials, and how many times larger the other's are."""
 _SCALES_OF_STEPS = (1.0, 1e4, -1.0, 0.5, 2.0, -3.0, 1.0, 1.0, -0.1, 10.0, 1.0, -1.0)
 """Of a longer trial: enough steps for what counts up to ten to come around."""
 _NO_OWN = frozenset({"state", "param_groups"})
@@ -91,40 +95,66 @@ def make_probe(device: torch.device, shape: tuple[int, int] = _PROBE_SHAPE) -> n
     return nn.Parameter(torch.ones(shape, device=device))
 
 
-def require_independent(
-    make: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer], device: torch.device
-) -> None:
+_Make = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
+
+
+def require_independent(make: _Make, device: torch.device) -> None:
     """Require that a parameter's updates do not depend on the others that the optimizer from `make` looks after.
 
-    Workers hold different layers, so such an optimizer would train differently with each plan. Raises ConfigError.
+    Workers hold different layers, so such an optimizer would train differently with each plan. Gradients of one are
+    much smaller than those of the other, at many sizes of both: somewhere between them, a bound on all of them that is
+    neither tiny nor huge makes a difference. Raises ConfigError.
     """
-    kind, together = _updated(make, tuple(_PROBE_SHAPES), device)
+    kind = type(make({"probe": make_probe(device)})).__name__
+    with drawing_alike(0):
+        before = generator_states()
+        _updated(make, ("probe",), device)
+        if generator_states() != before:
+            raise ConfigError(
+                f"optimizer.optim: {kind} draws random numbers in a step, and workers hold different layers each, so "
+                "results would depend on the plan; leave that out, or add noise in a layer"
+            )
+    _require_alike(kind, make, device, {"probe": 1.0, "other": 1.0})
+    for size in _SIZES:
+        with suppress(TypeError, ValueError, RuntimeError):  # one that computes in no such precision
+            _require_alike(kind, make, device, {"probe": size, "other": _FARTHER * size}, torch.float64)
+
+
+def _require_alike(
+    kind: str, make: _Make, device: torch.device, sizes: Mapping[str, float], dtype: torch.dtype = torch.float32
+) -> None:
+    together = _updated(make, tuple(sizes), device, sizes, dtype)
     for name, value in together.items():
-        _, alone = _updated(make, (name,), device)
-        if not torch.allclose(value, alone[name], rtol=_SAME, atol=_SAME * float((alone[name] - 1).abs().max())):
+        alone = _updated(make, (name,), device, sizes, dtype)[name]
+        changed, expected = value - 1, alone - 1
+        rounding = torch.finfo(dtype).eps * 16
+        if not torch.allclose(changed, expected, rtol=_SAME, atol=_SAME * float(expected.abs().max()) + rounding):
             raise ConfigError(
                 f"optimizer.optim: {kind} updates a parameter differently when it looks after others too, as where it "
-                "clips the norm of all gradients itself; workers hold different layers each, so results would depend "
-                "on the plan. Leave that to max_grad_norm, or choose another, as adamw or sgd"
+                "clips the norm of all gradients itself, or skips steps by it; workers hold different layers each, so "
+                "results would depend on the plan. Leave that to max_grad_norm, or choose another, as adamw or sgd"
             )
 
 
 def _updated(
-    make: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer], names: Sequence[str], device: torch.device
-) -> tuple[str, dict[str, torch.Tensor]]:
-    """The optimizer's class, and parameters of ones after some steps, which have the same gradients every time."""
-    parameters = {name: make_probe(device, _PROBE_SHAPES[name]) for name in names}
+    make: _Make,
+    names: Sequence[str],
+    device: torch.device,
+    sizes: Mapping[str, float] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, torch.Tensor]:
+    """Return parameters of ones after some steps, which have gradients of the same sizes every time."""
+    parameters = {name: nn.Parameter(make_probe(device, _PROBE_SHAPES[name]).detach().to(dtype)) for name in names}
     optimizer = make(parameters)
     for scale in _GRADIENT_SCALES:
-        for parameter in parameters.values():
-            parameter.grad = scale * torch.linspace(-1, 2, parameter.numel(), device=device).view_as(parameter)
+        for name, parameter in parameters.items():
+            numbers = torch.linspace(-1, 2, parameter.numel(), device=device, dtype=dtype).view_as(parameter)
+            parameter.grad = scale * (1.0 if sizes is None else sizes[name]) * numbers
         optimizer.step()
-    return type(optimizer).__name__, {name: parameter.detach() for name, parameter in parameters.items()}
+    return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
-def require_state_alone(
-    make: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer], layout: StateLayout, device: torch.device
-) -> None:
+def require_state_alone(make: _Make, layout: StateLayout, device: torch.device) -> None:
     """Require that all an optimizer from `make` goes by is in its `state`, as `layout` has it.
 
     Workers make it anew in every recovery, and with other parameters each; of what it keeps elsewhere, they would lose
@@ -157,16 +187,16 @@ def require_state_alone(
             moved.copy_(stayed)  # rounding does not add up
 
 
-def require_no_count(make: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer], device: torch.device) -> None:
+def require_no_count(make: _Make, device: torch.device) -> None:
     """Require that steps do not depend, sooner or later, on what an optimizer from `make` keeps for all of them.
 
     That is what classes and functions have, as a count of steps in a module's dictionary: each worker would have its
     own. Raises ConfigError that names it.
     """
-    first = _updated(make, ("probe",), device)[1]["probe"]
+    first = _updated(make, ("probe",), device)["probe"]
 
     def same() -> bool:
-        return torch.equal(_updated(make, ("probe",), device)[1]["probe"], first)
+        return torch.equal(_updated(make, ("probe",), device)["probe"], first)
 
     optimizer = make({"probe": make_probe(device)})
     kind = type(optimizer).__name__

@@ -13,7 +13,7 @@ from transformers import DataCollatorForLanguageModeling
 from oobleck.errors import ConfigError
 from oobleck.training.data import IGNORED_LABEL, ModelInputs, ScriptSamples, try_collator
 
-ROWS = [[5], [6, 7, 8], [9, 10], [11, 12, 13, 14], [15, 16]]
+ROWS = [[5, 4], [6, 7, 8], [9, 10], [11, 12, 13, 14], [15, 16], [17]]
 
 
 def padded(rows: list[list[int]], *, left: bool = False, label: int = IGNORED_LABEL) -> dict[str, torch.Tensor]:
@@ -47,6 +47,10 @@ def masking(rows: list[list[int]]) -> dict[str, torch.Tensor]:
     batch = padded(rows)
     drawn = torch.rand(batch["labels"].shape) + random.random() + np.random.rand()
     return {**batch, "labels": batch["labels"].masked_fill(drawn < 1.5, IGNORED_LABEL)}
+
+
+def each_cut_at_random(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    return padded([row[: random.randint(1, 3)] for row in rows])
 
 
 class Counting:
@@ -102,7 +106,9 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", mask_token="[MASK]", unk_token="[UNK]")
 
 
-@pytest.mark.parametrize("collate", [padded, padded_on_the_left, to_multiples, classified, masking, Counting()])
+@pytest.mark.parametrize(
+    "collate", [padded, padded_on_the_left, to_multiples, classified, masking, each_cut_at_random, Counting()]
+)
 def test_collators_that_pad_or_draw_are_taken(collate: Any):
     try_collator(ROWS, collate, place="the data")
 
@@ -111,6 +117,25 @@ def test_collators_that_pad_or_draw_are_taken(collate: Any):
 def test_collators_of_transformers_are_taken(masks: bool):
     samples = [{"input_ids": row} for row in ROWS]
     try_collator(samples, DataCollatorForLanguageModeling(tokenizer(), mlm=masks), place="the data")
+
+
+def mixing_at_random(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    batch = padded(rows)
+    ids = batch["input_ids"]
+    return {**batch, "input_ids": torch.where(torch.rand(ids.shape) < 0.5, ids[torch.randperm(len(ids))], ids)}
+
+
+def cut_to_the_shortest(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    return padded([row[: min(map(len, rows))] for row in rows])
+
+
+def all_cut_at_random(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    length = random.randint(1, 3)
+    return padded([row[:length] for row in rows])
+
+
+def dropping(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    return padded([row for row in rows if row[0] > 8] or rows[:1])
 
 
 class MaskingLater(Counting):
@@ -140,6 +165,10 @@ OTHERS = "data_collator makes another row of a sample when it has others next to
         (DrawingByItself(), AGAIN),
         (MaskingLater(), rf"{LATER}data_collator\.calls, "),
         (flipping_later, f"{LATER}the global SEEN, "),
+        (cut_to_the_shortest, OTHERS),
+        (dropping, "data_collator makes 4 rows of 6 samples; it must keep one row for each sample"),
+        (mixing_at_random, OTHERS),
+        (all_cut_at_random, "data_collator draws random numbers for all rows of its batch at once"),
         (ranked, OTHERS),
         (of_the_neighbour, OTHERS),
         (with_labels_of_padding, OTHERS),

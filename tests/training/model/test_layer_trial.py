@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from oobleck.errors import ConfigError
 from oobleck.job import DataSpec, JobSpec, ModelSpec, ScriptSpec
 from oobleck.training.assembly import assemble
-from oobleck.training.model import LiveModel, ModelStructure, try_layers
+from oobleck.training.model import BatchSizes, LiveModel, ModelStructure, try_layers
 from oobleck.training.process.outline import outline_of_job
 from tests.training.zoo import SPECS, structure_of
 
@@ -367,6 +367,30 @@ def test_nothing_of_the_script_is_changed():
 @pytest.mark.parametrize("name", sorted(SPECS))
 def test_models_that_transformers_makes_by_name_are_taken(name: str):
     try_layers(structure_of(name))
+
+
+class OffTheMeanOfMany(Around):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.inner(value - value.mean(0) if value.shape[0] * value.shape[1] > 32 else value)
+
+
+@pytest.mark.parametrize("place", [in_a_block, in_the_head])
+def test_layers_are_tried_with_a_batch_of_the_jobs_own_size(place: Any):
+    model = llama()
+    where = place(model, OffTheMeanOfMany)
+    structure = ModelStructure.from_live(LiveModel.skeleton_of(model), sequence_length=LENGTH)
+    own = BatchSizes(batch=8, microbatch=2, length=LENGTH)
+    with pytest.raises(ConfigError, match=rf"{where} \(OffTheMeanOfMany\) computes a sample with the others"):
+        try_layers(structure, own)
+    try_layers(structure, replace(own, batch=4))
+    try_layers(structure, replace(own, batch=2))
+
+
+def test_a_large_batch_is_tried_with_fewer_and_shorter_samples():
+    own = BatchSizes(batch=4096, microbatch=8, length=32768)
+    assert own.bounded(1000) == BatchSizes(batch=256, microbatch=8, length=16777)
+    assert own.bounded(7_000_000) == BatchSizes(batch=256, microbatch=8, length=2)
+    assert own.bounded(1 << 31) == BatchSizes(batch=2, microbatch=2, length=2)
 
 
 # --- a list of layers ------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@ model returns for all samples at once, or refused by name."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,11 +23,12 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from oobleck.errors import ConfigError
 from oobleck.training.data import IGNORED_LABEL, Batch
-from oobleck.training.model import LiveModel, MicrobatchKey, ModelStructure, StageModel, with_tried_loss
+from oobleck.training.model import BatchSizes, LiveModel, MicrobatchKey, ModelStructure, StageModel, with_tried_loss
 from oobleck.training.model.losses import LossRule
 from tests.training.zoo import SPECS, structure_of
 
 LENGTH, VOCAB_SIZE = 8, 40
+SIZES = BatchSizes(batch=8, microbatch=2, length=LENGTH)
 KEY = MicrobatchKey(seed=0, step=1, microbatch=0)
 GPT2 = GPT2Config(
     n_embd=16, n_layer=2, n_head=2, n_positions=LENGTH, vocab_size=VOCAB_SIZE, bos_token_id=1, eos_token_id=2,
@@ -182,7 +184,59 @@ def mean_of_counted(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any)
     return token_losses(outputs, labels).sum() / counted.sum() * counted.numel() / num_items_in_batch
 
 
-UNFIT = [mean, hardest, balanced, mean_of_counted]
+def flooded(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    return (summed(outputs, labels, num_items_in_batch) - 0.1).abs() + 0.1
+
+
+def cut_off(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    return summed(outputs, labels, num_items_in_batch).clamp(max=8.0)
+
+
+UNFIT = [flooded, cut_off, mean, hardest, balanced, mean_of_counted]
+
+
+class Flooded(Mean):
+    """What keeps losses from becoming small."""
+
+    def own(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (super().own(logits, labels) - 0.1).abs() + 0.1
+
+
+class OfTheHardest(OfOwn):
+    """A mean that is one over all labels for a few of them."""
+
+    def own(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return losses.topk(min(16, len(losses))).values.sum() / (labels != IGNORED_LABEL).sum().clamp(max=16)
+
+
+@pytest.mark.parametrize("kind", [Flooded, OfTheHardest])
+def test_a_models_own_loss_is_tried_for_small_losses_and_with_the_jobs_own_batch(kind: type[OfOwn]) -> None:
+    structure = ModelStructure.from_live(LiveModel.skeleton_of(kind(GPT2)), sequence_length=LENGTH)
+    with pytest.raises(
+        ConfigError, match=f"{kind.__name__} returns a loss of which it is not known .* in all, by the mean"
+    ):
+        with_tried_loss(structure, SIZES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_of_a_batch_of_the_jobs_own_size_follow_the_rule_that_was_found(kind: str) -> None:
+    structure = ModelStructure.from_live(LiveModel.skeleton_of(small(kind)), sequence_length=LENGTH)
+    assert with_tried_loss(structure, SIZES).loss_rule == KINDS[kind]
+
+
+class OfStates(Mean):
+    """Keeps hidden states small."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **others: Any) -> Any:
+        output = GPT2LMHeadModel.forward(self, input_ids=input_ids, output_hidden_states=True, **others)
+        states = sum(each.square().sum() for each in output.hidden_states or ())
+        return CausalLMOutput(loss=None if labels is None else self.own(output.logits, labels) + states)
+
+
+def test_a_loss_that_reads_what_blocks_return_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the loss of OfStates (reads hidden_states|cannot be tried on its head)"):
+        tried(OfStates(GPT2))
 
 
 class Counting:
@@ -206,6 +260,36 @@ def test_a_function_whose_microbatches_do_not_add_up_is_refused_by_its_name(loss
         ConfigError, match=rf"compute_loss_func: {loss.__name__} must return a sum divided by num_items"
     ):
         with_tried_loss(with_loss(loss))
+
+
+def doubled_beyond_four(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    return summed(outputs, labels, num_items_in_batch) * (2 if len(labels) > 4 else 1)
+
+
+def test_a_function_is_tried_with_the_jobs_own_batch() -> None:
+    words = "doubled_beyond_four must return a sum .* of 8 samples it returns .* of microbatches of 2"
+    with pytest.raises(ConfigError, match=words):
+        with_tried_loss(with_loss(doubled_beyond_four), SIZES)
+    assert with_tried_loss(with_loss(doubled_beyond_four), replace(SIZES, batch=4)).has_tried_loss
+    assert with_tried_loss(with_loss(summed), replace(SIZES, batch=1000, length=10**6)).has_tried_loss
+
+
+@pytest.mark.parametrize("name", ["hidden_states", "attentions"])
+def test_a_function_that_reads_what_blocks_return_is_refused(name: str) -> None:
+    def reading(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        found = getattr(outputs, name)
+        more = 0.0 if found is None else sum(each.square().sum() for each in found) / num_items_in_batch
+        return summed(outputs, labels, num_items_in_batch) + more
+
+    for loss, is_asked_for in ((reading, False), (summed, True), (reading, True)):
+        model = small("gpt2")
+        model.set_attn_implementation("eager")
+        setattr(model.config, f"output_{name}", is_asked_for)
+        if (loss, is_asked_for) == (reading, True):
+            with pytest.raises(ConfigError, match=f"reading must return a sum .* it reads outputs.{name}"):
+                with_tried_loss(with_loss(loss, model))
+        else:
+            assert with_tried_loss(with_loss(loss, model)).has_tried_loss
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bart"])

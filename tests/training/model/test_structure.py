@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -153,8 +154,47 @@ def test_a_model_that_looks_into_its_blocks_is_refused_with_its_error():
         model.transformer.register_forward_pre_hook(look)
         return model
 
-    with pytest.raises(ConfigError, match=r"it does not run without its blocks \(its first block is of another kind\)"):
+    words = r"it does not run without its blocks \(its first block is of another kind\), in .*look, line \d+ of"
+    with pytest.raises(ConfigError, match=words):
         ModelStructure.from_factory(factory, vocab_size=96, sequence_length=24)
+
+
+class WithTensor(GPT2LMHeadModel):
+    weights = torch.ones(96)
+
+    def forward(self, input_ids: Any = None, labels: Any = None, scale: Any = None, **others: Any) -> Any:
+        output = super().forward(input_ids=input_ids, **others)
+        losses = output.logits.log_softmax(-1) * self.of(input_ids, scale)
+        output.loss = None if labels is None else losses.sum()
+        return output
+
+    def of(self, ids: torch.Tensor, scale: Any) -> Any:
+        return self.weights
+
+
+class ByValues(WithTensor):
+    def of(self, ids: torch.Tensor, scale: Any) -> Any:
+        return len(ids.unique())
+
+
+class WithoutItsScale(WithTensor):
+    def of(self, ids: torch.Tensor, scale: Any) -> Any:
+        return scale[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (WithTensor, "it computes with a tensor, or a model, that is none of its own: .*, in WithTensor.forward, line"),
+        (ByValues, "what it does depends on values of tensors, by aten._unique2.*, in ByValues.of, line"),
+        (WithoutItsScale, "it is given input_ids and labels alone.*, in WithoutItsScale.of, line"),
+    ],
+)
+def test_a_model_that_does_not_run_without_values_is_refused_with_its_line(kind: Any, words: str):
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 96, "n_positions": 24}
+    model = kind(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    with pytest.raises(ConfigError, match=words):
+        ModelStructure.from_live(LiveModel.skeleton_of(model), sequence_length=24)
 
 
 def test_no_special_token_lies_outside_of_the_vocabulary():

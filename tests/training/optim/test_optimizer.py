@@ -255,11 +255,39 @@ class Measuring(torch.optim.SGD):
         return super().step(closure)
 
 
+def _norm(optimizer: torch.optim.Optimizer) -> float:
+    given = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+    return float(torch.stack([each.norm() for each in given]).norm())
+
+
+class SkippingSmall(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return None if _norm(self) < 0.3 else super().step(closure)
+
+
+class SkippingSpikes(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        return None if _norm(self) > 1e3 else super().step(closure)
+
+
+class WithNoise(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.grad.add_(0.01 * torch.randn_like(each.grad))
+        return super().step(closure)
+
+
+def test_an_optimizer_that_draws_is_refused_as_one_that_draws():
+    with pytest.raises(ConfigError, match=r"optimizer.optim: WithNoise draws random numbers in a step"):
+        _layout_with(WithNoise, lr=0.01)
+
+
 def _layout_with(kind: Any, **arguments: Any) -> Any:
     return Optimizer(SPEC, max_steps=9, factory=lambda groups: kind(groups, **arguments)).layout()
 
 
-@pytest.mark.parametrize("kind", [Clipping, ClippingRarely, Measuring])
+@pytest.mark.parametrize("kind", [Clipping, ClippingRarely, Measuring, SkippingSmall, SkippingSpikes])
 def test_an_optimizer_whose_parameters_depend_on_each_other_is_refused_by_name(kind: Any):
     with pytest.raises(ConfigError, match=rf"optimizer.optim: {kind.__name__} updates a parameter differently"):
         _layout_with(kind, lr=0.3)
