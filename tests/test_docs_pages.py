@@ -86,7 +86,7 @@ def test_the_classes_that_a_page_names_are_in_the_code(page: Path, names: frozen
 
 
 def stops() -> list[tuple[str, list[str]]]:
-    """The files and functions of architecture.md's walk from a socket to the survivors' answers."""
+    """The files and functions of architecture.md's walk from a closed connection to the resumed step."""
     section = ARCHITECTURE.split("## A killed node, from the socket to the new plan\n")[1].split("\n## ")[0]
     items = re.findall(r"^\d+\. (.*(?:\n   .*)*)", section, flags=re.MULTILINE)
     heads = [item.replace("\n", " ").split(". ")[0] for item in items]
@@ -114,6 +114,16 @@ def test_the_walk_is_short_and_comes_to_no_file_twice():
     files = [file for file, _ in stops()]
     assert len(files) <= 12
     assert len(set(files)) == len(files)
+
+
+def test_each_stop_of_the_walk_is_named_by_a_file_before_it():
+    """By one of its public functions, or, where a message goes to another thread or process, by its file."""
+    before = ""
+    for file, names in stops():
+        public = [name for name in (name.split(".")[-1] for name in names) if name[0] != "_"]
+        named = [re.escape(Path(file).name), *(rf"\.{name}" for name in public)]
+        assert not before or re.search(rf"({'|'.join(named)})\b", before), file
+        before += (ROOT / "oobleck" / file).read_text(encoding="utf-8")
 
 
 def words(section: str) -> set[str]:

@@ -310,6 +310,7 @@ class Agent:
     # --- workers -----------------------------------------------------------------------------------------------
 
     def _send_to_worker(self, device: int, message: protocol.WorkerBound) -> None:
+        """Queue a message for a worker, which `training/process/worker.py` handles."""
         worker = self._workers.get(device)
         if worker is None:
             return  # nothing matters to a worker that is gone

@@ -242,7 +242,7 @@ class Master:
 
 
 class _Tunnel:
-    """The conversation with one agent: a task that reads, a task that writes, and an end that becomes an event.
+    """The conversation with one agent (`agent.py`): a task reads, a task writes, and its end becomes an event.
 
     If only the connection is lost, and not the agent, it tries to connect again until the coordinator has waited long
     enough, and keeps messages meanwhile.

@@ -96,7 +96,7 @@ class LiveCluster(Cluster, Protocol):
 
 
 class Decisions(Protocol):
-    """The coordinator of a training job, or of a script's ranks: all decisions of a run, as a pure machine."""
+    """The coordinator (`control/nodes/coordinator.py`): all decisions of a run, as a pure machine."""
 
     def start(self, now_s: float) -> list[Command]: ...
 

@@ -1,9 +1,10 @@
 """Where a worker stands: the state that its two threads share, and the moments that decide a commit.
 
-The control thread answers fences from it; the training thread advances it. Three moments matter: `note_reduced` (the
-worker joins the commit), `begin_apply` (the step counts) and `adopt` (the plan is in force). Sections of a step have
-two more, `note_section_reduced` and `commit_section`. A worker passes each moment before a fence, and then its answer
-says so, or not at all. So its answer stays true until its next order, and all answers together never show half a step.
+The control thread answers fences from it; the training thread advances it (`follower.py`). Three moments matter:
+`note_reduced` (the worker joins the commit), `begin_apply` (the step counts) and `adopt` (the plan is in force).
+Sections of a step have two more, `note_section_reduced` and `commit_section`. A worker passes each moment before a
+fence, and then its answer says so, or not at all. So its answer stays true until its next order, and all answers
+together never show half a step.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ def _read(samples: Any, number: int) -> bytes:
 
 _Rows = list[dict[str, Any]]
 _MIXED = (
-    "data_collator makes another row of a sample when it has others beside it, and batches are cut into microbatches "
+    "data_collator makes another row of a sample when it has others next to it, and batches are cut into microbatches "
     "over nodes; have it make each row of its own sample, pad rows to the longest alone, and give padding the label "
     f"{IGNORED_LABEL}"
 )
