@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 from oobleck.training.data import Batch
 from oobleck.training.randomness import MicrobatchKey, derive_seed, seed_device
 
+from .layered_model import SplittableModel
 from .placeholders import Passthrough, replace_module, stand_in_before_blocks
-from .structure import ModelStructure, SplittableModel
+from .structure import ModelStructure
 from .traced_forward import TracedForward, trace_forward
 
 
