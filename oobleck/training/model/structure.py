@@ -34,8 +34,9 @@ from .brought import (
     require_no_hooks,
 )
 from .layered_model import LayeredModel, LossFunction, SplittableModel, anatomy_of_layers
-from .live_model import LiveModel, LiveWeights, own_value_of
+from .live_model import LiveModel, LiveWeights
 from .losses import LossRule
+from .own_values import own_value_of
 from .signature import names_taken
 from .splitting import Anatomy, dissect, require_one_stack
 from .weights import WeightFiles
