@@ -17,7 +17,8 @@ from torch import nn
 from oobleck.errors import ConfigError, CorruptCheckpoint
 
 from .brought import changed_buffer
-from .structure import ModelStructure, Site, SplittableModel
+from .layered_model import SplittableModel
+from .structure import ModelStructure, Site
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from oobleck.training.randomness import derive_seed, drawing_from
 
 from .adapters import initialize_adapter, is_adapted, plain_name
+from .layered_model import SplittableModel
 from .split_probe import cannot_split
-from .structure import SplittableModel
 
 
 def unset(shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -1,13 +1,12 @@
 """How an unmodified transformers model comes apart into layers.
 
-The blocks are the one list of `num_hidden_layers` gradient-checkpointing layers that the model has; what it
-calls before the first of them belongs to the embedding layer, what it calls after the last to the head. Both
-are found by running the model on fake tensors with placeholders for its blocks, so there is no code for any
-particular model.
+The blocks are the model's one list of `num_hidden_layers` gradient-checkpointing layers. Modules called before the
+first block belong to the embedding layer, modules called after the last to the head. A run on fake tensors, with
+placeholders for the blocks, finds both, so there is no code for any particular model.
 
-The same trial proves that the cut is sound: nothing but the hidden states of the layer before may carry a
-gradient into a layer. A model for which that is not so (skip connections across blocks, embeddings handed to
-every block, router losses) is refused with the reason.
+The same run proves that the cut is sound: only the hidden states of the layer before may carry a gradient into a layer.
+Other models (skip connections across blocks, embeddings passed to every block, router losses) are refused with the
+reason.
 """
 
 from __future__ import annotations
@@ -30,46 +29,51 @@ from .split_probe import SplitProbe, cannot_split
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anatomy:
-    """The parts of a model, by the names of its modules."""
+    """The names of the modules that make up each part of a model."""
 
     block_list: str
     """The module list that holds the blocks."""
     num_blocks: int
     prelude: tuple[str, ...]
-    """Modules with parameters, or dropout, that run before the first block, in the order of their calls.
+    """The modules with parameters or dropout that run before the first block, in the order of their calls.
 
-    Others that run there make masks and tables, which every stage needs.
+    Other modules that run there make masks and tables, which every stage needs.
     """
     postlude: tuple[str, ...]
     """All modules that run after the last block."""
     blocks_return_tuples: bool
     """Whether a block returns (hidden states, …) instead of the hidden states."""
     tied: Mapping[str, str]
-    """Names of parameters that are another parameter, and that other one's name."""
+    """The canonical name of each parameter that is the same object as another."""
     hidden_size: int
     widths: Mapping[str, int] = field(default_factory=dict)
-    """Of modules of the prelude, how many features each gives, where these are not as many as it takes."""
+    """The number of output features of modules of the prelude that change it."""
+
+    @property
+    def layer_roots(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the modules that make up each layer."""
+        blocks = ((f"{self.block_list}.{index}",) for index in range(self.num_blocks))
+        return (self.prelude, *blocks, self.postlude)
 
 
 def dissect(model: PreTrainedModel, *, task: Task, sequence_length: int) -> Anatomy:
     """Find the layers of a model made of fake tensors, and prove that it can be cut between them.
 
-    Run it in the mode that the model was built in.
-
-    Raises:
-        ConfigError: the model cannot be split; says why.
+    The FakeTensorMode that `model` was built in must be active. Raises ConfigError where the model cannot be split.
     """
-    _refuse_losses_across_layers(model)
+    if getattr(model.config, "output_router_logits", False):
+        raise cannot_split(
+            model, "its router loss reads all layers at once; set model.config.output_router_logits to false"
+        )
     block_list = _find_block_list(model)
     probe = _run_probe(model, block_list, task, sequence_length)
-    tied = tied_parameters(model)
     anatomy = Anatomy(
         block_list=block_list,
         num_blocks=probe.num_blocks,
         prelude=tuple(probe.prelude),
         postlude=tuple(probe.postlude),
         blocks_return_tuples=probe.blocks_return_tuples,
-        tied=tied,
+        tied=tied_parameters(model),
         hidden_size=probe.hidden_size,
         widths={name: width for name, width in probe.widths.items() if name in probe.prelude},
     )
@@ -81,13 +85,6 @@ def require_one_stack(model: PreTrainedModel) -> None:
     """Raise ConfigError for an encoder-decoder."""
     if model.config.is_encoder_decoder:
         raise cannot_split(model, f"it is an encoder-decoder: {TWO_STACKS}")
-
-
-def _refuse_losses_across_layers(model: PreTrainedModel) -> None:
-    if getattr(model.config, "output_router_logits", False):
-        raise cannot_split(
-            model, "its router loss reads all layers at once; set model.config.output_router_logits to false"
-        )
 
 
 def _find_block_list(model: PreTrainedModel) -> str:
@@ -115,7 +112,7 @@ def _find_block_list(model: PreTrainedModel) -> str:
 
 
 def _lists_of_modules(model: PreTrainedModel) -> list[str]:
-    """The longest lists, which may have been meant."""
+    """Describe the longest lists, one of which the user may have meant."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     longest = sorted(lists, key=lambda each: -len(each[1]))[:3]
     return [f"{name} ({len(module)} {type(module[0]).__name__})" for name, module in longest if len(module)]
@@ -131,9 +128,9 @@ def _require_blocks_of_their_own(model: PreTrainedModel, block_list: str) -> Non
 
 
 def _run_probe(model: PreTrainedModel, block_list: str, task: Task, sequence_length: int) -> SplitProbe:
-    """Try what nearly all blocks return, a tensor; a model that expects a tuple would take it apart.
+    """Probe with blocks that return tensors, as nearly all do, then with blocks that return tuples.
 
-    Raises what is found where it runs, or else why it does not run with tensors.
+    If both fail, raises the error of a probe that ran the model to its end, or else the first.
     """
     errors: list[tuple[bool, ConfigError]] = []
     for returns_tuple in (False, True):
@@ -144,8 +141,8 @@ def _run_probe(model: PreTrainedModel, block_list: str, task: Task, sequence_len
             errors.append((not probe.has_run, error))
         else:
             return probe
-    _, told = min(errors, key=itemgetter(0))
-    raise told
+    _, clearest = min(errors, key=itemgetter(0))
+    raise clearest
 
 
 def _require_every_parameter_has_a_layer(model: PreTrainedModel, anatomy: Anatomy) -> None:
@@ -155,6 +152,5 @@ def _require_every_parameter_has_a_layer(model: PreTrainedModel, anatomy: Anatom
             raise cannot_split(
                 model, f"parameter {name} is in no block and in no module that runs before or after them"
             )
-    both = set(anatomy.prelude) & set(anatomy.postlude)
-    if both:
+    if both := set(anatomy.prelude) & set(anatomy.postlude):
         raise cannot_split(model, f"module {min(both)} runs both before and after its blocks")

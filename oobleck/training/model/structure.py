@@ -1,13 +1,13 @@
 """A model as the planner sees it: named layers, each with its parameters, and no memory.
 
-Parameters go by the names that they have in the whole model, so that whatever is kept or sent under these
-names does not depend on a cut. A tied parameter has one canonical name and belongs to every layer that uses it.
+Parameters have their names in the whole model, so that files and messages do not depend on a cut. A tied parameter has
+one canonical name and belongs to every layer that uses it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -33,16 +33,16 @@ from .brought import (
     require_independent_samples,
     require_no_hooks,
 )
-from .layered_model import LayeredModel, LossFunction, anatomy_of_layers
-from .live_model import LiveModel, LiveWeights, own_value_of
+from .layered_model import LayeredModel, LossFunction, SplittableModel, anatomy_of_layers
+from .live_model import LiveModel, LiveWeights
 from .losses import LossRule
+from .own_values import own_value_of
 from .signature import names_taken
 from .splitting import Anatomy, dissect, require_one_stack
 from .weights import WeightFiles
 
-SplittableModel = PreTrainedModel | LayeredModel
 LossOfOutputs = Callable[..., torch.Tensor]
-"""From a model's outputs, labels and `num_items_in_batch`, to the sum of the losses divided by that."""
+"""Maps a model's outputs, labels and `num_items_in_batch` to the sum of the losses divided by that number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,47 +69,46 @@ class ModelStructure:
     sequence_length: int
     anatomy: Anatomy
     sites: tuple[tuple[Site, ...], ...]
-    """For each layer, where its parameters and persistent buffers go."""
+    """The places of each layer's parameters and persistent buffers."""
     shapes: Mapping[str, torch.Size]
-    """Of every parameter and persistent buffer, by canonical name, in the order of layers."""
+    """Keyed by the canonical name of every parameter and persistent buffer, in the order of layers."""
     frozen: frozenset[str]
-    """What is not trained: buffers, and parameters of which `requires_grad` says so."""
+    """Buffers, and parameters without `requires_grad`."""
     buffers: Mapping[str, torch.dtype]
-    """The persistent buffers, by canonical name, and what type the model has them in."""
+    """The persistent buffers' types in the model, keyed by canonical name."""
     takes: frozenset[str]
-    """What its forward can be given beside tokens and labels."""
+    """The arguments of its forward that a sample may bring, other than tokens and labels."""
     draws_at_random: bool
     """Whether a forward pass in training draws random numbers (dropout, router jitter)."""
     drops: bool = True
-    """Whether it is to: without, the generators are seeded as they are with dropout, and nothing is drawn."""
+    """Turns dropout off if False; generators are still seeded as with dropout."""
 
     make: Callable[[torch.dtype], SplittableModel]
-    """Builds the model where torch's contexts say (a device, or fake tensors), in training mode."""
+    """Builds the model in training mode; torch's contexts choose the device, or fake tensors."""
     weights: WeightFiles | LiveWeights | None
-    """Where parameters start from; None: from the seed."""
+    """The initial parameters; None draws them from the seed."""
     keeps_buffers: bool = False
-    """Whether what is built has its buffers' values; else they follow from the model's rules."""
+    """Whether `make` gives buffers their values; else the model's rules do."""
     compute_loss: LossOfOutputs | None = None
-    """What takes the place of the model's own loss."""
+    """Replaces the model's own loss."""
     has_tried_loss: bool = False
-    """Whether that is known to add up, as `with_tried_loss` finds out; else its first microbatch tells."""
+    """Whether `with_tried_loss` has shown that `compute_loss` adds up; else its first microbatch tries it."""
     loss_rule: LossRule = field(default_factory=LossRule)
-    """What the model's own loss is, as `with_tried_loss` finds out."""
+    """How the model's own loss is normalized, as found by `with_tried_loss`."""
     adapters: Adapters | None
-    """Those in the model, which start from the seed; None: there are none."""
+    """They start from the seed."""
     hooks: Mapping[str, tuple[GradientHook, ...]] = field(default_factory=dict)
-    """What the script has each trained parameter's gradient go through, by canonical name."""
+    """The script's hooks on gradients of trained parameters, keyed by canonical name."""
 
     @classmethod
     def from_spec(cls, model: ModelSpec, *, vocab_size: int, sequence_length: int) -> ModelStructure:
         """Build a transformers model of fake tensors and find its layers.
 
-        Nothing is padded, so it has no padding token unless its type counts positions by one.
-
         Raises:
             ConfigError: unknown type or configuration key, a configuration that the model refuses, or a model
                 that cannot be split.
         """
+        # Nothing is padded, so the model has no padding token unless its type needs one to count positions.
         try:
             return cls._from_spec(model, vocab_size=vocab_size, sequence_length=sequence_length)
         except ConfigError as error:
@@ -154,10 +153,10 @@ class ModelStructure:
     ) -> ModelStructure:
         """Find the layers of what `factory` builds: a transformers model, or a list of layers with its loss.
 
-        Without a loss, that of the next token is taken; without a task, that of the model's class. Where the factory
-        gives parameters values by itself, or does not run without them, it is run for `dtype` and from `seed` as well:
-        training starts from these values, which go into a file in `cache_dir`, unless that is None. Raises ConfigError
-        as above, for what the factory raises too.
+        The loss defaults to that of the next token, the task to that of the model's class. A factory that sets
+        parameters itself, or needs memory to run, also runs with `dtype` and `seed`: training starts from its values,
+        which are written to `cache_dir`, unless that is None. Raises ConfigError as `from_spec`, and for any error of
+        the factory.
         """
 
         def make(dtype: torch.dtype) -> SplittableModel:
@@ -166,7 +165,7 @@ class ModelStructure:
                     built = unwrapped(factory())
             except ConfigError:
                 raise
-            # It is somebody else's code, and may fail in any way.
+            # The factory is the user's code, and may fail in any way.
             except Exception as error:
                 raise UnbuiltModel(f"the script's model cannot be built: {type(error).__name__}: {error}") from error
             if isinstance(built, PreTrainedModel):
@@ -189,9 +188,9 @@ class ModelStructure:
         task: Task | None = None,
         sequence_length: int,
     ) -> ModelStructure:
-        """Find the layers of a model that a script has made, from whose weights training starts.
+        """Find the layers of a model that a script has made. Training starts from its weights.
 
-        Raises ConfigError as above.
+        Raises ConfigError as `from_spec`.
         """
 
         def make(dtype: torch.dtype) -> SplittableModel:
@@ -220,9 +219,7 @@ class ModelStructure:
         weights: WeightFiles | LiveWeights | None,
         has_loss: bool = False,
     ) -> ModelStructure:
-        """Without a configuration, the model has its own; so it is with the task. With `has_loss`, its own loss is not
-        taken.
-        """
+        """Without a `config` or `task`, take the model's own. `has_loss` says that its own loss is not used."""
         on_meta = _on_meta(make)
         require_no_hooks(on_meta)
         adapters = adapters_of(on_meta)
@@ -243,6 +240,7 @@ class ModelStructure:
             ids = torch.zeros((1, sequence_length), dtype=torch.int64)
             require_constant_buffers(skeleton, lambda: skeleton.base_model(input_ids=ids, use_cache=False))
         sites = _all_sites(skeleton, anatomy)
+        placed = [site for layer in sites for site in layer]
         state = dict(named_state(skeleton))
         return cls(
             config=skeleton.config if config is None else config,
@@ -250,11 +248,9 @@ class ModelStructure:
             sequence_length=sequence_length,
             anatomy=anatomy,
             sites=sites,
-            shapes={site.parameter: state[site.name].shape for layer in sites for site in layer},
-            frozen=_frozen(skeleton, sites),
-            buffers={
-                site.parameter: state[site.parameter].dtype for layer in sites for site in layer if site.is_buffer
-            },
+            shapes={site.parameter: state[site.name].shape for site in placed},
+            frozen=_frozen({site.parameter for site in placed}, state),
+            buffers={site.parameter: state[site.parameter].dtype for site in placed if site.is_buffer},
             takes=takes,
             draws_at_random=isinstance(skeleton, LayeredModel) or _draws_at_random(skeleton),
             make=make,
@@ -264,7 +260,7 @@ class ModelStructure:
 
     @cached_property
     def buffers_everywhere(self) -> frozenset[str]:
-        """The persistent buffers of modules that run on every stage, by their places' names."""
+        """The names of the persistent buffers that belong to modules which run on every stage."""
         roots = tuple(f"{root}." for root in self.layer_roots(0))
         return frozenset(site.name for site in self.sites[0] if site.is_buffer and not site.name.startswith(roots))
 
@@ -287,7 +283,7 @@ class ModelStructure:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Number of parameters, tied ones counted once."""
+        """Tied parameters count once."""
         return sum(math.prod(shape) for name, shape in self.shapes.items() if name not in self.buffers)
 
     def layer_parameters(self, layer: int) -> tuple[str, ...]:
@@ -295,7 +291,7 @@ class ModelStructure:
         return tuple(dict.fromkeys(site.parameter for site in self.sites[layer]))
 
     def trained_parameters(self, layer: int) -> tuple[str, ...]:
-        """Return those of a layer's parameters that are trained."""
+        """Return the canonical names of a layer's parameters that are not frozen."""
         return tuple(name for name in self.layer_parameters(layer) if name not in self.frozen)
 
     def layers_with(self, parameter: str) -> tuple[int, ...]:
@@ -304,10 +300,10 @@ class ModelStructure:
 
     def layer_roots(self, layer: int) -> tuple[str, ...]:
         """Return the names of the modules that make up a layer."""
-        return _layer_roots(self.anatomy)[layer]
+        return self.anatomy.layer_roots[layer]
 
     def layer_kind(self, layer: int) -> tuple[object, ...]:
-        """Return what a layer's costs depend on: equal for layers that compute alike."""
+        """Return a value that is equal for layers which cost the same."""
         root = self.layer_roots(layer)[0]
         shapes = tuple(
             (
@@ -323,9 +319,9 @@ class ModelStructure:
         return 0 < layer < self.num_layers - 1
 
     def _layer_type(self, layer: int) -> str | None:
-        """Return what the configuration says of a block: full or sliding attention, dense or sparse, …"""
-        said = [getattr(self.config, key, None) for key in ("layer_types", "mlp_layer_types")]
-        return repr([kinds[layer - 1] for kinds in said if kinds]) if self.is_block(layer) else None
+        """Return a block's type in the configuration: full or sliding attention, dense or sparse, …"""
+        types = [getattr(self.config, key, None) for key in ("layer_types", "mlp_layer_types")]
+        return repr([each[layer - 1] for each in types if each]) if self.is_block(layer) else None
 
     def build(self, *, dtype: torch.dtype) -> SplittableModel:
         """Return the model's modules on the meta device, in training mode."""
@@ -341,11 +337,11 @@ class ModelStructure:
 
 
 def _needs_values(make: Callable[[torch.dtype], SplittableModel]) -> bool:
-    """Whether what a script builds has values of its own, or cannot be built without any."""
+    """Whether a script's model has values of its own, or cannot be built without memory."""
     try:
         return own_value_of(lambda: _on_meta(make)) is not None
     except ConfigError:
-        return True  # with memory, it is built or refused
+        return True  # building it with memory succeeds, or raises the error for the user
 
 
 def _on_meta(make: Callable[[torch.dtype], SplittableModel], dtype: torch.dtype = torch.float32) -> SplittableModel:
@@ -364,14 +360,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _layer_roots(anatomy: Anatomy) -> tuple[tuple[str, ...], ...]:
-    blocks = ((f"{anatomy.block_list}.{index}",) for index in range(anatomy.num_blocks))
-    return (anatomy.prelude, *blocks, anatomy.postlude)
-
-
 def _all_sites(skeleton: SplittableModel, anatomy: Anatomy) -> tuple[tuple[Site, ...], ...]:
-    """Every layer's. Buffers of modules that run on every stage belong to the embedding."""
-    embedding, *others = (tuple(_sites(skeleton, anatomy, roots)) for roots in _layer_roots(anatomy))
+    """Find the sites of every layer. Buffers of modules that run on every stage belong to the embedding."""
+    embedding, *others = (tuple(_sites(skeleton, anatomy, roots)) for roots in anatomy.layer_roots)
     placed = {site.name for layer in (embedding, *others) for site in layer}
     modules = ((path, module) for path, module in skeleton.named_modules(remove_duplicate=False))
     everywhere = (site for path, module in modules for site in _buffer_sites(path, module, anatomy))
@@ -393,10 +384,7 @@ def _buffer_sites(path: str, module: nn.Module, anatomy: Anatomy) -> Iterator[Si
         yield Site(module=path, attribute=attribute, parameter=anatomy.tied.get(name, name), is_buffer=True)
 
 
-def _frozen(skeleton: SplittableModel, sites: Iterable[Iterable[Site]]) -> frozenset[str]:
-    """Find what is not trained. Raises ConfigError where nothing would be."""
-    state = dict(named_state(skeleton))
-    names = {site.parameter for layer in sites for site in layer}
+def _frozen(names: set[str], state: Mapping[str, torch.Tensor]) -> frozenset[str]:
     frozen = frozenset(name for name in names if not state[name].requires_grad)
     if frozen == names:
         raise ConfigError("model: none of its parameters is to be trained; leave requires_grad of some as it is")
@@ -406,8 +394,8 @@ def _frozen(skeleton: SplittableModel, sites: Iterable[Iterable[Site]]) -> froze
 def _draws_at_random(skeleton: PreTrainedModel) -> bool:
     """Whether any dropout module or configured probability of dropping or jitter is not zero.
 
-    Models apply some of these in functions, so the configuration is asked too. A wrong yes costs a few
-    microseconds a layer; there must be no wrong no.
+    Models apply some of these in functions, so the configuration counts too. A false positive costs a few microseconds
+    a layer; a false negative would make replicas differ.
     """
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in skeleton.modules()):
         return True
@@ -425,5 +413,5 @@ def _has_probability(config: Mapping[str, object]) -> bool:
 
 
 def _names_a_probability(key: str) -> bool:
-    # Causal language models have no classifier and summary heads, though their configurations speak of them.
+    # Causal language models have no classifier and summary heads, though their configurations have keys for them.
     return names_a_probability(key) and not key.startswith(("classifier", "summary"))

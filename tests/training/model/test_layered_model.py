@@ -186,7 +186,7 @@ def _broken() -> list[nn.Module]:
     ("factory", "message"),
     [
         (lambda: [Embedding()], "a list of 1 layers cannot be split; it needs at least two"),
-        (lambda: "gpt2", "no transformers model and no list of torch modules"),
+        (lambda: "gpt2", "neither a transformers model nor a list of torch modules"),
         (_broken, "the script's model cannot be built: RuntimeError: no such thing"),
         (lambda: [Embedding(), *[Block(0)] * 2, nn.Linear(SIZE, 9)], "a module is in its list twice"),
         (lambda: [Embedding(), nn.Linear(SIZE, 3), nn.Linear(3, 9)], r"layer 1 returns the shape .*keep their shape"),

@@ -123,7 +123,7 @@ def test_activation_checkpointing_of_the_scripts_own_is_left_to_the_job(tmp_path
 
 
 def test_other_models_are_refused():
-    with pytest.raises(ConfigError, match="Linear is no model of transformers"):
+    with pytest.raises(ConfigError, match="Linear is not a model of transformers"):
         LiveModel.skeleton_of(torch.nn.Linear(2, 2))
 
 
