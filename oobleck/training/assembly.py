@@ -208,16 +208,17 @@ def _structure(job: JobSpec, made: _Made, *, vocab_size: int, cache_dir: Path | 
         raise ConfigError(
             "model.lora: the script makes the model itself; leave it out, and call peft.get_peft_model there"
         )
-    structure = model.ModelStructure.from_factory(
-        made["model"],
-        loss=made.get("loss"),
-        task=job.model.task,
-        vocab_size=vocab_size,
-        sequence_length=length,
-        dtype=model.Precision.of(job.dtype).parameters,
-        seed=job.seed,
-        cache_dir=cache_dir,
-    )
+    else:
+        structure = model.ModelStructure.from_factory(
+            made["model"],
+            loss=made.get("loss"),
+            task=job.model.task,
+            vocab_size=vocab_size,
+            sequence_length=length,
+            dtype=model.Precision.of(job.dtype).parameters,
+            seed=job.seed,
+            cache_dir=cache_dir,
+        )
     is_tried = job.script is not None and job.script.is_tried
     return replace(model.with_tried_loss(structure, None if is_tried else _sizes(job)), drops=job.dropout)
 
