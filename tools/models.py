@@ -239,17 +239,17 @@ def _read(kept: Path | None) -> dict[Case, Row]:
 _INTRODUCTION = """\
 # Models
 
-What trains is found by trying: every class of transformers' auto mappings was built in a tiny configuration, cut into
-one, two and three stages, and trained for three steps. It is *equal* if all losses and weights are those of the uncut
-model (within 1e-5 in float32), and *refused* if an error names the class and the reason before anything is launched.
-*Not tried* are classes whose tiny configuration does not run in plain transformers either, or that need a package which
-is not installed. This page is made by
+Every class of transformers' auto mappings was built in a tiny configuration, cut into one, two and three stages, and
+trained for three steps. A class is *equal* if all losses and weights are those of the uncut model (within 1e-5 in
+float32), and *refused* if an error names the class and the reason before anything is launched. It is *not tried* if its
+tiny configuration does not run in plain transformers either, or needs a package that is not installed. This command
+writes the page:
 
 ```bash
 .venv/bin/python tools/models.py --output docs/models.md
 ```
 
-with transformers {version}. One's own classes, heads, hooks and buffers: [Training](training.md).
+with transformers {version}. [Training](training.md) covers your own classes, heads, hooks and buffers.
 """
 
 
