@@ -27,9 +27,7 @@ class PlanOptions:
         default=...,
     )
     planning: inputs.PlanningOptions
-    schedule: str = option(
-        "--schedule", "gpipe, 1f1b, interleaved, zero-bubble, or auto (the fastest, except gpipe).", default="1f1b"
-    )
+    schedule: str = option("--schedule", f"{inputs.SCHEDULE_NAMES} (the fastest, except gpipe).", default="1f1b")
     prices: str | None = option(
         "--prices",
         "KIND:PRICE,…",

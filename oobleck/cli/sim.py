@@ -79,9 +79,7 @@ class SimOptions:
         "--steps", "N", "Policy oobleck: the job ends after N steps.", parser=inputs.whole(1, MAX_STEPS)
     )
     reductions: str = option("--reductions-per-step", "R", "Gradient reductions per step, or auto.", default="auto")
-    schedule: str = option(
-        "--schedule", "KIND", "Policy oobleck: 1f1b, gpipe, interleaved, zero-bubble, auto.", default="1f1b"
-    )
+    schedule: str = option("--schedule", "KIND", f"Policy oobleck: {inputs.SCHEDULE_NAMES}.", default="1f1b")
     seed: int = option(
         "--seed",
         "N",

@@ -122,7 +122,7 @@ def test_the_hostfile_of_the_page_names_the_nodes_that_it_says():
 
 
 def test_the_node_that_the_page_adds_is_one_node():
-    (line,) = re.findall(r"oobleck add '([^']+)'", PAGE)
+    (line,) = re.findall(r"oobleck add\s+'([^']+)'", PAGE)
     (node,) = parse_hostfile(line, source="docs/jobs.md")
     assert (node.name, node.port) == ("node7", 2222)
 

@@ -10,6 +10,7 @@ from .node_source import DialIn, FromCommand, FromHostfile, FromRay, FromSlurm, 
 from .options import (
     MAX_SEED,
     NUM_SPARE_NODES,
+    SCHEDULE_NAMES,
     SLOW_FACTOR,
     JobOptions,
     NodeOptions,
@@ -22,6 +23,7 @@ from .values import did_you_mean, duration_s, parse_scaling, real, whole, with_s
 __all__ = [
     "MAX_SEED",
     "NUM_SPARE_NODES",
+    "SCHEDULE_NAMES",
     "SLOW_FACTOR",
     "DialIn",
     "FromCommand",

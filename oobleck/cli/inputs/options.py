@@ -21,6 +21,7 @@ _MAX_BATCH, _MAX_TOKENS, MAX_SEED = (
     int(bounds_of(spec)[key].most)
     for spec, key in ((JobSpec, "global_batch_size"), (DataSpec, "sequence_length"), (JobSpec, "seed"))
 )
+SCHEDULE_NAMES = ", ".join(get_args(ScheduleName))
 NUM_SPARE_NODES = 4
 """Virtual nodes that can be added to a local run."""
 SLOW_FACTOR = 1.5
@@ -132,7 +133,6 @@ class PlanningOptions:
 
 def parse_schedule_name(name: str) -> ScheduleName:
     """Return the name of a schedule. Raises UsageError for another."""
-    known = get_args(ScheduleName)
-    if name not in known:
-        raise UsageError(f"--schedule is {name!r}; it must be one of {', '.join(known)}")
+    if name not in get_args(ScheduleName):
+        raise UsageError(f"--schedule is {name!r}; it must be one of {SCHEDULE_NAMES}")
     return cast("ScheduleName", name)

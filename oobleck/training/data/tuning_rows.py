@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -43,8 +43,12 @@ class TuningRows:
                 self._columns, self._encode = ("prompt", "completion"), self._of_prompt
             case "messages":
                 self._columns, self._encode = ("messages",), self._of_messages
-            case _:
+            case "labels":
                 self._columns, self._encode = (data.text_column, "label"), self._of_label
+            case "text" | "samples":
+                raise AssertionError(f"{data.format} has no rows to tune on")
+            case _:
+                assert_never(data.format)
         self.sequence_length = data.sequence_length
         self._tokenizer = _load_tokenizer(data)
         self._rows = list(read_table(data))

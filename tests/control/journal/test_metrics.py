@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
@@ -129,3 +129,10 @@ def test_prometheus_own_parser_reads_the_text():
     assert states == {"useful": sample.useful_s, **sample.downtime_s}
     kinds = {name: family.type for name, family in families.items()}
     assert (kinds["oobleck_step"], kinds["oobleck_loss"]) == ("counter", "gauge")
+
+
+def test_every_number_of_a_sample_is_exported_to_prometheus():
+    numbers = {part.name for part in fields(MetricSample)} - {"t_s", "useful_s", "downtime_s"}
+    sample = replace(sample_of(run_with_a_loss()), **dict.fromkeys(numbers, 1))
+    exported = [line for line in prometheus_text(sample, "gpt2-demo").splitlines() if line.startswith("# TYPE")]
+    assert len(exported) == len(numbers) + 1  # the time in each state is one more

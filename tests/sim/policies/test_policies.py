@@ -6,6 +6,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from oobleck.cli.main import main
 from oobleck.sim.costs.model import Costs
 from oobleck.sim.costs.outcome import Activity, Outcome
 from oobleck.sim.policies.registry import POLICIES, PolicySettings
@@ -166,3 +167,9 @@ def test_the_time_of_any_run_is_accounted_for(trace: Trace, name: str) -> None:
     edges = [(each.start_s, each.stop_s) for each in outcome.stretches]
     assert all(start < stop + 1e-9 for start, stop in edges)
     assert sum(stop - start for start, stop in edges) == pytest.approx(trace.duration_s, abs=1e-3)
+
+
+def test_the_help_names_every_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["sim", "--help"])
+    helped = " ".join(capsys.readouterr().out.split())
+    assert f"{', '.join(POLICIES)};" in helped
