@@ -351,8 +351,9 @@ class _Trial:
         weights = [each / sum(counts) if rule.is_mean else 1 for each in counts]
         together = self._loss(samples, sum(counts))
         shares = [self._loss(each, sum(counts)) * weight for each, weight in zip(parts, weights, strict=True)]
-        if losses.is_near(sum(shares), together) or max(abs(together), *map(abs, shares)) < _NOTHING:
-            return
+        sizes = [abs(each) for each in (together, *shares)]
+        if losses.is_near(sum(shares), together) or max(sizes) < _NOTHING or not math.isfinite(sum(sizes)):
+            return  # of made-up values there may be no loss
         raise ConfigError(
             f"model: {self._name} returns a loss of which it is not known what each microbatch adds to that of a step: "
             f"{together:g} for {count} samples, and {sum(shares):g} for microbatches of {size} in all, by {rule}; have "
