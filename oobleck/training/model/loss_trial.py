@@ -34,7 +34,7 @@ _LENGTH, _LABELS = 6, 16
 _NUM_SET = 1 << 16
 """Weights of a parameter that are not zero, at most: the rest of a large head costs no memory."""
 _NUM_ITEMS = 64
-_MOST_ROWS, _FEWEST_TOKENS, _MOST_WORK = 256, 2, 1 << 32
+_MOST_ROWS, _FEWEST_TOKENS, _MOST_WORK = 256, 2, 1 << 31
 """Of a job's own batch: samples, tokens of each, and products of an element of a layer and a token; beyond that, fewer
 and shorter samples stand for it."""
 _OF_BLOCKS = {"hidden_states": "output_hidden_states", "attentions": "output_attentions"}
@@ -96,9 +96,10 @@ def with_tried_loss(structure: ModelStructure, sizes: BatchSizes | None = None) 
         trial = _Trial(stage)
         with stage.evaluating():
             rule = trial.rule()
+        trial.require_no_count()  # before more calls, which might be what it goes by
+        with stage.evaluating():
             for each in trial.others(sizes):
                 trial.require_shares(rule, *each)
-        trial.require_no_count()
         return replace(structure, loss_rule=rule)
 
 
@@ -208,6 +209,8 @@ def _fault(loss: losses.Loss, head: CapturedHead, given: object, size: int | Non
     for labels in (head.labels, head.ids):
         with suppress(Exception):  # it is somebody else's code, and may fail in any way
             fault = fault_of(head.outputs, labels)
+            if size is None:  # before it has been called more often, which might be what it goes by
+                fault = fault or _fault_of_later_calls(number_of, head.outputs, labels, given)
             some = labels.clone()
             if labels.ndim > 1:
                 some[0, some.shape[1] // 2 :] = IGNORED_LABEL
@@ -218,7 +221,7 @@ def _fault(loss: losses.Loss, head: CapturedHead, given: object, size: int | Non
             with suppress(Exception):  # one that knows no such logits
                 others = losses.of_other_sizes(head.outputs, labels)
                 fault = fault or next(filter(None, (fault_of(each, labels) for each in others)), None)
-            return fault or _fault_of_later_calls(number_of, head.outputs, labels, given) or ""
+            return fault or ""
     return None
 
 
@@ -335,7 +338,7 @@ class _Trial:
         for scale in _OF_WEIGHTS:
             for parameter in self._stage.parameters.values():
                 if parameter.ndim > 1:
-                    parameter.mul_(scale)
+                    parameter.view(-1)[:_NUM_SET].mul_(scale)  # the others are zero, and cost no memory
             yield both, 1
         yield self._as_predicted(both, 1), 1  # one small and one large: a mean is the same above a bound, and below
 
@@ -348,8 +351,9 @@ class _Trial:
         weights = [each / sum(counts) if rule.is_mean else 1 for each in counts]
         together = self._loss(samples, sum(counts))
         shares = [self._loss(each, sum(counts)) * weight for each, weight in zip(parts, weights, strict=True)]
-        if losses.is_near(sum(shares), together) or max(abs(together), *map(abs, shares)) < _NOTHING:
-            return
+        sizes = [abs(each) for each in (together, *shares)]
+        if losses.is_near(sum(shares), together) or max(sizes) < _NOTHING or not math.isfinite(sum(sizes)):
+            return  # of made-up values there may be no loss
         raise ConfigError(
             f"model: {self._name} returns a loss of which it is not known what each microbatch adds to that of a step: "
             f"{together:g} for {count} samples, and {sum(shares):g} for microbatches of {size} in all, by {rule}; have "

@@ -73,9 +73,9 @@ class Optimizer:
             def make(probes: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
                 return self._make(self._groups(probes))
 
+            optimizer_state.require_no_count(make, device)  # before more steps, which might be what it goes by
             optimizer_state.require_independent(make, device)
             optimizer_state.require_state_alone(make, layout, device)
-            optimizer_state.require_no_count(make, device)
             self._layouts[device] = layout
         return self._layouts[device]
 

@@ -193,10 +193,15 @@ def require_no_count(make: _Make, device: torch.device) -> None:
     That is what classes and functions have, as a count of steps in a module's dictionary: each worker would have its
     own. Raises ConfigError that names it.
     """
-    first = _updated(make, ("probe",), device)["probe"]
+
+    def updated() -> torch.Tensor:
+        with drawing_alike(0):
+            return _updated(make, ("probe",), device)["probe"]
+
+    first = updated()
 
     def same() -> bool:
-        return torch.equal(_updated(make, ("probe",), device)["probe"], first)
+        return torch.equal(updated(), first)
 
     optimizer = make({"probe": make_probe(device)})
     kind = type(optimizer).__name__

@@ -388,9 +388,9 @@ def test_layers_are_tried_with_a_batch_of_the_jobs_own_size(place: Any):
 
 def test_a_large_batch_is_tried_with_fewer_and_shorter_samples():
     own = BatchSizes(batch=4096, microbatch=8, length=32768)
-    assert own.bounded(1000) == BatchSizes(batch=256, microbatch=8, length=16777)
-    assert own.bounded(7_000_000) == BatchSizes(batch=256, microbatch=8, length=2)
-    assert own.bounded(1 << 31) == BatchSizes(batch=2, microbatch=2, length=2)
+    assert own.bounded(1000) == BatchSizes(batch=256, microbatch=8, length=8388)
+    assert own.bounded(7_000_000) == BatchSizes(batch=153, microbatch=8, length=2)
+    assert own.bounded(1 << 30) == BatchSizes(batch=2, microbatch=2, length=2)
 
 
 # --- a list of layers ------------------------------------------------------------------------------------------
