@@ -27,6 +27,7 @@ from . import configuration
 from .adapters import Adapters, adapters_of, add_adapters, new_adapters, unwrapped, with_fake_tensors
 from .brought import (
     GradientHook,
+    full_name,
     named_state,
     persistent_buffers,
     require_constant_buffers,
@@ -57,7 +58,7 @@ class Site:
 
     @property
     def name(self) -> str:
-        return f"{self.module}.{self.attribute}" if self.module else self.attribute
+        return full_name(self.module, self.attribute)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,7 +381,7 @@ def _sites(skeleton: SplittableModel, anatomy: Anatomy, roots: tuple[str, ...]) 
 
 def _buffer_sites(path: str, module: nn.Module, anatomy: Anatomy) -> Iterator[Site]:
     for attribute, _ in persistent_buffers(module):
-        name = f"{path}.{attribute}" if path else attribute
+        name = full_name(path, attribute)
         yield Site(module=path, attribute=attribute, parameter=anatomy.tied.get(name, name), is_buffer=True)
 
 
