@@ -1,4 +1,4 @@
-"""What a model's forward can be given, by the names of its arguments."""
+"""The arguments of a model's forward."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _OURS = frozenset(
         "num_items_in_batch",
     }
 )
-"""Not for a sample to bring: what every batch has, what other models compute, and how to answer."""
+"""Arguments that no sample may bring: every batch has them, another model computes them, or they choose the output."""
 
 
 def arguments_of(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the names of a function's arguments, without those that are collected (`**kwargs`)."""
+    """Return the names of a function's arguments, without `*args` and `**kwargs`."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return frozenset(name for name, value in inspect.signature(function).parameters.items() if value.kind in kinds)
 
 
 def names_taken(model: nn.Module) -> frozenset[str]:
-    """Return what samples of a transformers model may bring beside tokens and labels."""
+    """Return the arguments of a transformers model that a sample may bring, other than tokens and labels."""
     return arguments_of(type(model).forward) - _OURS
