@@ -32,9 +32,8 @@ class Passthrough(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else next(iter(kwargs.values()))
         if (width := self.__dict__["width"]) is not None:
-            hidden = hidden.new_zeros(
-                (*hidden.shape[:-1], width)
-            )  # memory of its own, since some models add to it in place
+            # Unlike `ZeroEmbedding`'s, these zeros have memory of their own: some models add to them in place.
+            hidden = hidden.new_zeros((*hidden.shape[:-1], width))
         return (hidden,) if self.__dict__["returns_tuple"] else hidden
 
 

@@ -20,11 +20,6 @@ _Shape = Callable[[float, Mapping[str, float]], float]
 """Maps the progress after the warm-up, 0 to 1, and the schedule's arguments to a factor of the peak."""
 
 
-def learning_rate(spec: OptimizerSpec, *, step: int, max_steps: int) -> float:
-    """Return the learning rate that step `step` (1 … max_steps) is applied with."""
-    return spec.learning_rate * rate_factor(spec, step=step, max_steps=max_steps)
-
-
 def rate_factor(spec: OptimizerSpec, *, step: int, max_steps: int) -> float:
     """Return the learning rate of step `step` (1 … max_steps), as a factor of the peak.
 

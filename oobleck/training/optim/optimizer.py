@@ -24,8 +24,8 @@ from .learning_rate import rate_factor
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes an optimizer over torch's parameter groups, each with its `weight_decay`."""
 
-_UNFIT = ("LBFGS", "SparseAdam")
-"""These evaluate the model again within a step, or need sparse gradients."""
+_UNFIT = ("Optimizer", "LBFGS", "SparseAdam")
+"""These are abstract, evaluate the model again within a step, or need sparse gradients."""
 
 _NUM_RATES_TRIED = 16
 
@@ -200,7 +200,7 @@ class Optimizer:
         shapes: Mapping[str, torch.Size],
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Return a flat tensor in the order of `layer_tensors`, from tensors of any precision named as in `named_state`.
+        """Return a flat tensor in the order of `layer_tensors`, from tensors of any precision, as of `named_state`.
 
         Missing state, which an optimizer of another kind did not keep, has initial values. Raises CorruptCheckpoint for
         a parameter that is missing or has another shape.
@@ -229,16 +229,13 @@ class Optimizer:
             yield from optimizer_state.flat_tensors(self._layout_of(name, parameter.device), parameter, state)
 
     def _groups(self, parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
-        """Torch's parameter groups: those that are decayed, and the others."""
-        decayed = self._decayed
-        names = {name for name, p in parameters.items() if (p.ndim > 1 if decayed is None else name in decayed)}
-        groups = (
-            {
-                "params": [parameters[name] for name in parameters if name in names],
-                "weight_decay": self.spec.weight_decay,
-            },
-            {"params": [parameters[name] for name in parameters if name not in names], "weight_decay": 0.0},
-        )
+        """Return torch's groups of parameters with and without weight decay, unless they are empty."""
+        decayed: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for name, parameter in parameters.items():
+            is_decayed = parameter.ndim > 1 if self._decayed is None else name in self._decayed
+            (decayed if is_decayed else others).append(parameter)
+        groups = ({"params": decayed, "weight_decay": self.spec.weight_decay}, {"params": others, "weight_decay": 0.0})
         return [group for group in groups if group["params"]]
 
     def _trained(self) -> dict[str, nn.Parameter]:
@@ -248,20 +245,15 @@ class Optimizer:
         return optimizer_state.NO_STATE if name in self._frozen else self.layout(device)
 
 
-def _optimizer_classes() -> dict[str, type[torch.optim.Optimizer]]:
-    found = {name: value for name, value in vars(torch.optim).items() if inspect.isclass(value)}
-    return {
-        name.lower(): value
-        for name, value in found.items()
-        if issubclass(value, torch.optim.Optimizer) and name != "Optimizer" and name not in _UNFIT
-    }
-
-
 def _named(spec: OptimizerSpec) -> OptimizerFactory:
-    """The class of torch.optim that a specification names, fused where torch can."""
+    """Return a factory of the class of torch.optim that a specification names, fused where torch can."""
     # The names of `TrainingArguments.optim`: adamw_torch, adamw_torch_fused.
     name = spec.optim.removesuffix("_fused").removesuffix("_torch")
-    classes = _optimizer_classes()
+    classes = {
+        name.lower(): value
+        for name, value in vars(torch.optim).items()
+        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and name not in _UNFIT
+    }
     if name not in classes:
         raise ConfigError(f"optimizer.optim: {spec.optim!r} is not known; it is one of {', '.join(classes)}")
     kind: Callable[..., torch.optim.Optimizer] = classes[name]
@@ -277,10 +269,10 @@ def _named(spec: OptimizerSpec) -> OptimizerFactory:
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         try:
             if "fused" in takes and "fused" not in arguments:
-                with suppress(RuntimeError):  # not on this device
+                with suppress(RuntimeError):  # not fused on this device
                     return kind(groups, **arguments, fused=True)
             return kind(groups, **arguments)
-        # What a class raises for arguments that it does not like is its author's choice.
+        # Classes refuse their arguments with various errors.
         except Exception as error:
             raise ConfigError(f"optimizer: {classes[name].__name__} refuses its arguments: {error}") from error
 
