@@ -23,17 +23,8 @@ from oobleck.job import ModelSpec, Task
 from oobleck.training.dropout import names_a_probability
 from oobleck.training.randomness import building_alike
 
-from . import configuration
+from . import brought, configuration
 from .adapters import Adapters, adapters_of, add_adapters, new_adapters, unwrapped, with_fake_tensors
-from .brought import (
-    GradientHook,
-    full_name,
-    named_state,
-    persistent_buffers,
-    require_constant_buffers,
-    require_independent_samples,
-    require_no_hooks,
-)
 from .layered_model import LayeredModel, LossFunction, SplittableModel, anatomy_of_layers
 from .live_model import LiveModel, LiveWeights
 from .losses import LossRule
@@ -58,7 +49,7 @@ class Site:
 
     @property
     def name(self) -> str:
-        return full_name(self.module, self.attribute)
+        return brought.full_name(self.module, self.attribute)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +89,7 @@ class ModelStructure:
     """How the model's own loss is normalized, as found by `with_tried_loss`."""
     adapters: Adapters | None
     """They start from the seed."""
-    hooks: Mapping[str, tuple[GradientHook, ...]] = field(default_factory=dict)
+    hooks: Mapping[str, tuple[brought.GradientHook, ...]] = field(default_factory=dict)
     """The script's hooks on gradients of trained parameters, keyed by canonical name."""
 
     @classmethod
@@ -222,27 +213,27 @@ class ModelStructure:
     ) -> ModelStructure:
         """Without a `config` or `task`, take the model's own. `has_loss` says that its own loss is not used."""
         on_meta = _on_meta(make)
-        require_no_hooks(on_meta)
+        brought.require_no_hooks(on_meta)
         adapters = adapters_of(on_meta)
         with FakeTensorMode():
             skeleton = with_fake_tensors(on_meta)
             if isinstance(skeleton, LayeredModel):
-                require_independent_samples(skeleton)
+                brought.require_independent_samples(skeleton)
                 task, takes = task or "causal_lm", skeleton.takes
                 anatomy = anatomy_of_layers(skeleton, sequence_length=sequence_length)
             else:
                 require_one_stack(skeleton)
                 task, takes = task or configuration.task_of_built(skeleton), names_taken(skeleton)
-                require_independent_samples(skeleton)
+                brought.require_independent_samples(skeleton)
                 configuration.check_head(skeleton, task)
                 if not has_loss:
                     configuration.require_known_loss(skeleton, task)
                 anatomy = dissect(skeleton, task=task, sequence_length=sequence_length)
             ids = torch.zeros((1, sequence_length), dtype=torch.int64)
-            require_constant_buffers(skeleton, lambda: skeleton.base_model(input_ids=ids, use_cache=False))
+            brought.require_constant_buffers(skeleton, lambda: skeleton.base_model(input_ids=ids, use_cache=False))
         sites = _all_sites(skeleton, anatomy)
         placed = [site for layer in sites for site in layer]
-        state = dict(named_state(skeleton))
+        state = dict(brought.named_state(skeleton))
         return cls(
             config=skeleton.config if config is None else config,
             task=task,
@@ -380,8 +371,8 @@ def _sites(skeleton: SplittableModel, anatomy: Anatomy, roots: tuple[str, ...]) 
 
 
 def _buffer_sites(path: str, module: nn.Module, anatomy: Anatomy) -> Iterator[Site]:
-    for attribute, _ in persistent_buffers(module):
-        name = full_name(path, attribute)
+    for attribute, _ in brought.persistent_buffers(module):
+        name = brought.full_name(path, attribute)
         yield Site(module=path, attribute=attribute, parameter=anatomy.tied.get(name, name), is_buffer=True)
 
 
