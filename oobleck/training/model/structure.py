@@ -25,16 +25,36 @@ from oobleck.training.randomness import building_alike
 
 from . import brought, configuration
 from .adapters import Adapters, adapters_of, add_adapters, new_adapters, unwrapped, with_fake_tensors
-from .layered_model import LayeredModel, LossFunction, SplittableModel, anatomy_of_layers
+from .layered_model import LayeredModel, LossFunction, SplittableModel, anatomy_of_layers, arguments_of
 from .live_model import LiveModel, LiveWeights
 from .losses import LossRule
 from .own_values import own_value_of
-from .signature import names_taken
 from .splitting import Anatomy, dissect, require_one_stack
 from .weights import WeightFiles
 
 LossOfOutputs = Callable[..., torch.Tensor]
 """Maps a model's outputs, labels and `num_items_in_batch` to the sum of the losses divided by that number."""
+
+_OURS = frozenset(
+    {
+        "self",
+        "input_ids",
+        "inputs_embeds",
+        "labels",
+        "past_key_values",
+        "encoder_hidden_states",
+        "encoder_attention_mask",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "logits_to_keep",
+        "num_items_in_batch",
+    }
+)
+"""Arguments that no sample may bring: every batch has them, another model computes them, or they choose the output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +243,8 @@ class ModelStructure:
                 anatomy = anatomy_of_layers(skeleton, sequence_length=sequence_length)
             else:
                 require_one_stack(skeleton)
-                task, takes = task or configuration.task_of_built(skeleton), names_taken(skeleton)
+                task = task or configuration.task_of_built(skeleton)
+                takes = arguments_of(type(skeleton).forward) - _OURS
                 brought.require_independent_samples(skeleton)
                 configuration.check_head(skeleton, task)
                 if not has_loss:
