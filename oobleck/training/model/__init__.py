@@ -6,12 +6,11 @@ from oobleck.training.randomness import MicrobatchKey
 
 from .adapters import Adapters, add_adapters, plain_name, save_adapters, tied_parameters, unwrapped
 from .configuration import build_model
-from .documents import separates_documents
 from .forward_passes import Precision, require_compiler
 from .layer_trial import try_layers
 from .live_model import LiveModel
 from .loss_trial import BatchSizes, with_tried_loss
-from .models import StageModel
+from .models import StageModel, separates_documents
 from .structure import ModelStructure
 from .tensor_parallel import Share, initialize_share, install, share_of
 from .weight_gradients import WeightGradients

@@ -1,10 +1,10 @@
-"""LoRA adapters, by PEFT: put into a model, found in one that a script made, initialized, told from the rest of it.
+"""LoRA adapters of PEFT: add them to a model, find them in a script's, initialize them, and recognize their names.
 
-PEFT puts a module of its own around each one that it adapts, which keeps the original as `base_layer`; a module that is
-trained as a whole is copied, and the copy used. So what a model's files call `h.0.attn.c_attn.weight` is here called
-`h.0.attn.c_attn.base_layer.weight`: `plain_name` leads back.
+PEFT wraps each adapted module in its own, which keeps the original as `base_layer`; of a module that is trained whole,
+it makes and uses a copy. So the model's `h.0.attn.c_attn.base_layer.weight` is `h.0.attn.c_attn.weight` in files;
+`plain_name` returns the latter.
 
-PEFT is an extra, and takes a second or two to import: only models with adapters have it imported.
+PEFT is an extra, and takes a second or two to import, so only models with adapters import it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .brought import shared_tensors
 Model = TypeVar("Model", bound=nn.Module)
 
 _ADAPTER = "default"
-"""What PEFT calls an adapter that was given no name."""
+"""PEFT's default name of an adapter."""
 _HEADS = ("classifier", "score")
-"""What PEFT trains beside the adapters where labels are predicted: a head that is new."""
+"""The new heads of classifiers, which PEFT trains as well as the adapters."""
 _TASK_TYPES: Mapping[Task, str | None] = {
     "causal_lm": "CAUSAL_LM",
     "masked_lm": None,
@@ -43,13 +43,13 @@ _TASK_TYPES: Mapping[Task, str | None] = {
 _WRAPPING = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
 _OWN = re.compile(r"\.lora_\w+\.")
 _INITIALIZATIONS = (True, "gaussian")
-"""Those that draw numbers, and leave the model as it is; others depend on weights, which no stage has all of."""
+"""These draw numbers, and leave the model's function unchanged; others depend on weights, and no stage has them all."""
 _UNFIT = (
     "use_dora", "layer_replication", "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
     "megatron_config", "loftq_config", "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "velora_config",
     "monteclora_config",
 )  # fmt: skip
-"""Keys of PEFT's LoraConfig whose adapters depend on the weights, or on more than a layer."""
+"""Keys of PEFT's LoraConfig whose adapters depend on the weights, or on more than one layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +60,12 @@ class Adapters:
     """PEFT's LoraConfig, with the modules that it has found."""
 
     def as_json(self) -> str:
-        """What PEFT needs to make them again."""
-        values = {key: sorted(value) if isinstance(value, set) else value for key, value in self._values().items()}
-        return json.dumps(values, sort_keys=True)
-
-    def _values(self) -> Mapping[str, Any]:
-        values: Mapping[str, Any] = self.config.to_dict()
-        return values
+        """Return PEFT's configuration as JSON."""
+        return json.dumps(self.config.to_dict(), sort_keys=True, default=sorted)  # it has sets of modules' names
 
     @classmethod
     def from_json(cls, text: str) -> Adapters:
-        """The inverse of `as_json`. Raises ConfigError where PEFT is not installed, or of another mind."""
+        """Invert `as_json`. Raises ConfigError if PEFT is not installed, or does not accept the configuration."""
         peft = _import_peft()
         try:
             return cls(peft.PeftConfig.from_peft_type(**json.loads(text)))
@@ -79,9 +74,9 @@ class Adapters:
 
 
 def new_adapters(lora: LoraSpec, *, task: Task, base: str | None) -> Adapters:
-    """Return the adapters that a job asks for; `base` is the directory of the model that they are for.
+    """Return a job's adapters; `base` is the directory of their model.
 
-    Raises ConfigError where PEFT is not installed, or refuses them.
+    Raises ConfigError if PEFT is not installed, or refuses them.
     """
     peft = _import_peft()
     heads = _HEADS if task in ("sequence_classification", "token_classification") else ()
@@ -104,17 +99,17 @@ def new_adapters(lora: LoraSpec, *, task: Task, base: str | None) -> Adapters:
 
 
 def add_adapters(model: PreTrainedModel, adapters: Adapters) -> Any:
-    """Put adapters into a model, and freeze the rest of it; returns PEFT's LoraModel, which can take them in.
+    """Add adapters to a model and freeze the rest of it; return PEFT's LoraModel, which can merge them.
 
-    Raises ConfigError where PEFT refuses that.
+    Raises ConfigError if PEFT refuses them.
     """
     peft = _import_peft()
     try:
         with warnings.catch_warnings():
-            # Of how GPT-2's weights lie, which it finds by itself, and of what `tied_parameters` refuses.
+            # PEFT warns about GPT-2's transposed weights, which it handles, and about ties, which we refuse ourselves.
             warnings.filterwarnings("ignore", message="fan_in_fan_out|Model has `tie_word_embeddings")
             tuner = peft.LoraModel(model, adapters.config, _ADAPTER)
-    # What PEFT raises for modules that are not there, or are of a kind that it cannot adapt, is its own choice.
+    # PEFT raises various errors for modules that are missing or that it cannot adapt.
     except Exception as error:
         raise _refused(error) from error
     model.train()
@@ -122,7 +117,7 @@ def add_adapters(model: PreTrainedModel, adapters: Adapters) -> Any:
 
 
 def save_adapters(model: PreTrainedModel, adapters: Adapters, directory: Path) -> None:
-    """Write a model's adapters alone, as PEFT's `save_pretrained` does, into a directory that is there."""
+    """Write only a model's adapters, as PEFT's `save_pretrained` does, into an existing directory."""
     peft = _import_peft()
     state = peft.get_peft_model_state_dict(model)
     named = {f"base_model.model.{name}": tensor.detach().contiguous() for name, tensor in state.items()}
@@ -131,7 +126,10 @@ def save_adapters(model: PreTrainedModel, adapters: Adapters, directory: Path) -
 
 
 def unwrapped(built: object) -> object:
-    """Return the model within one of PEFT's, with its adapters; anything else as it is. Raises ConfigError."""
+    """Return the model within a PeftModel, with its adapters; anything else unchanged.
+
+    Raises ConfigError for prompt learning.
+    """
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(built, peft.PeftModel):
         return built
@@ -143,7 +141,7 @@ def unwrapped(built: object) -> object:
 
 
 def adapters_of(model: nn.Module) -> Adapters | None:
-    """Return the adapters in a model, None where there are none. Raises ConfigError for those that it cannot train."""
+    """Return the adapters in a model, if any. Raises ConfigError for adapters that cannot be trained."""
     found: Mapping[str, Any] | None = getattr(model, "peft_config", None)
     if not found:
         return None
@@ -166,31 +164,36 @@ def adapters_of(model: nn.Module) -> Adapters | None:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Return whether a module is one that PEFT has put around another: both are one, and are called as one."""
-    return "peft" in sys.modules and isinstance(module, _wrappers())
+    """Return whether a module is one of PEFT's wrappers around another."""
+    if "peft" not in sys.modules:
+        return False
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import AuxiliaryTrainingWrapper
+
+    return isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
 
 
 def is_adapter(parameter: str) -> bool:
-    """Return whether a parameter of this name belongs to an adapter, so that no model's files have it."""
+    """Return whether a parameter of this name belongs to an adapter, so that the model's files lack it."""
     return _OWN.search(parameter) is not None
 
 
 def original_of(module: nn.Module) -> nn.Module:
-    """Return what PEFT has put a module around; any other module as it is."""
+    """Return the module that PEFT has wrapped; any other module unchanged."""
     if not is_adapted(module):
         return module
     return original_of(module.get_submodule("base_layer" if hasattr(module, "base_layer") else "original_module"))
 
 
 def plain_name(name: str) -> str:
-    """Return what a module or a parameter is called in the model without adapters."""
+    """Return the name of a module or a parameter in the model without adapters."""
     return _WRAPPING.sub("", name)
 
 
 def tied_parameters(model: PreTrainedModel) -> dict[str, str]:
-    """Return the names of parameters and persistent buffers that are another one, and that other one's name.
+    """Return the canonical name of each parameter and persistent buffer that is the same object as another.
 
-    Raises ConfigError where one of them is adapted or trained as a whole: the other would not have what it learns.
+    Raises ConfigError where one of them is adapted or trained whole: the other would not learn with it.
     """
     shared = shared_tensors(model, dict(model.all_tied_weights_keys or {}))
     for name in sorted({*shared, *shared.values()}):
@@ -200,9 +203,9 @@ def tied_parameters(model: PreTrainedModel) -> dict[str, str]:
 
 
 def initialize_adapter(model: nn.Module, module: nn.Module) -> None:
-    """Set the adapter of an adapted module, if it has one, to its initial values, which leave the model as it is.
+    """Draw the initial values of a module's adapter, if it has one, from torch's generator.
 
-    Draws from torch's generator.
+    They leave the model's function unchanged.
     """
     reset: Any = getattr(module, "reset_lora_parameters", None)
     if reset is not None:
@@ -211,16 +214,13 @@ def initialize_adapter(model: nn.Module, module: nn.Module) -> None:
 
 
 def with_fake_tensors(model: Model) -> Model:
-    """Give a model from the meta device fake parameters and buffers, in the mode that is on; returns it.
-
-    Models are not made of fake tensors from the beginning: PEFT cannot put adapters into those, and rules for
-    initialization that look at what they have drawn do not run on them.
-    """
+    """Replace a meta model's parameters and buffers by fake ones, of the active FakeTensorMode; return the model."""
+    # A model cannot be built of fake tensors: PEFT cannot adapt them, and rules for initialization that read what they
+    # have drawn fail on them.
     faked: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        """What is tied stays one object."""
-        if id(tensor) not in faked:
+        if id(tensor) not in faked:  # tied ones stay one object
             empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
             is_parameter = isinstance(tensor, nn.Parameter)
             faked[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
@@ -233,13 +233,6 @@ def with_fake_tensors(model: Model) -> Model:
                 if isinstance(tensor, torch.Tensor):
                     held[name] = fake(tensor)
     return model
-
-
-def _wrappers() -> tuple[type, ...]:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils import AuxiliaryTrainingWrapper
-
-    return BaseTunerLayer, AuxiliaryTrainingWrapper
 
 
 def _import_peft() -> Any:

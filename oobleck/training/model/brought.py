@@ -1,7 +1,7 @@
-"""What a model brings beside values: read from the objects themselves, and refused by name where it cannot be trained.
+"""Ties, buffers, hooks and references of a model, read from its objects; refused by name where they cannot be trained.
 
-A configuration says what a model was meant to be; a script may have tied its head, shared a module between two blocks,
-or put a hook on a parameter since. So identities of tensors count here, and never what a configuration declares.
+A script may have tied a model's head, shared a module between two blocks, or put a hook on a parameter after the
+configuration was made. So only the identity of tensors counts here, never what a configuration declares.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from oobleck.errors import ConfigError
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _MOST_TRIED = 1 << 22
-"""Elements of a gradient that a hook is tried on before anything is launched; of larger ones the first real one is."""
+"""Elements. A hook on a larger parameter is tried on its first real gradient, not before launch."""
 
 
 def shared_tensors(model: nn.Module, declared: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of parameters and persistent buffers that are another one, and that other one's name.
+    """Return the canonical name of each parameter and persistent buffer that is the same object as another.
 
-    That is the one that `declared` has, which files of the model go by, or else the first. O(parameters).
+    The canonical name is the one that `declared` has, as the model's files do, or else the first. O(parameters).
     """
     names: dict[int, list[str]] = {}
     for name, tensor in named_state(model):
@@ -39,15 +39,20 @@ def shared_tensors(model: nn.Module, declared: Mapping[str, str]) -> dict[str, s
 
 
 def named_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all parameters and persistent buffers, under each name that they have."""
+    """Yield all parameters and persistent buffers, once under each of their names."""
     yield from model.named_parameters(remove_duplicate=False)
     for path, module in model.named_modules(remove_duplicate=False):
         for attribute, buffer in persistent_buffers(module):
-            yield f"{path}.{attribute}" if path else attribute, buffer
+            yield full_name(path, attribute), buffer
+
+
+def full_name(path: str, attribute: str) -> str:
+    """Return the name of an attribute of the module called `path`, which is empty for the model itself."""
+    return f"{path}.{attribute}" if path else attribute
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers of one module, without those in it, that are saved with the model."""
+    """Yield the buffers of one module, without its children's, that are saved with the model."""
     for attribute, buffer in module._buffers.items():
         if buffer is not None and attribute not in module._non_persistent_buffers_set:
             yield attribute, buffer
@@ -59,7 +64,7 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def require_constant_buffers(model: nn.Module, run: Callable[[], object]) -> None:
     """Raise ConfigError that names a persistent buffer which `run`, a forward pass of the model, changes.
 
-    A pass that does not run on tensors without values proves nothing: stages look as well.
+    A pass that fails, because it reads the values of fake tensors, proves nothing; stages check their real passes.
     """
     before = {
         (path, attribute): (buffer, buffer._version)
@@ -69,10 +74,10 @@ def require_constant_buffers(model: nn.Module, run: Callable[[], object]) -> Non
     if not before:
         return
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    log.disabled = True  # it prints what is expected here
+    log.disabled = True  # it would print errors that are expected here
     try:
         run()
-    # It is a model's own code, and it may look at values.
+    # The model's own code may read values, and then fail in any way.
     except Exception:  # noqa: BLE001
         return
     finally:
@@ -80,14 +85,14 @@ def require_constant_buffers(model: nn.Module, run: Callable[[], object]) -> Non
     for (path, attribute), (buffer, version) in before.items():
         now = model.get_submodule(path)._buffers.get(attribute)
         if now is not buffer or buffer._version != version:
-            raise changed_buffer(f"{path}.{attribute}" if path else attribute)
+            raise changed_buffer(full_name(path, attribute))
 
 
 def changed_buffer(name: str) -> ConfigError:
     """Return the error for a buffer that training would change."""
     return ConfigError(
         f"model: a forward pass changes the buffer {name}, which is saved with the model: microbatches are spread over "
-        "nodes, and none of them would see all; leave the update out, or use a module without statistics"
+        "nodes, and no node would see all of them; leave the update out, or use a module without statistics"
     )
 
 
@@ -97,8 +102,8 @@ def changed_buffer(name: str) -> ConfigError:
 class GradientHook:
     """A hook on a parameter, as `Tensor.register_hook` takes it, which must be linear.
 
-    Gradients are added up in other places than the script's: over microbatches, and over stages where the parameter is
-    tied. That makes no difference to a hook that is linear (a mask, a factor), and to no other.
+    It runs before gradients are summed over microbatches, and over stages where the parameter is tied. Only a linear
+    hook (a mask, a factor) gives the same sums.
     """
 
     def __init__(self, parameter: str, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
@@ -107,14 +112,14 @@ class GradientHook:
         self._is_tried = False
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return what the hook makes of a gradient. Raises ConfigError where it is not linear."""
+        """Return the hook's result for a gradient. Raises ConfigError where the hook is not linear."""
         if not self._is_tried:
             self.try_out(gradient)
         return self._result(gradient).to(gradient.dtype)
 
     @torch.no_grad()
     def try_out(self, like: torch.Tensor) -> None:
-        """Try whether the hook is linear, on numbers drawn for the shape of a gradient. Raises ConfigError."""
+        """Raise ConfigError if the hook is not linear on random gradients of this shape."""
         self._is_tried = True
         generator = torch.Generator().manual_seed(0)
         dtype = torch.promote_types(like.dtype, torch.float32)
@@ -122,40 +127,35 @@ class GradientHook:
         one, two, both = (self._result(each).double() for each in (first, second, 2 * first + second))
         if not torch.allclose(2 * one + two, both, rtol=1e-3, atol=1e-5):
             raise ConfigError(
-                f"model: the hook on {self._parameter} is not linear: gradients are added up over microbatches and "
-                "nodes after it, so it must give the same for a sum as for its parts (a mask or a factor does); leave "
-                "it out, or give max_grad_norm"
+                f"model: the hook on {self._parameter} is not linear: gradients are summed over microbatches and nodes "
+                "after it, so it must give the same for a sum as for its parts (a mask or a factor does); leave it "
+                "out, or set max_grad_norm"
             )
 
     def _result(self, gradient: torch.Tensor) -> torch.Tensor:
-        result = self._hook(gradient.clone())  # it may change what it is given
+        result = self._hook(gradient.clone())  # it may change its argument in place
         if not isinstance(result, torch.Tensor) or result.shape != gradient.shape:
             raise ConfigError(
-                f"model: the hook on {self._parameter} returns no gradient: it runs on nodes, where nothing that it "
-                "notes would be seen by the script; leave it out, or have it return a gradient of the same shape"
+                f"model: the hook on {self._parameter} returns no gradient: it runs on nodes, and the script would not "
+                "see anything that it records; leave it out, or have it return a gradient of the same shape"
             )
         return result
 
 
 def gradient_hooks(model: nn.Module) -> dict[str, tuple[GradientHook, ...]]:
-    """Return the hooks on parameters that are to be trained, by all names that these have.
+    """Return the hooks on trained parameters, keyed by every name that a parameter has.
 
-    Raises ConfigError for those that cannot be trained with.
+    Raises ConfigError for hooks that training cannot support.
     """
-    found: dict[int, tuple[GradientHook, ...]] = {}
-    named: dict[str, tuple[GradientHook, ...]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) not in found:
-            found[id(parameter)] = _hooks_on(name, parameter)
-        if found[id(parameter)]:
-            named[name] = found[id(parameter)]
-    return named
+    # Tensors are hashed by identity, so a tied parameter has one entry.
+    hooks = {parameter: _hooks_on(name, parameter) for name, parameter in model.named_parameters()}
+    return {name: hooks[each] for name, each in model.named_parameters(remove_duplicate=False) if hooks[each]}
 
 
 def _hooks_on(name: str, parameter: nn.Parameter) -> tuple[GradientHook, ...]:
     if getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise ConfigError(
-            f"model: {name} has a hook that runs once its gradient is accumulated; gradients are added up over nodes "
+            f"model: {name} has a hook that runs once its gradient is accumulated; gradients are summed over nodes "
             "after that, so leave it out (register_post_accumulate_grad_hook), and leave steps to the optimizer"
         )
     hooks = tuple(GradientHook(name, hook) for hook in (parameter._backward_hooks or {}).values())
@@ -169,7 +169,7 @@ def _hooks_on(name: str, parameter: nn.Parameter) -> tuple[GradientHook, ...]:
 
 
 def require_trainable(model: nn.Module) -> None:
-    """Raise ConfigError that names the first part of a script's model that stages could not have as it is."""
+    """Raise ConfigError that names the first part of a script's model that stages could not copy faithfully."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in parameters.items():
         _require_plain(name, parameter)
@@ -180,7 +180,7 @@ def require_trainable(model: nn.Module) -> None:
 
 
 def require_no_hooks(model: nn.Module) -> None:
-    """Raise ConfigError for a hook on a parameter of a model that is made without values."""
+    """Raise ConfigError for a hook on a parameter of a model that is built without memory."""
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ConfigError(
@@ -190,7 +190,7 @@ def require_no_hooks(model: nn.Module) -> None:
 
 
 def require_independent_samples(model: nn.Module) -> None:
-    """Raise ConfigError for a module that computes with all samples of a batch, which are spread over nodes."""
+    """Raise ConfigError for a module that combines the samples of a batch, which are spread over nodes."""
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise ConfigError(
@@ -203,22 +203,22 @@ def _require_plain(name: str, parameter: nn.Parameter) -> None:
     if type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor:
         kind = type(parameter.data if type(parameter) is nn.Parameter else parameter).__name__
         raise ConfigError(
-            f"model: {name} is a {kind}, which is not spread over nodes; load the model without quantization, and not "
-            "as part of another framework's"
+            f"model: {name} is a {kind}, which cannot be spread over nodes; load the model without quantization, and "
+            "not as part of another framework's"
         )
     if not parameter.dtype.is_floating_point:
         raise ConfigError(
-            f"model: {name} is of {parameter.dtype}, which is not trained here; load the model without quantization"
+            f"model: {name} is of {parameter.dtype}, which cannot be trained; load the model without quantization"
         )
 
 
 def _require_memory_of_their_own(model: nn.Module) -> None:
-    """Two parameters over the same memory would each be trained in the place of the other."""
+    # Training one of two tensors over the same memory would overwrite the other.
     unique = {id(tensor): (name, tensor) for name, tensor in reversed([*named_state(model)])}
     spans = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + _reach(tensor) * tensor.element_size(), name)
         for name, tensor in unique.values()
-        if tensor.device.type not in ("meta",) and tensor.numel() and tensor.layout == torch.strided
+        if tensor.device.type != "meta" and tensor.numel() and tensor.layout == torch.strided
     )
     for (_, end, one), (start, _, other) in pairwise(spans):
         if start < end:
@@ -229,25 +229,25 @@ def _require_memory_of_their_own(model: nn.Module) -> None:
 
 
 def _reach(tensor: torch.Tensor) -> int:
-    """Elements from a tensor's first to its last in memory."""
+    """Count the elements from a tensor's first to its last in memory."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 class _References:
-    """Stages have copies of modules: what a function or an attribute refers to by itself would be the original."""
+    """Finds functions and attributes that refer to a part of the model, of which stages have copies."""
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         self._own = {id(tensor): name for name, tensor in reversed([*parameters.items()])}
         self._modules = {id(module): path or type(module).__name__ for path, module in model.named_modules()}
 
     def refuse_those_of(self, place: str, module: nn.Module) -> None:
-        """Raise ConfigError for what a module called `place` refers to."""
+        """Raise ConfigError if the module called `place` refers to the original of a part."""
         for what, function in _functions_of(module):
             for value in _reached_by(function):
                 if (name := self._name_of(value)) is not None:
                     raise ConfigError(
                         f"model: {what} of {place} reaches {name} by itself, and nodes have copies of the model: use "
-                        "the module that it is given, or make it a method of that module"
+                        "the module that it receives, or make it a method of that module"
                     )
         for attribute, value in vars(module).items():
             if attribute in _REGISTERED:
@@ -267,7 +267,7 @@ class _References:
 
 
 def _functions_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Hooks, and functions that stand in the place of methods."""
+    """Yield a module's hooks, and the functions that replace its methods."""
     for kind, word in (
         ("_forward_pre_hooks", "a forward pre-hook"),
         ("_forward_hooks", "a forward hook"),
@@ -282,10 +282,8 @@ def _functions_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _reached_by(function: Any, depth: int = 0) -> Iterator[object]:
-    """What a function refers to, beside what it is given: by closures and by names of its module.
-
-    Methods and `functools.partial` are copied along with the model, and so is what they hold.
-    """
+    """Yield the objects that a function reaches other than through its arguments: by closures and globals."""
+    # Methods and `functools.partial` are copied along with the model, and so are the objects that they hold.
     if not isinstance(function, types.FunctionType):
         return
     names = {each.argval for each in dis.get_instructions(function) if each.opname == "LOAD_GLOBAL"}
@@ -293,7 +291,7 @@ def _reached_by(function: Any, depth: int = 0) -> Iterator[object]:
     for cell in function.__closure__ or ():
         try:
             held.append(cell.cell_contents)
-        except ValueError:  # it is empty
+        except ValueError:  # the cell is empty
             continue
     for value in (*held, *(function.__defaults__ or ())):
         yield from _flat(value)
@@ -302,7 +300,7 @@ def _reached_by(function: Any, depth: int = 0) -> Iterator[object]:
 
 
 def _flat(value: object) -> Iterator[object]:
-    """A value, and what it holds where it is a plain container."""
+    """Yield a value, and the items of a plain container."""
     yield value
     match value:
         case list() | tuple() | set():

@@ -1,4 +1,4 @@
-"""Persistent buffers of a stage: state of their layers, read by modules in the type that these have them in.
+"""Persistent buffers of a stage: state of their layers, which modules read in the model's own types.
 
 Buffers that training changes are refused: microbatches are spread over nodes, and may be assigned again after a
 failure, so replicas would not stay equal to the last bit.
@@ -23,30 +23,28 @@ from .structure import ModelStructure, Site
 
 @dataclass(frozen=True, slots=True)
 class _Plugged:
-    """A buffer in its place."""
+    """A buffer in its module."""
 
     module: nn.Module
     attribute: str
     value: torch.Tensor
-    """What the module reads: the state itself, or a copy of another type."""
+    """The tensor that the module reads: the state itself, or a copy in the buffer's own type."""
     state: torch.Tensor
 
 
 class StageBuffers:
-    """The persistent buffers of a model's modules; those of layers that are not held have the values that they began
-    with.
-    """
+    """The persistent buffers of a model's modules; those of layers held elsewhere have their initial values."""
 
     def __init__(self, model: SplittableModel, modules: Mapping[str, nn.Module], structure: ModelStructure) -> None:
-        """`modules` are all of the model's, by name, with the buffers' first values.
+        """`modules` are all of the model's, keyed by name, with the buffers' initial values.
 
-        Raises ConfigError where those that every stage computes with cannot be read from the files of weights.
+        Raises ConfigError if the files of weights cannot supply buffers that every stage computes with.
         """
         self._modules = modules
         self._everywhere = structure.buffers_everywhere
         sites = [site for layer in structure.sites for site in layer if site.is_buffer]
         if structure.weights is not None and self._everywhere:
-            named_for: Any = model  # files that transformers has written are those of its own models alone
+            named_for: Any = model  # only transformers' own models have files that it wrote
             known = structure.weights.known(self._everywhere, named_for, renamed=True)
             values = structure.weights.read(known, named_for, structure.shapes)
             for site in sites:
@@ -58,7 +56,7 @@ class StageBuffers:
 
     @torch.no_grad()
     def begin(self, sites: Iterable[Site], parameters: Mapping[str, torch.Tensor]) -> None:
-        """Set the state of buffers to the values that they begin with. Raises ConfigError for what it cannot hold."""
+        """Set buffers to their initial values. Raises ConfigError for values that the stage's type cannot hold."""
         for site in sites:
             if not site.is_buffer:
                 continue
@@ -78,13 +76,13 @@ class StageBuffers:
         self._plugged[site.name] = _Plugged(self._modules[site.module], site.attribute, value, state)
 
     def unplug(self, site: Site) -> None:
-        """Have the module read what it began with."""
+        """Have the module read the buffer's initial value."""
         self._place(site)[site.attribute] = self._first[site.name]
         self._plugged.pop(site.name, None)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Within the block a forward pass may run. Raises ConfigError that names a buffer that it has changed."""
+        """Within the block, a forward pass may run. Raises ConfigError that names a buffer which it changed."""
         for each in self._plugged.values():
             if each.value.dtype != each.state.dtype:
                 each.value.copy_(each.state.detach())
@@ -95,10 +93,10 @@ class StageBuffers:
                 raise changed_buffer(name)
 
     def require_known(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Raise CorruptCheckpoint where other values are given for what every stage computes with."""
+        """Raise CorruptCheckpoint if `state` has other values for buffers that every stage computes with."""
         for name in sorted(self._everywhere & state.keys()):
-            first, given = self._first[name], state[name]
-            if not torch.equal(given.to(first.device, first.dtype), first):
+            first = self._first[name]
+            if not torch.equal(state[name].to(first.device, first.dtype), first):
                 raise CorruptCheckpoint(
                     f"the buffer {name}, which every stage computes with, has other values than the model that the "
                     "job names; give the model that was trained as model.path"

@@ -1,7 +1,7 @@
 """From a job's model specification to a transformers configuration and the class that it configures.
 
-Causal language models are known here, for BERT and its kin masked ones, and the heads that classify samples or tokens.
-Every mistake that a user can make in a specification is found here or in `splitting`, before anything is allocated.
+It covers causal and masked language models, and heads that classify samples or tokens. This module and `splitting` find
+every mistake that a user can make in a specification, before anything is allocated.
 """
 
 from __future__ import annotations
@@ -44,34 +44,29 @@ _HEADS: Mapping[Task, tuple[Any, Mapping[str, Any]]] = {
     "sequence_classification": (AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
     "token_classification": (AutoModelForTokenClassification, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
 }
-"""What builds a model with the head of a task, and the types of models that have one, with the names of its classes."""
+"""The builder of models with the head of each task, and the classes' names, keyed by model type."""
 
 CAUSAL_LM_LOSS = "ForCausalLM"
-"""What transformers calls the loss of a causal language model."""
+"""Transformers' name for the loss of a causal language model."""
 
 TWO_STACKS = (
-    "every block of its decoder reads what its encoder has made of all tokens, and pipelines hand on hidden states "
-    "from one block to the next alone; train an encoder (bert) or a decoder (llama)"
+    "every block of its decoder reads the encoder's output for all tokens, and pipelines pass hidden states only from "
+    "one block to the next; train an encoder (bert) or a decoder (llama)"
 )
-"""Why encoder-decoders are refused."""
+"""The reason why encoder-decoders are refused."""
 
 _END_OF_TEXT = 0
-"""The tokenizer's end-of-text token (see `tokenizer`); said here again to keep that package out of models."""
+"""The tokenizer's end-of-text token (see `tokenizer`), repeated to keep that package out of models."""
 
 _INTERNAL_KEYS = frozenset(
     {"architectures", "dtype", "transformers_version", "id2label", "label2id", "problem_type", "return_dict"}
 )
 
 
-def model_types() -> tuple[str, ...]:
-    """Return the names of all language models that transformers has."""
-    return tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MASKED_LM_MAPPING_NAMES}))
-
-
 def task_of(model: ModelSpec, config: PreTrainedConfig) -> Task:
-    """Return what a model is to predict; of a directory, what the head predicts that was saved in it.
+    """Return a model's task, by default that of the head saved in its directory.
 
-    Raises ConfigError for a task that its type has no head for.
+    Raises ConfigError for a task that the model's type has no head for.
     """
     if model.task is None and model.path is not None and _is_saved_encoder_decoder(config):
         raise ConfigError(f"model.path: the model in {model.path} is an encoder-decoder: {TWO_STACKS}")
@@ -90,9 +85,9 @@ def _is_saved_encoder_decoder(config: PreTrainedConfig) -> bool:
 
 
 def task_of_built(model: PreTrainedModel) -> Task:
-    """Return what the head of a model predicts, by the name of its class or of one that it is derived from.
+    """Return the task of a model's head, by the name of its class or of a base class.
 
-    One's own class that can generate is a causal language model. Raises ConfigError where nothing is known of the head.
+    A user's own class that can generate is a causal language model. Raises ConfigError for an unknown head.
     """
     kind = type(model)
     if (task := _task_of_classes(base.__name__ for base in kind.__mro__)) is not None:
@@ -102,17 +97,17 @@ def task_of_built(model: PreTrainedModel) -> Task:
     raise ConfigError(
         f"model: {kind.__name__} has a head that no task is known for; known are {', '.join(_HEADS)}, as those of "
         "LlamaForCausalLM, BertForMaskedLM, BertForSequenceClassification and BertForTokenClassification: use such a "
-        "class, or derive one's own from it"
+        "class, or derive your own from it"
     )
 
 
 def require_known_loss(model: PreTrainedModel, task: Task) -> None:
-    """Raise ConfigError for a model whose own loss would be ignored: that of labels is the cross entropy of logits."""
+    """Raise ConfigError for a model whose own loss would be ignored, as tasks with plain labels do."""
     is_own = not type(model).forward.__module__.startswith("transformers.") or "_loss_function" in vars(model)
     if task != "causal_lm" and is_own:
         raise ConfigError(
             f"model: {type(model).__name__} has a forward or a loss_function of its own, and for {task} the loss is "
-            "the cross entropy of its logits, whatever that returns; give Trainer(compute_loss_func=…)"
+            "always the cross entropy of its logits; set Trainer(compute_loss_func=…)"
         )
 
 
@@ -122,7 +117,7 @@ def _task_of_classes(names: Iterable[str]) -> Task | None:
 
 
 def check_head(model: PreTrainedModel, task: Task) -> None:
-    """Raise ConfigError for a head that predicts something else than one label of several."""
+    """Raise ConfigError for a classification head that does not predict one label of several."""
     config, kind = model.config, type(model).__name__
     if task not in CLASSIFICATION:
         return
@@ -134,12 +129,12 @@ def check_head(model: PreTrainedModel, task: Task) -> None:
         )
     if task == "sequence_classification" and not isinstance(getattr(config, "pad_token_id", None), int):
         raise ConfigError(
-            f"model.config.pad_token_id: set it for {kind}; a sample's last token is found by what follows it"
+            f"model.config.pad_token_id: set it for {kind}; the padding after a sample marks its last token"
         )
 
 
 def _class_names(known: Mapping[str, Any]) -> set[str]:
-    """A type of models may have several classes for a task."""
+    """Return the names of all classes; a type of models may have several for a task."""
     return {name for each in known.values() for name in ([each] if isinstance(each, str) else each)}
 
 
@@ -157,9 +152,9 @@ def build_config(model: ModelSpec, *, vocab_size: int, sequence_length: int) -> 
 
 
 def with_padding(model: ModelSpec) -> ModelSpec | None:
-    """Return a specification with a padding token, for a type that does not run without one.
+    """Return the specification with a padding token, for a type that does not run without one.
 
-    None where that makes no difference: the specification names one, or the type has none.
+    Returns None where the specification sets the token itself, or the type has none.
     """
     if model.path is not None or "pad_token_id" in model.config:
         return None
@@ -175,7 +170,7 @@ def _new_config(model: ModelSpec, *, vocab_size: int) -> PreTrainedConfig:
     values: dict[str, Scalar] = {**_defaults(config_class, vocab_size=vocab_size), **model.config}
     try:
         return config_class(**values)  # type: ignore[arg-type]  # checked by the class itself
-    # What a configuration class raises is its own choice: dataclass validation, TypeError, ValueError, KeyError.
+    # Configuration classes raise various errors: dataclass validation, TypeError, ValueError, KeyError.
     except Exception as error:
         raise ConfigError(f"model.config: {model.type} refuses it: {_one_line(error)}") from error
 
@@ -183,7 +178,7 @@ def _new_config(model: ModelSpec, *, vocab_size: int) -> PreTrainedConfig:
 def _saved_config(model: ModelSpec, path: str) -> PreTrainedConfig:
     directory = expand_user(path)
     if not (directory / "config.json").is_file():
-        raise ConfigError(f"model.path: {path} is no directory with a config.json on this node")
+        raise ConfigError(f"model.path: {path} is not a directory with a config.json on this node")
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, use_cache=False)
         _require_known_keys(model, type(config))
@@ -191,7 +186,7 @@ def _saved_config(model: ModelSpec, path: str) -> PreTrainedConfig:
             setattr(config, key, value)
     except ConfigError:
         raise
-    # As above; and a file may hold anything.
+    # The same holds here, and the file may have any content.
     except Exception as error:
         raise ConfigError(f"model.path: the configuration in {path} cannot be used: {_one_line(error)}") from error
     assert isinstance(config, PreTrainedConfig)
@@ -207,17 +202,14 @@ def _require_known_keys(model: ModelSpec, config_class: type[PreTrainedConfig]) 
 
 
 def build_model(config: PreTrainedConfig, *, task: Task, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model where torch's contexts say (a device, or fake tensors), in training mode.
+    """Build the model in training mode; torch's contexts choose the device, or fake tensors.
 
-    The configuration is copied, since a model writes to its own.
-
-    Raises:
-        ConfigError: the model's class refuses the configuration.
+    Raises ConfigError where the model's class refuses the configuration.
     """
     try:
         auto, _ = _HEADS[task]
-        model: object = auto.from_config(copy.deepcopy(config), dtype=dtype)
-    # A model's constructor may refuse its configuration with whatever its author chose.
+        model: object = auto.from_config(copy.deepcopy(config), dtype=dtype)  # a model writes to its configuration
+    # A model's constructor may refuse its configuration with any error.
     except Exception as error:
         raise ConfigError(f"model.config: {config.model_type} cannot be built: {_one_line(error)}") from error
     assert isinstance(model, PreTrainedModel)
@@ -225,20 +217,20 @@ def build_model(config: PreTrainedConfig, *, task: Task, dtype: torch.dtype) -> 
 
 
 def prepared(model: PreTrainedModel) -> PreTrainedModel:
-    """Make a new model ready to be taken apart: in training mode, with a loss that it names."""
+    """Put a new model into training mode, and name its loss."""
     if getattr(model, "loss_type", None) is None:
-        # What transformers falls back to, but not without a warning.
+        # Transformers would fall back to the same loss, with a warning.
         model.loss_type = CAUSAL_LM_LOSS
     model.train()
     return model
 
 
 def _config_class(model_type: str) -> type[PreTrainedConfig]:
-    known = model_types()
+    known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MASKED_LM_MAPPING_NAMES}
     if model_type not in known and model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
         raise ConfigError(f"model.type: {model_type} is an encoder-decoder: {TWO_STACKS}")
     if model_type not in known:
-        raise ConfigError(f"model.type: {model_type!r} is no language model{_suggestion(model_type, known)}")
+        raise ConfigError(f"model.type: {model_type!r} is not a language model{_suggestion(model_type, known)}")
     config_class = CONFIG_MAPPING[model_type]
     assert issubclass(config_class, PreTrainedConfig)
     return config_class
@@ -250,13 +242,13 @@ def _keys_of(config_class: type[PreTrainedConfig]) -> frozenset[str]:
 
 
 def _defaults(config_class: type[PreTrainedConfig], *, vocab_size: int) -> dict[str, Scalar]:
-    """Return what holds where the user says nothing."""
+    """Return the values of keys that the user leaves out."""
     defaults: dict[str, Scalar] = {"vocab_size": vocab_size, "use_cache": False}
     for field in dataclasses.fields(config_class):
         if field.name in ("bos_token_id", "eos_token_id"):
             defaults[field.name] = _END_OF_TEXT
         elif field.name == "pad_token_id":
-            # Nothing is padded, and a padding token would be a token that never learns.
+            # Nothing is padded, and the embedding of a padding token never learns.
             defaults[field.name] = None if "None" in str(field.type) else _END_OF_TEXT
     return defaults
 

@@ -1,7 +1,6 @@
-"""What a block's forward pass is wrapped in: compiled by torch, or computed again on the way back.
+"""Wrappers of a block's forward pass: compilation by torch, and recomputation in the backward pass.
 
-Only `forward` is wrapped, not the module, so that what a stage does around a block (seeding, handing in what was
-received) happens once and stays outside.
+They wrap only `forward`, not the module, so that a stage's hooks (seeding, replacing hidden states) run once, outside.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ _COMPILERS = ("g++", "clang++")
 
 
 def compile_forward(module: nn.Module) -> None:
-    """Have a block's forward pass, and so its backward pass, compiled when it is first run.
+    """Have torch compile a block's forward and backward pass when they first run.
 
-    Blocks that are alike share what was compiled, and so do processes, through torch's cache on the disk; the first of
-    them is the one that measures the profile, before any worker trains.
+    Equal blocks share the compiled code, and processes share it through torch's cache on the disk. The process that
+    measures the profile compiles first, before any worker trains.
     """
-    # Workers are one process a core already; torch would start several more to compile in.
+    # There is one worker per core already; torch would start several more processes to compile in.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     module.forward = torch.compile(module.forward, dynamic=False)
 
 
 def require_compiler(device: torch.device, *, find: Callable[[str], str | None] = shutil.which) -> None:
-    """Raise ConfigError where torch would find nothing to compile with."""
+    """Raise ConfigError if torch would not find a compiler."""
     if device.type != "cpu":
         return  # Triton comes with torch's builds for GPUs
     wanted = (os.environ["CXX"],) if "CXX" in os.environ else _COMPILERS
@@ -42,27 +41,27 @@ def require_compiler(device: torch.device, *, find: Callable[[str], str | None] 
 
 
 def recompute_activations(module: nn.Module, *, draws_at_random: bool) -> None:
-    """Have a block keep its input alone in training, and compute what is between again in its backward pass.
+    """Have a block keep only its input in training, and recompute its activations in the backward pass.
 
     Dropout draws the same numbers again. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
     """
     forward = module.forward
 
-    def forgetful(*args: Any, **kwargs: Any) -> Any:
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not module.training:
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=draws_at_random, **kwargs)
 
-    module.forward = forgetful
+    module.forward = checkpointed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """What a stage keeps and computes in."""
+    """The types of a stage's parameters and of its computation."""
 
     parameters: torch.dtype
     autocast: torch.dtype | None = None
-    """What autocast computes in; None for no autocast."""
+    """The type of autocast; None turns it off."""
 
     @classmethod
     def of(cls, dtype: str) -> Precision:
@@ -74,5 +73,6 @@ class Precision:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients would be lost below the smallest number: float16 has five bits of exponent."""
+        """Whether gradients need a loss scale, so that they do not underflow."""
+        # float16 has five bits of exponent; bfloat16 has as many as float32.
         return self.autocast == torch.float16

@@ -1,8 +1,8 @@
 """Initial values of parameters and buffers, drawn by the model's own rules, whatever the cut.
 
-Each module is initialized by itself, from a generator seeded with (seed, the module's name), in the order
-that transformers follows: children before their parents, whose rules may overrule theirs. So a layer gets the
-same bits alone, in any stage, and in the whole model.
+Each module is initialized by itself, from a generator seeded with (seed, the module's name), in the order that
+transformers follows: children before their parents, whose rules take precedence. So a layer gets the same bits alone,
+in any stage, and in the whole model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .split_probe import cannot_split
 
 
 def unset(shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return memory for a value that must still be set: not-a-number, so that using it cannot go unnoticed."""
+    """Return a tensor that must still be set: it is not-a-number, so that its use is noticed."""
     if dtype.is_floating_point:
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
     if dtype == torch.bool:
@@ -31,10 +31,10 @@ def unset(shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> tor
 
 
 def initialize_module(model: SplittableModel, module: nn.Module, name: str, *, seed: int) -> None:
-    """Set the parameters of the module that `model` calls `name`, and of all in it, to their initial values.
+    """Set the parameters within the module that `model` calls `name` to their initial values.
 
-    Beside adapters, all others are what they are without. `module` need not be in its place. Drawn on the CPU whatever
-    the parameters' device, so that equal seeds give equal bits everywhere. Parameters on the meta device are skipped.
+    `module` need not be in its place. Adapters do not change other parameters' values. The CPU draws all values, so
+    that equal seeds give equal bits on every device. Parameters on the meta device are skipped.
     """
     for child_name, child in module.named_children():
         initialize_module(model, child, f"{name}.{child_name}", seed=seed)
@@ -44,7 +44,7 @@ def initialize_module(model: SplittableModel, module: nn.Module, name: str, *, s
 
 
 def initialize_adapters(model: SplittableModel, module: nn.Module, name: str, *, seed: int) -> None:
-    """Set the adapters within the module that `model` calls `name` to their initial values, and nothing else."""
+    """Set only the adapters within the module that `model` calls `name` to their initial values."""
     for path, inner in module.named_modules(prefix=name):
         _initialize_adapter(model, inner, path, seed=seed)
 
@@ -58,12 +58,10 @@ def _initialize_adapter(model: SplittableModel, module: nn.Module, name: str, *,
 def materialize_buffers(model: SplittableModel, *, device: torch.device) -> None:
     """Give all buffers of a model built on the meta device memory on `device`, and their values.
 
-    Only persistent buffers are in checkpoints; the others (rotary tables, scales) exist nowhere but in the
-    model's rules for initialization, which is why these are asked for all of them.
-
-    Raises:
-        ConfigError: the model's rules leave a buffer without a value.
+    Raises ConfigError if the model's rules leave a buffer without a value.
     """
+    # Checkpoints have only persistent buffers. The values of others (rotary tables, scales) exist nowhere but in the
+    # model's rules for initialization.
     for name, module in list(model.named_modules()):
         buffers = dict(module.named_buffers(recurse=False))
         if not buffers:
@@ -83,7 +81,7 @@ def materialize_buffers(model: SplittableModel, *, device: torch.device) -> None
 
 
 def move_buffers(model: SplittableModel, *, device: torch.device) -> None:
-    """Move all buffers of a model, which have their values, to `device`."""
+    """Move all buffers of a model to `device`."""
     for module in model.modules():
         for attribute, buffer in module.named_buffers(recurse=False):
             module._buffers[attribute] = buffer.to(device)
@@ -96,7 +94,7 @@ def _is_unset(value: torch.Tensor) -> bool:
 
 
 def _rules_of(model: SplittableModel, name: str) -> SplittableModel:
-    """Return the innermost transformers model around a module: its rules hold for it."""
+    """Return the innermost transformers model around a module, whose rules apply to it."""
     rules, module = model, model  # type: SplittableModel, nn.Module
     for part in name.split(".") if name else ():
         module = getattr(module, part)
@@ -107,7 +105,7 @@ def _rules_of(model: SplittableModel, name: str) -> SplittableModel:
 
 @contextmanager
 def _on_cpu(module: nn.Module) -> Iterator[None]:
-    """Within the block a module's parameters are on the CPU; at its end they are copied to where they were."""
+    """Within the block, a module's parameters are on the CPU; its end copies them back to their devices."""
     moved = [parameter for parameter in module.parameters() if parameter.device.type not in ("cpu", "meta")]
     homes = [parameter.data for parameter in moved]
     for parameter in moved:

@@ -25,7 +25,6 @@ from oobleck.errors import ConfigError
 
 from .brought import shared_tensors
 from .losses import causal_lm_loss
-from .signature import arguments_of
 from .splitting import Anatomy
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -121,6 +120,12 @@ def anatomy_of_layers(model: LayeredModel, *, sequence_length: int) -> Anatomy:
         tied=shared_tensors(model, {}),
         hidden_size=shape[-1],
     )
+
+
+def arguments_of(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of a function's arguments, without `*args` and `**kwargs`."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return frozenset(name for name, value in inspect.signature(function).parameters.items() if value.kind in kinds)
 
 
 def _further_arguments(layer: nn.Module) -> frozenset[str]:

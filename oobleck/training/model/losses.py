@@ -1,8 +1,8 @@
-"""The losses of models in the precision of their logits, and what losses that a script brings must be.
+"""The losses of models in the precision of their logits, and the check of a script's own loss.
 
-Samples are spread over microbatches and nodes, and what these return is added up: so a loss must be a sum over samples
-divided by the number that it is given. A mean, or weights that depend on the other samples, would train differently
-with each plan.
+Samples are spread over microbatches and nodes, whose losses are added up. So a loss must be a sum over samples divided
+by its argument, the number of items in the step. A mean, or weights that depend on the other samples, would make the
+result depend on the plan.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from oobleck.training.data import IGNORED_LABEL
 
 _TOLERANCE, _ROUNDING = 1e-3, 1e-6
 _OF_LOGITS = (0.01, 8.0)
-"""By what made-up logits are multiplied: all alike, as those of a new model, and far apart."""
+"""Factors of made-up logits: nearly equal ones, as a new model has, and ones that are far apart."""
 _SMALL_LOSSES = (0.5, 0.02)
-"""Of a token, as a model reaches them that has learned its samples."""
+"""Losses of a token that a model reaches once it has learned its samples."""
 
 Loss = Callable[[Any, torch.Tensor, int], torch.Tensor]
-"""From outputs, labels and the number of items in a step, to a microbatch's share."""
+"""Maps outputs, labels and the number of items in a step to a microbatch's share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRule:
-    """How a model's own loss is normalized, and over which labels."""
+    """The normalization of a model's own loss, and the labels that count."""
 
     is_mean: bool = False
-    """It is the mean over the labels that count among those given; else their sum divided by `num_items_in_batch`."""
+    """Whether it is the mean over the counted labels; else it is their sum divided by `num_items_in_batch`."""
     counts_first: bool = False
-    """Each sample's first label counts too: the model does not shift labels."""
+    """Whether each sample's first label counts, because the model does not shift labels."""
 
     def __str__(self) -> str:
         what = "the mean" if self.is_mean else "a sum divided by num_items_in_batch,"
@@ -54,8 +54,8 @@ def causal_lm_loss(
 ) -> torch.Tensor:
     """Return the sum of the token losses over `num_items_in_batch` (their mean without it), in the logits' dtype.
 
-    The same function as transformers' own, in its calling convention, without its conversion to float32.
-    `logits` are [batch, length, vocabulary], `labels` [batch, length] and not shifted.
+    Like transformers' own, with the same arguments, but without its conversion to float32. `logits` are
+    [batch, length, vocabulary], `labels` [batch, length] and not shifted.
     """
     predictions = logits[:, :-1].reshape(-1, vocab_size)
     targets = labels[:, 1:].reshape(-1)
@@ -65,21 +65,17 @@ def causal_lm_loss(
 
 
 def label_loss(logits: torch.Tensor, labels: torch.Tensor, num_items: int) -> torch.Tensor:
-    """Return the sum of the losses of all that has a label, over `num_items`, in the logits' dtype.
+    """Return the sum of the losses of labelled tokens or samples over `num_items`, in the logits' dtype.
 
-    `labels` are those of masked tokens, or of each token or sample to classify; `logits` have one dimension more.
-    Models take the mean over the microbatch instead, which is not to be added up.
+    `logits` have one dimension more than `labels`. Models take the mean over the microbatch instead, and such means do
+    not add up.
     """
-    return (
-        functional.cross_entropy(
-            logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED_LABEL, reduction="sum"
-        )
-        / num_items
-    )
+    predictions, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    return functional.cross_entropy(predictions, targets, ignore_index=IGNORED_LABEL, reduction="sum") / num_items
 
 
 def loss_of_outputs(compute: Callable[..., torch.Tensor]) -> Loss:
-    """Return a function as `Trainer(compute_loss_func=…)` takes it, to be called as all losses are."""
+    """Return a `Trainer(compute_loss_func=…)` function as a `Loss`."""
 
     def loss_of(outputs: Any, labels: torch.Tensor, num_items: int) -> torch.Tensor:
         return compute(outputs, labels, num_items_in_batch=torch.tensor(num_items, device=labels.device))
@@ -88,9 +84,9 @@ def loss_of_outputs(compute: Callable[..., torch.Tensor]) -> Loss:
 
 
 def tried_at_first(loss: Loss, given: object, *, argument: str = "num_items_in_batch") -> Loss:
-    """Return a loss that raises ConfigError on its first microbatch where what it returns there does not add up.
+    """Return a loss that raises ConfigError on its first microbatch if its values there do not add up.
 
-    `given` is the script's own, which calls the number of items `argument`.
+    `given` is the script's own function, whose name for the number of items is `argument`.
     """
     is_tried = False
 
@@ -108,7 +104,7 @@ def tried_at_first(loss: Loss, given: object, *, argument: str = "num_items_in_b
 def fault_of_loss(
     compute: Loss, outputs: Any, labels: torch.Tensor, *, num_items: int, size: int | None = None
 ) -> str | None:
-    """Say what a loss returns that is no sum over samples divided by `num_items`; None where it is one.
+    """Describe how a loss differs from a sum over samples divided by `num_items`; None if it is one.
 
     The first sample is compared with the others, or, with `size`, all microbatches of that many. Raises what `compute`
     raises.
@@ -164,7 +160,7 @@ def _with_logits(outputs: Any, logits: torch.Tensor) -> Any:
 
 
 def unfit_loss(compute: object, fault: str, *, argument: str = "num_items_in_batch") -> str:
-    """Return what to say of a loss with that fault; `argument` is what it calls the number of items."""
+    """Return the error message for a loss with that fault; `argument` is its name for the number of items."""
     place = "compute_loss_func" if argument == "num_items_in_batch" else "the script's loss"
     return (
         f"{place}: {name_of(compute)} must return a sum divided by {argument}, as samples are spread over nodes; "
@@ -174,24 +170,24 @@ def unfit_loss(compute: object, fault: str, *, argument: str = "num_items_in_bat
 
 
 def name_of(function: object) -> str:
-    """Return what a script calls a function, or an object that it calls."""
+    """Return a script's name for a function or a callable object."""
     if isinstance(function, functools.partial):
         return name_of(function.func)
     return str(getattr(function, "__qualname__", type(function).__name__))
 
 
 def is_near(value: float, other: float) -> bool:
-    """Say whether two losses are the same but for rounding."""
+    """Return whether two losses differ by rounding alone."""
     return abs(value - other) <= _TOLERANCE * max(abs(value), abs(other))
 
 
 def is_same(value: float, other: float) -> bool:
-    """Say whether two losses of the same samples are the same."""
+    """Return whether two losses of the same samples, from the same operations, are equal."""
     return abs(value - other) <= _ROUNDING * abs(other)
 
 
 def _rows(value: Any, first: int, stop: int, count: int) -> Any:
-    """Copy those samples of outputs for `count`."""
+    """Copy samples [first, stop) of outputs for `count` samples."""
     if isinstance(value, torch.Tensor):
         return (value[first:stop] if value.ndim and len(value) == count else value).clone()
     if isinstance(value, ModelOutput):

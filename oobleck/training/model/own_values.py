@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from .adapters import is_adapter
+from .brought import full_name
 
 _RULES_OF_LAYERS = ("reset_parameters", "_reset_parameters")
 _RULES_OF_ADAPTERS = "reset_lora_parameters"
@@ -39,7 +40,7 @@ def own_value_of(make: Callable[[], nn.Module]) -> str | None:
     of_models = {id(inner) for each in model.modules() if isinstance(each, PreTrainedModel) for inner in each.modules()}
     for path, module in model.named_modules():
         for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
-            name = f"{path}.{attribute}" if path else attribute
+            name = full_name(path, attribute)
             allowed = {_Origin.NOWHERE, _Origin.MODEL if id(module) in of_models else _Origin.LAYER}
             if is_adapter(name):
                 allowed = {_Origin.LAYER, _Origin.ADAPTER}

@@ -23,26 +23,38 @@ from oobleck.job import ModelSpec, Task
 from oobleck.training.dropout import names_a_probability
 from oobleck.training.randomness import building_alike
 
-from . import configuration
+from . import brought, configuration
 from .adapters import Adapters, adapters_of, add_adapters, new_adapters, unwrapped, with_fake_tensors
-from .brought import (
-    GradientHook,
-    named_state,
-    persistent_buffers,
-    require_constant_buffers,
-    require_independent_samples,
-    require_no_hooks,
-)
-from .layered_model import LayeredModel, LossFunction, SplittableModel, anatomy_of_layers
+from .layered_model import LayeredModel, LossFunction, SplittableModel, anatomy_of_layers, arguments_of
 from .live_model import LiveModel, LiveWeights
 from .losses import LossRule
 from .own_values import own_value_of
-from .signature import names_taken
 from .splitting import Anatomy, dissect, require_one_stack
 from .weights import WeightFiles
 
 LossOfOutputs = Callable[..., torch.Tensor]
 """Maps a model's outputs, labels and `num_items_in_batch` to the sum of the losses divided by that number."""
+
+_OURS = frozenset(
+    {
+        "self",
+        "input_ids",
+        "inputs_embeds",
+        "labels",
+        "past_key_values",
+        "encoder_hidden_states",
+        "encoder_attention_mask",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "logits_to_keep",
+        "num_items_in_batch",
+    }
+)
+"""Arguments that no sample may bring: every batch has them, another model computes them, or they choose the output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +69,7 @@ class Site:
 
     @property
     def name(self) -> str:
-        return f"{self.module}.{self.attribute}" if self.module else self.attribute
+        return brought.full_name(self.module, self.attribute)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +109,7 @@ class ModelStructure:
     """How the model's own loss is normalized, as found by `with_tried_loss`."""
     adapters: Adapters | None
     """They start from the seed."""
-    hooks: Mapping[str, tuple[GradientHook, ...]] = field(default_factory=dict)
+    hooks: Mapping[str, tuple[brought.GradientHook, ...]] = field(default_factory=dict)
     """The script's hooks on gradients of trained parameters, keyed by canonical name."""
 
     @classmethod
@@ -221,27 +233,28 @@ class ModelStructure:
     ) -> ModelStructure:
         """Without a `config` or `task`, take the model's own. `has_loss` says that its own loss is not used."""
         on_meta = _on_meta(make)
-        require_no_hooks(on_meta)
+        brought.require_no_hooks(on_meta)
         adapters = adapters_of(on_meta)
         with FakeTensorMode():
             skeleton = with_fake_tensors(on_meta)
             if isinstance(skeleton, LayeredModel):
-                require_independent_samples(skeleton)
+                brought.require_independent_samples(skeleton)
                 task, takes = task or "causal_lm", skeleton.takes
                 anatomy = anatomy_of_layers(skeleton, sequence_length=sequence_length)
             else:
                 require_one_stack(skeleton)
-                task, takes = task or configuration.task_of_built(skeleton), names_taken(skeleton)
-                require_independent_samples(skeleton)
+                task = task or configuration.task_of_built(skeleton)
+                takes = arguments_of(type(skeleton).forward) - _OURS
+                brought.require_independent_samples(skeleton)
                 configuration.check_head(skeleton, task)
                 if not has_loss:
                     configuration.require_known_loss(skeleton, task)
                 anatomy = dissect(skeleton, task=task, sequence_length=sequence_length)
             ids = torch.zeros((1, sequence_length), dtype=torch.int64)
-            require_constant_buffers(skeleton, lambda: skeleton.base_model(input_ids=ids, use_cache=False))
+            brought.require_constant_buffers(skeleton, lambda: skeleton.base_model(input_ids=ids, use_cache=False))
         sites = _all_sites(skeleton, anatomy)
         placed = [site for layer in sites for site in layer]
-        state = dict(named_state(skeleton))
+        state = dict(brought.named_state(skeleton))
         return cls(
             config=skeleton.config if config is None else config,
             task=task,
@@ -379,8 +392,8 @@ def _sites(skeleton: SplittableModel, anatomy: Anatomy, roots: tuple[str, ...]) 
 
 
 def _buffer_sites(path: str, module: nn.Module, anatomy: Anatomy) -> Iterator[Site]:
-    for attribute, _ in persistent_buffers(module):
-        name = f"{path}.{attribute}" if path else attribute
+    for attribute, _ in brought.persistent_buffers(module):
+        name = brought.full_name(path, attribute)
         yield Site(module=path, attribute=attribute, parameter=anatomy.tied.get(name, name), is_buffer=True)
 
 

@@ -1,15 +1,15 @@
 """Tensor parallelism inside a stage: the devices of a node share every layer, by the model's own plan.
 
-A transformers model says of its linear layers whether they are cut by columns or by rows. Between a layer cut by
-columns and the one cut by rows that follows, each device computes its share of the features; before, all have the
-same values, and after, their shares are summed (Shoeybi et al., "Megatron-LM", 2019, section 3). What the plan cuts
-in other ways (embeddings, heads) stays whole on every device.
+A transformers model's plan cuts its linear layers by columns or by rows. Between a layer cut by columns and the next
+one cut by rows, each device computes its share of the features. Before, all devices have the same values; after, their
+shares are summed (Shoeybi et al., "Megatron-LM", 2019, section 3). Modules that the plan cuts in other ways
+(embeddings, heads) stay whole on every device.
 
-Modules cut by columns that take the same input enter it together: two sums forward and two backward a block, as in
-Megatron, and each in the type that is computed in.
+Modules cut by columns share the gradient sum of a common input. A block so has two sums forward and two backward, as in
+Megatron, each in the type of the computation.
 
-Sums are interruptible, unlike torch's own (DTensor's run in a group that no worker can leave): when a pipeline breaks,
-the devices of a stage may notice it at different moments.
+Sums are interruptible, unlike those of DTensor, whose group no worker can leave: when a pipeline breaks, the devices of
+a stage may notice it at different moments.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ AllReduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Style(StrEnum):
-    """How a module is shared; the values are transformers' words."""
+    """The way in which devices share a module, by its name in transformers."""
 
     COLUMNS = "colwise"
     ROWS = "rowwise"
     SUMMED = "replicated_with_grad_allreduce"
-    """Whole on every device, and used for that device's features alone: its gradients are summed."""
+    """Whole on every device, which uses it only for its own features, so that its gradients are summed."""
 
 
 _WHOLE = ("colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep", "embedding_rowwise")
-"""Styles that may as well be left out: the module is as a whole to those around it."""
+"""Styles of modules that others see as whole, so that these plans can be ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What one of the devices of a stage holds of the model."""
+    """The part of the model that one of the devices of a stage holds."""
 
     rank: int
     degree: int
     structure: ModelStructure
     """With the shapes of the shares."""
     styles: Mapping[str, Style]
-    """By module."""
+    """Keyed by module."""
     cut_dimensions: Mapping[str, int]
-    """By parameter: the dimension along which it is cut."""
+    """The dimension along which a parameter is cut, keyed by parameter."""
     summed: frozenset[str]
-    """Parameters that are whole here, and whose gradients are not."""
+    """Whole parameters with partial gradients."""
 
     def is_whole(self, parameter: str) -> bool:
         """Return whether all devices of a stage have the same gradient of this parameter."""
@@ -74,7 +74,7 @@ class Share:
 
 
 def share_of(structure: ModelStructure, *, rank: int, degree: int) -> Share:
-    """Cut a model by its own plan. Raises ConfigError where it has none, or does not divide by `degree`."""
+    """Cut a model by its own plan. Raises ConfigError if it has none, or cannot be divided by `degree`."""
     styles = _styles(structure) if degree > 1 else {}
     cut: dict[str, int] = {}
     summed: set[str] = set()
@@ -97,7 +97,7 @@ def share_of(structure: ModelStructure, *, rank: int, degree: int) -> Share:
 
 
 def install(stage: StageModel, share: Share, sum_up: AllReduce) -> None:
-    """Have the modules of a stage compute this device's share. `stage` is of the share's structure."""
+    """Have the modules of a stage, which was built from the share's structure, compute this device's share."""
     for layer in range(share.structure.num_layers):
         for root, module in zip(share.structure.layer_roots(layer), stage.modules_of(layer), strict=True):
             named = dict(module.named_modules(prefix=root))
@@ -117,7 +117,7 @@ def install(stage: StageModel, share: Share, sum_up: AllReduce) -> None:
 def initialize_share(
     stage: StageModel, share: Share, whole: ModelStructure, layers: Iterable[int], *, seed: int
 ) -> None:
-    """Set held layers to their share of the initial values, which are those of the whole model, layer by layer."""
+    """Set held layers to their share of the whole model's initial values, which are drawn layer by layer."""
     source = StageModel(whole, dtype=stage.dtype, device=stage.device)
     for layer in layers:
         source.adopt(layer, layer + 1, {})
@@ -128,7 +128,7 @@ def initialize_share(
 
 
 class _Enter(torch.autograd.Function):
-    """The same values on every device, of whose gradient each has a part."""
+    """Passes on values that every device has, and sums their partial gradients."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, sum_up: AllReduce) -> torch.Tensor:
@@ -141,54 +141,53 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Parts of values on every device, summed; their gradient is the same everywhere."""
+    """Sums partial values, and passes on their gradient, which every device has."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, sum_up: AllReduce) -> torch.Tensor:
-        del ctx
+    def forward(_ctx: Any, part: torch.Tensor, sum_up: AllReduce) -> torch.Tensor:
         return sum_up(part.clone())
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        del ctx
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradients[0], None
 
 
 class _Entrance:
-    """Where one module's own modules cut by columns enter what they take, each input once."""
+    """Enters each input of a module's children cut by columns once, however many of them take it."""
 
     def __init__(self, sum_up: AllReduce) -> None:
         self._sum_up = sum_up
         self._entered: tuple[torch.Tensor, torch.Tensor] | None = None
-        """The newest input, and what was made of it."""
+        """The newest input, and the value that the children take."""
 
     def enter(self, _module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """A module's hook before its forward pass."""
+        """Serve as the children's forward pre-hook."""
         hidden, *others = args
         if self._entered is None or self._entered[0] is not hidden:
-            # Linear layers cast what they take; done here, the gradient is summed in the short type as well.
+            # Linear layers would cast their input themselves; a cast here has the gradient summed in the short type.
             kind = hidden.device.type
             cast = hidden.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else hidden
             self._entered = hidden, _Enter.apply(cast, self._sum_up)  # type: ignore[no-untyped-call]
         return (self._entered[1], *others)
 
     def leave(self, *_: object) -> None:
-        """The hook after the forward pass of the module that they are in: keep nothing alive."""
+        """Serve as the module's forward hook: release the input."""
         self._entered = None
 
 
 def _row_forward(module: Any, sum_up: AllReduce, hidden: torch.Tensor) -> torch.Tensor:
-    """A linear layer cut by rows: the bias belongs to the sum."""
+    """Run a linear layer cut by rows."""
     output: torch.Tensor = _Leave.apply(functional.linear(hidden, module.weight), sum_up)  # type: ignore[no-untyped-call]
+    # The bias is whole on every device, so it must be added after the sum.
     return output if module.bias is None else output + module.bias
 
 
 def _styles(structure: ModelStructure) -> dict[str, Style]:
-    """Read the model's plan: the style of every module that is not left whole."""
+    """Read the style of every module that the model's plan does not leave whole."""
     if structure.adapters is not None:
-        raise _cannot(structure, "its plan says nothing of adapters")
+        raise _cannot(structure, "its plan does not cover adapters")
     if structure.hooks:
-        raise _cannot(structure, f"the hook on {min(structure.hooks)} is for the whole of it")
+        raise _cannot(structure, f"the hook on {min(structure.hooks)} takes the whole gradient")
     model = structure.build(dtype=torch.float32)
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     patterns = [(re.compile(re.escape(glob).replace(r"\*", r"\d+")), style) for glob, style in plan.items()]
@@ -198,7 +197,7 @@ def _styles(structure: ModelStructure) -> dict[str, Style]:
         if style is None or style in _WHOLE:
             continue
         if style not in list(Style) or (style != Style.SUMMED and type(module) is not nn.Linear):
-            raise _cannot(structure, f"its plan has {style!r} for {name}, which is not known here")
+            raise _cannot(structure, f"its plan has {style!r} for {name}, which is not supported")
         found[name] = Style(style)
     if not any(style is not Style.SUMMED for style in found.values()):
         raise _cannot(structure, "it has no plan for that")

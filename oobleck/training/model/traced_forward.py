@@ -1,15 +1,14 @@
-"""The way through a stage, found out once: what a model's own code hands to the blocks beside the hidden states.
+"""A trace of how a model's own code calls its blocks, made once for each shape of batches.
 
-Masks, rotary tables and positions depend on the shape of a batch, not on its tokens. A stage that is not the first
-need not have the model make them again for every microbatch, nor walk through the placeholders of what it does not
-hold. So the model's code is run a few times over placeholders alone, with different tokens, and what it hands over is
-noted. Only where that is the same each time, the blocks are called with it directly from then on.
+Masks, rotary tables and positions depend on the shape of a batch, not on its tokens. Stages after the first need not
+compute them again for every microbatch, nor walk through placeholders. So a trial runs the model's code over
+placeholders alone, with different tokens each time, and records the blocks' arguments. If they are always equal, later
+forward passes call the blocks with them directly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,32 +19,32 @@ from transformers.utils.generic import ModelOutput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What a module is called with beside the hidden states."""
+    """A module's arguments other than the hidden states."""
 
     hidden_name: str | None
-    """The keyword of the hidden states; None where they come first by position."""
+    """The keyword of the hidden states; None if they are the first positional argument."""
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
 
     def __call__(self, module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        """Call the module and return the hidden states that it gives."""
+        """Call the module and return its hidden states."""
         if self.hidden_name is None:
             output = module(hidden, *self.arguments, **self.keywords)
         else:
             output = module(**{self.hidden_name: hidden}, **self.keywords)
-        given: torch.Tensor = output[0] if isinstance(output, tuple) else output
-        return given
+        result: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedForward:
-    """How a stage's modules are called one after the other, and what the model wraps the outcome in."""
+    """The calls of a stage's modules in their order, and the type of the model's output."""
 
     calls: tuple[Call, ...]
     output_type: type[ModelOutput]
 
     def follow(self, modules: Sequence[nn.Module], hidden: torch.Tensor) -> ModelOutput:
-        """Take hidden states through the modules, one for each call."""
+        """Pass hidden states through the modules, one for each call."""
         for call, module in zip(self.calls, modules, strict=True):
             hidden = call(module, hidden)
         return self.output_type(last_hidden_state=hidden)
@@ -54,10 +53,10 @@ class TracedForward:
 def trace_forward(
     probes: Sequence[nn.Module], run: Callable[[torch.Tensor], object], tokens: Iterable[torch.Tensor]
 ) -> TracedForward | None:
-    """Note how `run` calls each of the probes, for each of some tokens; it returns the model's output.
+    """Record how `run`, which returns the model's output, calls the probes; run it for each of `tokens`.
 
-    Returns None where a probe is not called once and in turn, or in another way for other tokens, or with something
-    that carries a gradient or is not understood, and where the model gives out more than hidden states.
+    Returns None unless each probe is called once and in turn, with the same plain arguments without gradients for all
+    tokens, and the model returns only hidden states.
     """
     traces = [_trace(probes, run, ids) for ids in tokens]
     first = traces[0]
@@ -69,35 +68,25 @@ def trace_forward(
 def _trace(
     probes: Sequence[nn.Module], run: Callable[[torch.Tensor], object], ids: torch.Tensor
 ) -> TracedForward | None:
-    found: list[tuple[int, Call]] = []
-    with _noting(probes, found), torch.no_grad():
-        output = run(ids)
-    in_turn = [index for index, _ in found] == list(range(len(probes)))
-    if not in_turn or not isinstance(output, ModelOutput) or list(output) != ["last_hidden_state"]:
-        return None
-    return TracedForward(calls=tuple(call for _, call in found), output_type=type(output))
+    called: list[nn.Module] = []
+    calls: list[Call] = []
 
+    def record(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        name = None if arguments else next(iter(keywords))
+        others = {key: value for key, value in keywords.items() if key != name}
+        called.append(module)
+        calls.append(Call(hidden_name=name, arguments=arguments[1:], keywords=others))
 
-@contextmanager
-def _noting(probes: Sequence[nn.Module], found: list[tuple[int, Call]]) -> Iterator[None]:
-    handles = [
-        probe.register_forward_pre_hook(_note(index, found), prepend=True, with_kwargs=True)
-        for index, probe in enumerate(probes)
-    ]
+    handles = [probe.register_forward_pre_hook(record, prepend=True, with_kwargs=True) for probe in probes]
     try:
-        yield
+        with torch.no_grad():
+            output = run(ids)
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _note(index: int, found: list[tuple[int, Call]]) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-    def hook(_module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        name = None if arguments else next(iter(keywords))
-        others = {key: value for key, value in keywords.items() if key != name}
-        found.append((index, Call(hidden_name=name, arguments=arguments[1:], keywords=others)))
-
-    return hook
+    if called != list(probes) or not isinstance(output, ModelOutput) or list(output) != ["last_hidden_state"]:
+        return None
+    return TracedForward(calls=tuple(calls), output_type=type(output))
 
 
 def _agree(one: TracedForward, other: TracedForward) -> bool:
@@ -108,7 +97,7 @@ def _agree(one: TracedForward, other: TracedForward) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value can be kept and compared; one that changes by itself (a cache) cannot."""
+    """Return whether a value can be kept and compared; objects with changing state (a cache) cannot."""
     match value:
         case torch.Tensor():
             return not value.requires_grad

@@ -1,9 +1,9 @@
-"""Weight gradients that are computed after the gradients of inputs: what a schedule without bubbles needs.
+"""Weight gradients that are computed after the gradients of inputs, as schedules without bubbles require.
 
-A stage before waits for the gradient of a stage's input; nobody waits for those of its weights. So linear layers,
-whose weights take half of a backward pass, put off that half here: their backward pass computes the gradient of the
-input and notes what the weights' takes. Other parameters (norms, embeddings) are too cheap to be worth it, and are
-done at once. Sums come in the same order either way, by microbatches.
+The stage before waits for the gradient of a stage's input, but no stage waits for the gradients of its weights. So
+linear layers, whose weights take half of a backward pass, put off that half: their backward pass computes the gradient
+of the input, and keeps the operands of the weights' gradient. Gradients of other parameters (norms, embeddings) are
+cheap, and computed at once. Sums have the same order either way, by microbatches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 
 class _Owed(NamedTuple):
-    """The gradient of one linear layer's weights for one microbatch, not computed yet."""
+    """The operands of one linear layer's weight gradient for one microbatch."""
 
     layer: nn.Module
     weight: nn.Parameter
@@ -27,11 +27,11 @@ class _Owed(NamedTuple):
     inputs: torch.Tensor
     """[tokens, in]"""
     gradient: torch.Tensor
-    """Of the outputs, [tokens, out]."""
+    """The outputs' gradient, [tokens, out]."""
 
 
 class WeightGradients:
-    """What linear layers owe their weights. Used by one thread, and by autograd on its behalf."""
+    """The weight gradients that linear layers owe. Only one thread may use it, and autograd on its behalf."""
 
     def __init__(self) -> None:
         self._layers: list[Any] = []
@@ -40,12 +40,12 @@ class WeightGradients:
         self._current: list[_Owed] = []
 
     def put_off(self, module: nn.Module) -> None:
-        """Have the linear layers within a module put off their weights' gradients while that is on."""
+        """Have the linear layers within a module put off their weights' gradients while `engage` is on."""
         assert not self._is_on
         self._layers += [layer for layer in module.modules() if type(layer) in (nn.Linear, Conv1D)]
 
     def engage(self, *, is_on: bool) -> None:
-        """Turn it on or off, between two steps; off, the layers are as they were."""
+        """Turn it on or off, between two steps; off restores the layers' own forward."""
         if is_on == self._is_on:
             return
         self._is_on = is_on
@@ -57,16 +57,16 @@ class WeightGradients:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that wait for `finish`; what several layers keep counts once."""
+        """Bytes that wait for `finish`; tensors that several layers keep count once."""
         kept = (tensor.untyped_storage() for owed in self._owed.values() for each in owed for tensor in each[3:])
         return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
 
     def begin(self, microbatch: int) -> None:
-        """Say which microbatch is taken backward next."""
+        """Announce the microbatch of the next backward pass."""
         self._current = self._owed[microbatch] = []
 
     def finish(self, microbatch: int) -> None:
-        """Add what this microbatch owes to the weights' gradients."""
+        """Add the gradients that this microbatch owes."""
         for owed in self._owed.pop(microbatch):
             _add(owed)
 
@@ -75,7 +75,7 @@ class WeightGradients:
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer whose backward pass leaves out its weights."""
+    """A linear layer whose backward pass leaves out the weights' gradients."""
 
     @staticmethod
     def forward(
@@ -98,12 +98,13 @@ class _Linear(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, None, None, None, None
         matrix = weight.t() if isinstance(ctx.layer, Conv1D) else weight
-        # Under autocast the layer has computed in another type than its weights have.
+        # Under autocast the layer computes in another type than its weights have.
         return (gradient @ matrix.to(gradient.dtype)).to(inputs.dtype), None, None, None, None
 
 
 def _forward(layer: Any, note: Callable[[_Owed], None], inputs: torch.Tensor) -> torch.Tensor:
-    """What a linear layer does instead of its own forward pass."""
+    """Replace a linear layer's own forward pass."""
+    # Hooks on parameters would not see gradients that autograd does not compute.
     is_hooked = layer.weight._backward_hooks or (layer.bias is not None and layer.bias._backward_hooks)
     if not torch.is_grad_enabled() or not layer.weight.requires_grad or is_hooked:
         return type(layer).forward(layer, inputs)  # type: ignore[no-any-return]

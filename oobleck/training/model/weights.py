@@ -1,8 +1,8 @@
-"""The weights of a transformers model directory, read parameter by parameter where they are needed.
+"""The weights of a transformers model directory, read parameter by parameter.
 
-A stage reads its own layers' parameters and no others. Files whose names differ from the model's in more than the
-prefix of its trunk (some models were renamed, and some merge experts while loading) are read by transformers itself,
-whole, once a worker.
+A stage reads only its own layers' parameters. Where names in the files differ from the model's in more than the prefix
+of its trunk (some models were renamed, and some merge experts while loading), each worker has transformers load the
+whole model once.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class WeightFiles:
-    """The safetensors files of a directory. Nothing is read before it is asked for."""
+    """The safetensors files of a directory, which are read on demand."""
 
     is_whole = False
-    """Whether there is nothing that starts from the seed: adapters, or a head that is new."""
+    """Whether no parameter starts from the seed, as those of adapters and new heads do."""
 
     def __init__(self, directory: str) -> None:
         self._directory = expand_user(directory)
         self._loaded: dict[str, torch.Tensor] | None = None
 
     def digest(self) -> str:
-        """Digest the files' names and sizes, and bytes from all over them: reading all of them would take too long."""
+        """Digest the files' names and sizes, and samples of their bytes: reading whole files would take too long."""
         digest = hashlib.blake2b(digest_size=16)
         for path in sorted(set(self._files.values())):
             size = path.stat().st_size
@@ -53,9 +53,9 @@ class WeightFiles:
     def read(
         self, names: Iterable[str], model: PreTrainedModel, shapes: Mapping[str, torch.Size]
     ) -> dict[str, torch.Tensor]:
-        """Return the parameters of these names; `model`, which may be on the meta device, says how they are named.
+        """Return the parameters that have these names in `model`, which may be on the meta device.
 
-        Raises ConfigError where the directory has no such parameter, or one of another shape.
+        Raises ConfigError for a parameter that the directory lacks, or that has another shape there.
         """
         wanted = list(names)
         found = {name: self._name_in_files(name, model) for name in wanted}
@@ -74,11 +74,11 @@ class WeightFiles:
         return state
 
     def names_in_files(self, parameters: Iterable[str]) -> dict[str, str]:
-        """Return what the files call parameters; adapters are in none."""
+        """Return the names of parameters in the files, which have no adapters, keyed by their names in the model."""
         return {name: plain_name(name) for name in parameters if not is_adapter(name)}
 
     def known(self, names: Iterable[str], model: PreTrainedModel, *, renamed: bool = False) -> tuple[str, ...]:
-        """Return those of some names that the files have: by their own names, or also as transformers renames them."""
+        """Return the names that the files have: literally, or with `renamed` also as transformers renames them."""
         wanted = list(names)
         found = {name for name in wanted if self._name_in_files(name, model) is not None}
         if renamed and len(found) < len(wanted):
@@ -87,7 +87,7 @@ class WeightFiles:
 
     @cached_property
     def _files(self) -> dict[str, Path]:
-        """The file of each tensor."""
+        """Each tensor's file."""
         index = self._directory / _INDEX
         try:
             if index.exists():
@@ -102,7 +102,7 @@ class WeightFiles:
             ) from error
 
     def _name_in_files(self, name: str, model: PreTrainedModel) -> str | None:
-        """Files of a model without its head lack the prefix of its trunk."""
+        # Files of a model without its head lack the prefix of its trunk.
         for candidate in (name, name.removeprefix(f"{model.base_model_prefix}.")):
             if candidate in self._files:
                 return candidate
@@ -117,7 +117,7 @@ class WeightFiles:
         return tensor
 
     def _all_of(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-        """All parameters and buffers, by transformers' own loading; those that the directory lacks are left out."""
+        """Have transformers load all parameters and buffers; leave out those that the directory lacks."""
         if self._loaded is None:
             loaded: Any = type(model).from_pretrained(
                 self._directory,
@@ -126,7 +126,7 @@ class WeightFiles:
                 local_files_only=True,
                 output_loading_info=True,
             )
-            whole, told = loaded
-            missing = set(told["missing_keys"])
+            whole, report = loaded
+            missing = set(report["missing_keys"])
             self._loaded = {name: tensor.detach() for name, tensor in named_state(whole) if name not in missing}
         return self._loaded

@@ -1,7 +1,7 @@
 """The learning rate of each step: a pure function, so that no worker keeps a scheduler's state.
 
-Schedules bear the names, and take the arguments, that they have in transformers (`lr_scheduler_type` and
-`lr_scheduler_kwargs`). One thing differs: step 1 of a warm-up takes a share of the peak, where transformers takes 0.
+Schedules have their names and arguments in transformers (`lr_scheduler_type` and `lr_scheduler_kwargs`). One thing
+differs: step 1 of a warm-up has a share of the peak, where transformers has 0.
 """
 
 from __future__ import annotations
@@ -14,22 +14,17 @@ from oobleck.errors import ConfigError
 from oobleck.job import OptimizerSpec, Scalar
 
 _MOST = 10**12
-"""Of arguments: steps, powers, shares and rates; beyond them, floating-point numbers have no answer."""
+"""The largest argument of a schedule: floating-point results of larger ones overflow."""
 
 _Shape = Callable[[float, Mapping[str, float]], float]
-"""From the progress after the warm-up, 0 to 1, and the schedule's arguments, to a factor of the peak."""
-
-
-def learning_rate(spec: OptimizerSpec, *, step: int, max_steps: int) -> float:
-    """Return the learning rate that step `step` (1 … max_steps) is applied with."""
-    return spec.learning_rate * rate_factor(spec, step=step, max_steps=max_steps)
+"""Maps the progress after the warm-up, 0 to 1, and the schedule's arguments to a factor of the peak."""
 
 
 def rate_factor(spec: OptimizerSpec, *, step: int, max_steps: int) -> float:
-    """Return the share of the peak that step `step` (1 … max_steps) is applied with.
+    """Return the learning rate of step `step` (1 … max_steps), as a factor of the peak.
 
-    It rises linearly over the first `warmup_steps` steps, reaching 1 at the last of them, then follows the schedule.
-    The first step after the warm-up still takes 1; the step after the last one takes what the schedule ends with.
+    It rises linearly over the first `warmup_steps` steps and reaches 1 at the last of them. The schedule starts at 1
+    with the next step, and reaches its end at the step after the last one.
 
     Raises ConfigError for arguments that the schedule does not have.
     """

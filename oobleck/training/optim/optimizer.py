@@ -1,8 +1,7 @@
-"""An optimizer of torch.optim over the parameters that a worker holds at the moment.
+"""An optimizer of torch.optim over the parameters that a worker currently holds.
 
-The state of a parameter is the parameter itself and what the optimizer keeps for it; the count of steps is no part
-of it, since every parameter takes part in every step. A layer's state can be taken out and put in as one flat tensor,
-which is what travels between workers and goes into checkpoints.
+A parameter's state is the parameter itself and the optimizer's tensors for it, without the count of steps, since every
+parameter takes part in every step. These tensors travel between workers and go into checkpoints.
 """
 
 from __future__ import annotations
@@ -23,20 +22,25 @@ from . import optimizer_state
 from .learning_rate import rate_factor
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-"""From torch's parameter groups, each with its `weight_decay`, to an optimizer over them."""
+"""Makes an optimizer over torch's parameter groups, each with its `weight_decay`."""
 
-_UNFIT = ("LBFGS", "SparseAdam")
-"""They evaluate the model again within a step, or want sparse gradients."""
-
+_UNFIT = ("Optimizer", "LBFGS", "SparseAdam")
+"""These are abstract, evaluate the model again within a step, or need sparse gradients."""
 
 _NUM_RATES_TRIED = 16
 
 
 class Optimizer:
-    """The job's optimizer with its schedule. Parameters of one dimension (norms, biases) are not decayed.
+    """The job's optimizer with its schedule.
 
-    `factory` takes the place of the class that the specification names, and `schedule`, from a step's number to a
-    factor of the learning rate, that of its schedule.
+    Arguments:
+        spec: the job's optimizer and schedule.
+        max_steps: the length of the schedule.
+        factory: replaces the class that `spec` names.
+        schedule: replaces the schedule of `spec`; maps a step's number to a factor of the learning rate.
+        frozen: the canonical names of parameters without updates or state.
+        decayed: the canonical names of parameters with weight decay; by default, those of two dimensions or more, so
+            neither norms nor biases.
     """
 
     def __init__(
@@ -49,8 +53,6 @@ class Optimizer:
         frozen: Collection[str] = (),
         decayed: Collection[str] | None = None,
     ) -> None:
-        """`frozen` parameters, by canonical name, are kept as they are: nothing is kept for them. With `decayed`, these
-        parameters are decayed, and no others."""
         self.spec = spec
         self._schedule = schedule or (lambda step: rate_factor(spec, step=step, max_steps=max_steps))
         self._peak = spec.learning_rate
@@ -62,7 +64,7 @@ class Optimizer:
         self._optimizer: torch.optim.Optimizer | None = None
 
     def layout(self, device: torch.device | None = None) -> optimizer_state.StateLayout:
-        """Return what is kept for a parameter on `device`; raises ConfigError for an optimizer that is unfit."""
+        """Return the layout of a parameter's state on `device`. Raises ConfigError for an unfit optimizer."""
         device = device or torch.device("cpu")
         if device not in self._layouts:
             probe = optimizer_state.make_probe(device)
@@ -83,11 +85,10 @@ class Optimizer:
     def adopt(
         self, parameters: Mapping[str, nn.Parameter], states: Mapping[str, Sequence[torch.Tensor]] | None = None
     ) -> None:
-        """Look after these parameters, by canonical name, from now on.
+        """Update these parameters, keyed by canonical name, from now on; release the state of all others.
 
-        A parameter object that is known already keeps its state; a new one starts afresh, until `layer_tensors`
-        sets it. The state of the others is let go. `states` has what `split_layer` returned: a new parameter takes
-        these tensors for its own, without a copy; one that is known takes their values.
+        A known parameter object keeps its state; a new one has initial state. `states` comes from `split_layer`: a new
+        parameter takes its tensors without a copy, and a known one takes their values.
         """
         before, self._optimizer = self._optimizer, None
         known = {id(parameter) for parameter in self._parameters.values()}
@@ -95,33 +96,33 @@ class Optimizer:
         if trained := self._trained():
             self._optimizer = self._make(self._groups(trained))
         for name, parameter in parameters.items():
-            given = (states or {}).get(name)
+            values = (states or {}).get(name)
             if self._optimizer is not None and name in trained:
                 if before is not None and id(parameter) in known:
                     self._optimizer.state[parameter] = before.state[parameter]
                 else:
                     layout = self.layout(parameter.device)
                     self._optimizer.state[parameter] = optimizer_state.initial_state(
-                        layout, parameter, given[1:] if given else None
+                        layout, parameter, values[1:] if values else None
                     )
-            if given is not None:
-                for own, value in zip(self._state([name]), given, strict=True):
+            if values is not None:
+                for own, value in zip(self._state([name]), values, strict=True):
                     if own.data_ptr() != value.data_ptr():
                         own.copy_(value)
 
     def require_pure_schedule(self, *, max_steps: int) -> None:
-        """Raise ConfigError for a schedule that gives a step another rate when it is asked once more."""
+        """Raise ConfigError for a schedule that returns another rate for a step when it is called again."""
         steps = range(1, min(max_steps, _NUM_RATES_TRIED) + 1)
         first = [self._schedule(step) for step in steps]
         for step, rate in zip(reversed(steps), reversed(first), strict=True):
             if (again := self._schedule(step)) != rate:
                 raise ConfigError(
-                    f"lr_lambda: it gives {rate} for step {step}, and {again} when it is asked again: each worker has "
-                    "its own, and asks from the step that it joins in; have it follow from the step's number alone"
+                    f"lr_lambda: it returns {rate} for step {step}, and {again} when it is called again: each worker "
+                    "calls its own, from the step that it joins in; compute the rate from the step's number alone"
                 )
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate that a step is applied with; steps count from 1."""
+        """Return the learning rate of a step; steps count from 1."""
         return self._peak * self._schedule(step)
 
     def step(
@@ -136,10 +137,10 @@ class Optimizer:
 
         Arguments:
             step: its number, from 1.
-            gradients: one for each trained parameter, by canonical name, reduced over its owners. Used up: multiplied
-                in place.
-            clip_coefficient: what gradients are multiplied with.
-            num_skipped: how many of the steps before were skipped.
+            gradients: one for each trained parameter, keyed by canonical name, reduced over its owners. Clipping
+                changes them in place.
+            clip_coefficient: the factor of gradients.
+            num_skipped: the number of earlier steps that were skipped.
         """
         trained = self._trained()
         assert gradients.keys() == trained.keys(), "every trained parameter needs its gradient, and no other has one"
@@ -162,16 +163,16 @@ class Optimizer:
             parameter.grad = None
 
     def layer_tensors(self, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of these parameters themselves: for each the parameter and its state, as in `layout`.
+        """Return each parameter, followed by its state in the order of `layout`; not copies.
 
-        Of a frozen one, the parameter alone.
+        A frozen parameter has no state.
         """
         return tuple(self._state(names))
 
     def empty_layer(
         self, shapes: Mapping[str, torch.Size], *, dtype: torch.dtype, device: torch.device
     ) -> tuple[torch.Tensor, ...]:
-        """Make room for the state of parameters of these names and shapes, in the order of `layer_tensors`."""
+        """Allocate the tensors of parameters of these names and shapes, in the order of `layer_tensors`."""
         tensors: list[torch.Tensor] = []
         for name, shape in shapes.items():
             parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
@@ -180,14 +181,14 @@ class Optimizer:
         return tuple(tensors)
 
     def split_layer(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> dict[str, tuple[torch.Tensor, ...]]:
-        """Say which of a layer's tensors belong to which parameter."""
+        """Return each parameter's part of a layer's tensors, which are in the order of `layer_tensors`."""
         rest = iter(tensors)
         split = {name: tuple(islice(rest, len(self._file_names(name)))) for name in names}
         assert next(rest, None) is None, "a layer's tensors are those of its parameters"
         return split
 
     def named_state(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return the state of these parameters as it stands, not copied, by the names that files have."""
+        """Return the current tensors of these parameters, not copied, keyed by their names in files."""
         keys = [key for name in names for key in self._file_names(name)]
         return dict(zip(keys, self._state(names), strict=True))
 
@@ -199,10 +200,10 @@ class Optimizer:
         shapes: Mapping[str, torch.Size],
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Return one flat tensor of what `layer_tensors` hold, from tensors of any precision named as in `named_state`.
+        """Return a flat tensor in the order of `layer_tensors`, from tensors of any precision, as of `named_state`.
 
-        What an optimizer of another kind did not keep starts afresh. Raises CorruptCheckpoint for a parameter that is
-        missing, or has another shape.
+        Missing state, which an optimizer of another kind did not keep, has initial values. Raises CorruptCheckpoint for
+        a parameter that is missing or has another shape.
         """
         flat: list[torch.Tensor] = []
         for name in names:
@@ -218,7 +219,7 @@ class Optimizer:
         return torch.cat(flat)
 
     def _file_names(self, parameter: str) -> tuple[str, ...]:
-        """What files call a parameter and the optimizer's state for it, in the order of `_state`."""
+        """Return the names in files of a parameter and its state, in the order of `_state`."""
         return (parameter, *(f"optimizer.{entry.name}.{parameter}" for entry in self._layout_of(parameter).entries))
 
     def _state(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
@@ -228,16 +229,13 @@ class Optimizer:
             yield from optimizer_state.flat_tensors(self._layout_of(name, parameter.device), parameter, state)
 
     def _groups(self, parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
-        """Torch's parameter groups: those that are decayed, and the others."""
-        decayed = self._decayed
-        names = {name for name, p in parameters.items() if (p.ndim > 1 if decayed is None else name in decayed)}
-        groups = (
-            {
-                "params": [parameters[name] for name in parameters if name in names],
-                "weight_decay": self.spec.weight_decay,
-            },
-            {"params": [parameters[name] for name in parameters if name not in names], "weight_decay": 0.0},
-        )
+        """Return torch's groups of parameters with and without weight decay, unless they are empty."""
+        decayed: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for name, parameter in parameters.items():
+            is_decayed = parameter.ndim > 1 if self._decayed is None else name in self._decayed
+            (decayed if is_decayed else others).append(parameter)
+        groups = ({"params": decayed, "weight_decay": self.spec.weight_decay}, {"params": others, "weight_decay": 0.0})
         return [group for group in groups if group["params"]]
 
     def _trained(self) -> dict[str, nn.Parameter]:
@@ -247,20 +245,15 @@ class Optimizer:
         return optimizer_state.NO_STATE if name in self._frozen else self.layout(device)
 
 
-def _optimizer_classes() -> dict[str, type[torch.optim.Optimizer]]:
-    found = {name: value for name, value in vars(torch.optim).items() if inspect.isclass(value)}
-    return {
-        name.lower(): value
-        for name, value in found.items()
-        if issubclass(value, torch.optim.Optimizer) and name != "Optimizer" and name not in _UNFIT
-    }
-
-
 def _named(spec: OptimizerSpec) -> OptimizerFactory:
-    """The class of torch.optim that a specification names, fused where torch can."""
+    """Return a factory of the class of torch.optim that a specification names, fused where torch can."""
     # The names of `TrainingArguments.optim`: adamw_torch, adamw_torch_fused.
     name = spec.optim.removesuffix("_fused").removesuffix("_torch")
-    classes = _optimizer_classes()
+    classes = {
+        name.lower(): value
+        for name, value in vars(torch.optim).items()
+        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and name not in _UNFIT
+    }
     if name not in classes:
         raise ConfigError(f"optimizer.optim: {spec.optim!r} is not known; it is one of {', '.join(classes)}")
     kind: Callable[..., torch.optim.Optimizer] = classes[name]
@@ -276,10 +269,10 @@ def _named(spec: OptimizerSpec) -> OptimizerFactory:
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         try:
             if "fused" in takes and "fused" not in arguments:
-                with suppress(RuntimeError):  # not on this device
+                with suppress(RuntimeError):  # not fused on this device
                     return kind(groups, **arguments, fused=True)
             return kind(groups, **arguments)
-        # What a class raises for arguments that it does not like is its author's choice.
+        # Classes refuse their arguments with various errors.
         except Exception as error:
             raise ConfigError(f"optimizer: {classes[name].__name__} refuses its arguments: {error}") from error
 

@@ -195,7 +195,7 @@ def test_what_peft_refuses_is_said_in_its_words(name: str, lora: LoraSpec, messa
 
 
 def test_devices_do_not_share_adapters():
-    with pytest.raises(ConfigError, match="its plan says nothing of adapters"):
+    with pytest.raises(ConfigError, match="its plan does not cover adapters"):
         share_of(adapted("llama", LoraSpec(r=4)), rank=0, degree=2)
 
 

@@ -91,8 +91,8 @@ def test_dropout_is_noticed_wherever_it_hides():
 @pytest.mark.parametrize(
     ("model_type", "config", "message"),
     [
-        ("gpt-2", {}, r"'gpt-2' is no language model; did you mean 'gpt2'\?"),
-        ("bert-like-thing-from-nowhere", {}, r"is no language model$"),
+        ("gpt-2", {}, r"'gpt-2' is not a language model; did you mean 'gpt2'\?"),
+        ("bert-like-thing-from-nowhere", {}, r"is not a language model$"),
         ("gpt2", {"n_layers": 3}, r"model\.config\.n_layers: gpt2 has no such key; did you mean 'n_layer'\?"),
         ("gpt2", {"n_layer": "three"}, r"gpt2 refuses it: .*n_layer.*expected int, got str"),
         ("gpt2", {"n_embd": 30, "n_head": 4}, r"gpt2 cannot be built"),
@@ -123,7 +123,7 @@ def test_models_that_are_no_chain_of_blocks_are_refused_with_the_reason():
 
 def test_encoder_decoders_are_refused_with_the_reason(tmp_path: Path):
     """BART has a class that is its decoder alone: a directory of the whole must not be trained as that."""
-    reason = "is an encoder-decoder: every block of its decoder reads what its encoder has made"
+    reason = "is an encoder-decoder: every block of its decoder reads the encoder's output"
     with pytest.raises(ConfigError, match=f"t5 {reason}"):
         _from_spec("t5", {})
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}

@@ -8,7 +8,7 @@ from transformers import get_scheduler
 
 from oobleck.errors import ConfigError
 from oobleck.job import OptimizerSpec
-from oobleck.training.optim.learning_rate import learning_rate
+from oobleck.training.optim import rate_factor
 
 
 def _rates(kind: str, *, warmup_steps: int = 10, max_steps: int = 100, **arguments: float) -> list[float]:
@@ -18,7 +18,7 @@ def _rates(kind: str, *, warmup_steps: int = 10, max_steps: int = 100, **argumen
         lr_scheduler_kwargs=arguments,
         warmup_steps=warmup_steps,
     )
-    return [learning_rate(spec, step=step, max_steps=max_steps) for step in range(1, max_steps + 1)]
+    return [spec.learning_rate * rate_factor(spec, step=step, max_steps=max_steps) for step in range(1, max_steps + 1)]
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])

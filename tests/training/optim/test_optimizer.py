@@ -441,7 +441,7 @@ def test_an_optimizer_that_keeps_all_in_its_state_is_fine_whatever_it_refers_to(
 def test_a_schedule_that_counts_by_itself_is_refused():
     counts = itertools.count(1)
     Optimizer(SPEC, max_steps=9, schedule=lambda step: 1 / step).require_pure_schedule(max_steps=9)
-    with pytest.raises(ConfigError, match=r"lr_lambda: it gives 0.\d+ for step 9, and 0.1 when it is asked again"):
+    with pytest.raises(ConfigError, match=r"lr_lambda: it returns 0.\d+ for step 9, and 0.1 when it is called again"):
         Optimizer(SPEC, max_steps=9, schedule=lambda step: 1 / next(counts)).require_pure_schedule(max_steps=9)
 
 

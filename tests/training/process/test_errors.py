@@ -24,7 +24,7 @@ def caught(call) -> BaseException:
     ("error", "kind"),
     [
         (DataError("data.paths: no text in /data"), ErrorKind.DATA),
-        (ConfigError("model.type: 'bert2' is no language model"), ErrorKind.JOB),
+        (ConfigError("model.type: 'bert2' is not a language model"), ErrorKind.JOB),
         (MemoryError(), ErrorKind.MEMORY),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), ErrorKind.MEMORY),
         (torch.AcceleratorError("CUDA error: device-side assert triggered"), ErrorKind.DEVICE),
