@@ -178,7 +178,7 @@ async def test_a_config_reaches_what_ssh_reaches_by_it(place: Place, lines: str)
         ("HostKeyAlgorithms ssh-rsa", RIGHT, "none of the algorithms that ssh's config asks for (HostKeyAlgorithms)"),
         ("ProxyJump nosuch.invalid", RIGHT, "'nosuch.invalid' cannot be resolved"),
         ("ProxyCommand false", RIGHT, "ProxyCommand `false` of ssh's config"),
-        ("ProxyCommand true", RIGHT, "or ProxyCommand `true` of ssh's config fails"),
+        ("ProxyCommand true", RIGHT, "ProxyCommand `true` of ssh's config"),
         ("ProxyJump a:b", RIGHT, "ProxyJump: 'a:b' is not [USER@]HOST[:PORT]"),
     ],
 )
