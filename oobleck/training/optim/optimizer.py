@@ -52,8 +52,11 @@ class Optimizer:
         schedule: Callable[[int], float] | None = None,
         frozen: Collection[str] = (),
         decayed: Collection[str] | None = None,
+        is_tried: bool = False,
     ) -> None:
+        """With `is_tried`, another process has tried the script's optimizer: workers start without that."""
         self.spec = spec
+        self._is_tried = is_tried
         self._schedule = schedule or (lambda step: rate_factor(spec, step=step, max_steps=max_steps))
         self._peak = spec.learning_rate
         self._make = factory or _named(spec)
@@ -75,9 +78,11 @@ class Optimizer:
             def make(probes: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
                 return self._make(self._groups(probes))
 
-            optimizer_state.require_no_count(make, device)  # before more steps, which might be what it goes by
-            optimizer_state.require_independent(make, device)
-            optimizer_state.require_state_alone(make, layout, device)
+            if not self._is_tried:
+                # Counts come first: more steps might pass the number on which results depend.
+                optimizer_state.require_no_count(make, device)
+                optimizer_state.require_independent(make, device)
+                optimizer_state.require_state_alone(make, layout, device)
             self._layouts[device] = layout
         return self._layouts[device]
 

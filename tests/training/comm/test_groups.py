@@ -160,7 +160,7 @@ def test_nothing_is_left_of_groups_in_which_all_waits_for_a_frozen_peer(peer: Pe
             member.groups.keep_only([], generation=generation + 1)
         if generation > 1:  # some threads are made once
             here.append(settled(holdings, here[-1] if here else None))
-        assert (one.groups.num_received, two.groups.num_told) == (0, 0)
+        assert (one.groups.num_received, two.groups.num_received) == (0, 0)
         os.kill(peer.process.pid, signal.SIGCONT)
         peer.say(let_go=generation)
         if generation > 1:
