@@ -438,6 +438,23 @@ def test_an_optimizer_that_keeps_all_in_its_state_is_fine_whatever_it_refers_to(
     assert [entry.name for entry in _layout_with(Averaging, lr=0.3).entries] == ["average"]
 
 
+def test_a_worker_does_not_try_again_what_was_tried_before_the_run():
+    """It would in every recovery: a step of a script's optimizer may take its time."""
+    steps: list[int] = []
+
+    class Counted(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            steps.append(1)
+            super().step(closure)
+
+    for is_tried in (False, True):
+        steps.clear()
+        Optimizer(
+            OptimizerSpec(), max_steps=9, factory=lambda groups: Counted(groups, lr=0.1), is_tried=is_tried
+        ).layout()
+        assert (len(steps) == 1) == is_tried
+
+
 def test_a_schedule_that_counts_by_itself_is_refused():
     counts = itertools.count(1)
     Optimizer(SPEC, max_steps=9, schedule=lambda step: 1 / step).require_pure_schedule(max_steps=9)
