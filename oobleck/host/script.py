@@ -231,6 +231,7 @@ def module_of(name: str, source: str, directory: str) -> types.ModuleType:
         _execute(module, source)
     except ConfigError:
         raise
+    # The user's lines may fail in any way.
     except Exception as error:
         raise ConfigError(_located(error, name, name)) from error
     return module

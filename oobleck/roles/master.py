@@ -24,7 +24,7 @@ from .master_ports import AgentConnection, Cluster, Decisions, Journal, LinkLost
 
 _EVENTS_BUFFERED = 10_000
 _EVENTS_AT_ONCE = 100  # the most events that are taken in before commands are carried out
-_MESSAGES_BUFFERED = 10_000  # for each node; a node that leaves so many unread is lost
+_MESSAGES_BUFFERED = 10_000  # for each node; a node that leaves that many unread is lost
 _AGAIN_S = (0.0, 0.1, 0.5, 1.0, 2.0)
 """The waits before each try to reach an agent again; the last one repeats."""
 _FAREWELL_S = 5.0  # how long a few agents may take to end their workers once they are asked to stop

@@ -26,7 +26,7 @@ def raise_descriptor_limit() -> int:
 
 
 def require_descriptors(limit: int, num_nodes: int, *, are_virtual: bool) -> None:
-    """Raise ConfigError if `limit` open files are too few for a master with so many nodes."""
+    """Raise ConfigError if `limit` open files are too few for a master of `num_nodes` nodes."""
     needed = _OF_MASTER + num_nodes * (_PER_VIRTUAL_NODE if are_virtual else _PER_NODE)
     if limit < needed:
         raise ConfigError(

@@ -128,7 +128,7 @@ def _restoring(value: Any, write: Callable[[Any], None]) -> Callable[[], None]:
 
 @torch.no_grad()
 def _advance(value: Any, step: Any, calls: int, write: Callable[[Any], None]) -> None:
-    """Set a value to what it would be so many calls later."""
+    """Set a value to its expected value after `calls` more calls."""
     match value:
         case torch.Tensor():
             ahead = torch.tensor(step, dtype=torch.float64).view(value.shape) * calls

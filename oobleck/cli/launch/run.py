@@ -59,7 +59,7 @@ class Run:
         return not self._master.has_ended
 
     def __iter__(self) -> Iterator[Event]:
-        """Yield each event from the run's start, as it happens, until the run ends. Each iteration begins anew.
+        """Yield each event as it happens, until the run ends. Each iteration begins with the run's first event.
 
         Raises KeyboardInterrupt after the end if there was an interrupt. Only `wait` raises the run's own failure.
         """

@@ -82,11 +82,12 @@ def _read_source(line: options.CommandLine) -> NodeSource:
     own = line.own
     hostfile = line.hostfile or own.get("--hostfile")
     slurm_job, is_slurm, is_ray = own.get("--slurm-job"), "--slurm" in line.flags, "--ray" in line.flags
-    named = (hostfile, own.get("--local"), own.get("--hosts-from"), own.get("--dial-in"), slurm_job)
+    named = (hostfile, own.get("--local"), own.get("--hosts-from"), own.get("--dial-in"), own.get("--kubernetes"))
+    sources = (*named, slurm_job, is_slurm, is_ray)
     local = options.whole("--local", own)
-    if "--standalone" in line.flags and any(named):
+    if "--standalone" in line.flags and any(sources):
         raise UsageError("--standalone runs on this machine alone; leave it out, or the nodes")
-    if not any((*named, is_slurm, is_ray, own.get("--kubernetes"))):
+    if not any(sources):
         if line.nodes is not None and line.nodes[0] > 1:
             raise UsageError(
                 f"--nnodes: at least {line.nodes[0]} nodes are asked for, and none is named; name a hostfile before "

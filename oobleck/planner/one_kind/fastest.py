@@ -48,7 +48,7 @@ class ExactTimes:
         return self._steps_s[key]
 
     def cut_again(self, template: PipelineTemplate, num_microbatches: int) -> PipelineTemplate:
-        """Return the template's devices with the fastest cut found for so many microbatches."""
+        """Return the template's devices with the fastest cut found for that many microbatches."""
         key = template.stages, num_microbatches
         if key not in self._best:
             self._best[key] = self._recut.best(template, num_microbatches)

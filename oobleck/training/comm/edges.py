@@ -73,7 +73,7 @@ class EdgeSender:
         except DEVICE_FAILURES:
             raise
         except Interrupted:
-            pass  # whoever aborts an edge expects no more of it
+            pass  # an aborted edge carries nothing more
         except RuntimeError as error:
             self._failure = str(error)
             self._nccl.abort()

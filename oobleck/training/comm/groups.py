@@ -291,7 +291,7 @@ def _connect(process_group: Any, ranks: Sequence[int]) -> None:
 
 
 def _require_descriptors(num_connections: int) -> None:
-    """Raise ConfigError if the process may not open so many more connections: Gloo would end it half-way."""
+    """Raise ConfigError if the process may not open `num_connections` more: Gloo would end it half-way."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = len(os.listdir("/proc/self/fd")) + num_connections + _SPARE_DESCRIPTORS
     if limit != resource.RLIM_INFINITY and limit < needed:

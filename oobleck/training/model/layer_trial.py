@@ -1,4 +1,4 @@
-"""What a model's layers compute, whoever wrote them: tried on made-up samples, one layer of each kind.
+"""Trials of a model's layers, a library's and a script's: run on made-up samples, one layer of each kind.
 
 A batch is cut into microbatches over nodes, some of which run again after a failure, and gradients are divided by the
 number of tokens that count when all are known. So a layer must compute each sample as if it was alone, the same when it
@@ -116,7 +116,7 @@ def _is_tried(layer: _Layer, find: Callable[[_Tried], _Fault | None]) -> bool:
         counter = _counter_of(layer) if counts else None
     except ConfigError:
         raise
-    # It is somebody else's code, and may fail in any way.
+    # The layers are the user's code, and may fail on made-up tokens in any way; such layers are not tried.
     except Exception:  # noqa: BLE001
         return False
     if fault is not None:

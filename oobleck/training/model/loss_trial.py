@@ -65,9 +65,7 @@ class BatchSizes:
         return self.microbatch < self.batch
 
     def bounded(self, num_elements: int) -> BatchSizes:
-        """Return the sizes that a layer of so many elements is tried with: fewer rows, and shorter ones, of a batch
-        that would take long.
-        """
+        """Return the sizes to try a layer of `num_elements` with: fewer and shorter rows if a batch would take long."""
         tokens = max(_MOST_WORK // max(num_elements, 1), 2 * _FEWEST_TOKENS)
         batch = min(self.batch, _MOST_ROWS, tokens // _FEWEST_TOKENS)
         length = min(self.length, max(tokens // batch, _FEWEST_TOKENS))

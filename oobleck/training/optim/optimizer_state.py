@@ -63,7 +63,7 @@ class StateLayout:
         return sum(not entry.is_scalar for entry in self.entries)
 
     def size(self, num_elements: int) -> int:
-        """Elements of the state of a parameter of so many, itself included."""
+        """Return the number of elements of a parameter's state, the parameter's own `num_elements` included."""
         return sum(1 if entry.is_scalar else num_elements for entry in self.entries) + num_elements
 
 
@@ -157,20 +157,20 @@ def _updated(
 def require_state_alone(make: _Make, layout: StateLayout, device: torch.device) -> None:
     """Require that all an optimizer from `make` goes by is in its `state`, as `layout` has it.
 
-    Workers make it anew in every recovery, and with other parameters each; of what it keeps elsewhere, they would lose
-    all. Raises ConfigError that names such a thing, or the optimizer whose updates show that there is one.
+    Workers recreate it in every recovery, each with other parameters, and would lose anything that it keeps elsewhere.
+    Raises ConfigError that names such a thing, or the optimizer whose updates show that there is one.
     """
     stayed, moved = make_probe(device), make_probe(device)
     optimizer = make({"probe": stayed})
     kept: dict[str, object] = {}
     for step, scale in enumerate(_SCALES_OF_STEPS):
-        anew = make({"probe": moved})
+        recreated = make({"probe": moved})
         state = optimizer.state[stayed]
         values = [state[entry.name].clone() for entry in layout.entries] if step else None
-        anew.state[moved] = dict(initial_state(layout, moved, values))
+        recreated.state[moved] = dict(initial_state(layout, moved, values))
         if layout.step_device is not None:
-            anew.state[moved][STEP].fill_(step)
-        for each, parameter in ((optimizer, stayed), (anew, moved)):
+            recreated.state[moved][STEP].fill_(step)
+        for each, parameter in ((optimizer, stayed), (recreated, moved)):
             parameter.grad = scale * torch.linspace(-1, 2, parameter.numel(), device=device).view_as(parameter)
             each.step()
         before, kept = kept, _kept_outside(optimizer, stayed)

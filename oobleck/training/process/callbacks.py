@@ -52,7 +52,7 @@ class CallbackRunner:
         self._has_begun = False
         self._failed: set[str] = set()
         self.failures: list[str] = []
-        """Sentences on first failures; whoever shows one removes it. stderr has all failures."""
+        """Sentences on first failures; the reader that shows one removes it. stderr has all failures."""
 
     @property
     def wants_stop(self) -> bool:

@@ -188,3 +188,25 @@ def test_what_an_option_cannot_be_is_said_of_that_option_as_a_usage_error(
     assert f"oobleck: {option}: " in said
     assert "is not a whole number" not in said
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"], "nothing was begun"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        ("--local", "2"),
+        ("--hosts-from", "cat hosts"),
+        ("--dial-in", "7077"),
+        ("--slurm",),
+        ("--slurm-job", "mine"),
+        ("--ray",),
+        ("--kubernetes", "app=mine"),
+    ],
+    ids=lambda source: source[0],
+)
+def test_standalone_is_refused_with_every_source_of_nodes(
+    source: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    assert main(["run", "--standalone", *source, str(script)]) == ExitCode.USAGE
+    assert "--standalone runs on this machine alone" in capsys.readouterr().err
