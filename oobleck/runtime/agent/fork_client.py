@@ -94,8 +94,17 @@ class ForkedProcess:
         await trio.sleep(_REAPED_WITHIN_S)
         if (supervisor := _supervisor_of(self.pid)) is not None:
             supervisor.send(signal.SIGKILL)  # then the fork server waits in its place
+        if _is_zombie(self.pid):
+            # Until the fork server has reaped the process, the report is only late: the server may be busy.
+            with trio.move_on_after(_PATIENCE_S):
+                while _is_zombie(self.pid):  # noqa: ASYNC110  there is no event to wait for
+                    await trio.sleep(_POLL_S)
             await trio.sleep(_REAPED_WITHIN_S)
         scope.cancel()
+
+
+def _is_zombie(pid: int) -> bool:
+    return stat_fields(pid)[:1] == ["Z"]
 
 
 def _supervisor_of(pid: int) -> ProcessId | None:

@@ -37,6 +37,7 @@ REFUSED = b"x"
 """The name of a module follows that no fork can be made with, and the reason; the process ends."""
 READY = b"r"
 
+_forks: list[None] = []  # one element for each fork of this process since the last import began
 _MESSAGE_BYTES = 4096
 _DESCRIPTORS = 2
 _PR_SET_PDEATHSIG = 1
@@ -52,6 +53,7 @@ def be_warm(
     if os.getppid() != parent:  # the parent ended before the signal was set up
         os._exit(0)
     set_name("oobleck-warm")
+    os.register_at_fork(after_in_parent=lambda: _forks.append(None))
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     sock.setblocking(True)
@@ -77,6 +79,7 @@ def _learn(sock: socket.socket, found: Iterator[Lookup], refused: frozenset[str]
             continue
         sock.send(TRYING + each.name.encode())
         before = generator_states()
+        _forks.clear()
         # An import that fails here may have failed in the script as well, which went on. The environment is the one
         # that the script had made by then.
         with _environment_changed(each.environment), suppress(Exception, SystemExit):
@@ -103,7 +106,8 @@ def _taint(before: Mapping[str, object]) -> str | None:
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    if _children():
+    # A process that the package forked may have ended by now; a rank that imports the package forks it all the same.
+    if _forks or _children():
         return "starts a process"
     # Forks reseed all generators: ranks would get other numbers than if they imported the package themselves.
     after = generator_states()

@@ -126,6 +126,21 @@ async def test_how_a_process_ended_is_known_when_the_one_that_waits_for_it_is_go
         await host.start(setup())  # the next one is as any
 
 
+async def test_a_server_that_is_busy_reports_late_how_a_process_ended_whose_supervisor_is_gone(
+    directory: AgentDir,
+) -> None:
+    async with hosts(directory) as (host,):
+        worker = await host.start(setup())
+        busy = int(directory.fork_server_pid.read_text().split()[0])
+        os.kill(busy, signal.SIGSTOP)
+        os.kill(parent_of(worker.pid), signal.SIGKILL)
+        os.kill(worker.pid, signal.SIGUSR1)
+        await trio.sleep(3.0)
+        os.kill(busy, signal.SIGCONT)
+        with trio.fail_after(5):
+            assert await worker.wait() == Killed(signal=signal.SIGUSR1)
+
+
 async def test_without_the_one_that_waits_and_the_fork_server_an_end_is_noticed_all_the_same(
     directory: AgentDir,
 ) -> None:
