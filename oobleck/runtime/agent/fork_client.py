@@ -88,23 +88,24 @@ class ForkedProcess:
         self._has_report.set()
 
     async def _give_up_report(self, scope: trio.CancelScope) -> None:
-        """Cancel the wait for a report some time after the end: the supervisor may be stopped, or gone as well."""
+        """Cancel the wait for a report some time after the end: the supervisor may be stopped, or gone as well.
+
+        Until the fork server has reaped the process, the report is only late: the server may be busy.
+        """
         while self._id is not None and self._id.lives:  # noqa: ASYNC110  there is no event to wait for
             await trio.sleep(_POLL_S)
-        await trio.sleep(_REAPED_WITHIN_S)
+        with trio.move_on_after(_REAPED_WITHIN_S):
+            await self._reaped()
         if (supervisor := _supervisor_of(self.pid)) is not None:
             supervisor.send(signal.SIGKILL)  # then the fork server waits in its place
-        if _is_zombie(self.pid):
-            # Until the fork server has reaped the process, the report is only late: the server may be busy.
-            with trio.move_on_after(_PATIENCE_S):
-                while _is_zombie(self.pid):  # noqa: ASYNC110  there is no event to wait for
-                    await trio.sleep(_POLL_S)
-            await trio.sleep(_REAPED_WITHIN_S)
+        with trio.move_on_after(_PATIENCE_S):
+            await self._reaped()
+        await trio.sleep(_REAPED_WITHIN_S)
         scope.cancel()
 
-
-def _is_zombie(pid: int) -> bool:
-    return stat_fields(pid)[:1] == ["Z"]
+    async def _reaped(self) -> None:
+        while self._id is not None and self._id.is_zombie:  # noqa: ASYNC110  there is no event to wait for
+            await trio.sleep(_POLL_S)
 
 
 def _supervisor_of(pid: int) -> ProcessId | None:

@@ -58,6 +58,11 @@ class ProcessId:
         return self._state not in ("", "Z") and self.is_of_this_boot
 
     @property
+    def is_zombie(self) -> bool:
+        """Whether it has ended and not been waited for."""
+        return self._state == "Z" and self.is_of_this_boot
+
+    @property
     def is_stopped(self) -> bool:
         return self._state in ("T", "t")
 

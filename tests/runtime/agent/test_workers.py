@@ -18,7 +18,7 @@ from oobleck.errors import WorkersUnavailable
 from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
 from oobleck.runtime.agent.workers import ForkingWorkerHost, Worker
-from oobleck.runtime.files.agent_dir import AgentDir
+from oobleck.runtime.files import AgentDir, stat_fields
 
 SERVER = (sys.executable, str(Path(__file__).parents[1] / "forking.py"))
 
@@ -75,6 +75,14 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+async def lose_supervisor(worker: Worker, number: int = signal.SIGKILL) -> None:
+    """Kill or stop the process that waits for a worker; before that, it may still reap it and report nothing."""
+    supervisor = parent_of(worker.pid)
+    os.kill(supervisor, number)
+    while stat_fields(supervisor)[:1] not in ([], ["Z"], ["T"]):  # noqa: ASYNC110  there is no event to wait for
+        await trio.sleep(0.001)
+
+
 def server_of(worker: Worker) -> str:
     """The parent of the process that waits for it."""
     return str(parent_of(parent_of(worker.pid)))
@@ -120,7 +128,7 @@ async def test_how_a_process_ended_is_known_when_the_one_that_waits_for_it_is_go
 ) -> None:
     async with hosts(directory) as (host,):
         worker = await host.start(setup())
-        os.kill(parent_of(worker.pid), number)
+        await lose_supervisor(worker, number)
         os.kill(worker.pid, signal.SIGUSR1)
         assert await worker.wait() == Killed(signal=signal.SIGUSR1)
         await host.start(setup())  # the next one is as any
@@ -133,7 +141,7 @@ async def test_a_server_that_is_busy_reports_late_how_a_process_ended_whose_supe
         worker = await host.start(setup())
         busy = int(directory.fork_server_pid.read_text().split()[0])
         os.kill(busy, signal.SIGSTOP)
-        os.kill(parent_of(worker.pid), signal.SIGKILL)
+        await lose_supervisor(worker)
         os.kill(worker.pid, signal.SIGUSR1)
         await trio.sleep(3.0)
         os.kill(busy, signal.SIGCONT)
@@ -148,7 +156,7 @@ async def test_without_the_one_that_waits_and_the_fork_server_an_end_is_noticed_
         worker = await host.start(setup())
         kill_server(directory)
         await host.server_ended()
-        os.kill(parent_of(worker.pid), signal.SIGKILL)
+        await lose_supervisor(worker)
         worker.kill()
         assert await worker.wait() == Unseen()
 
