@@ -23,7 +23,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from oobleck.errors import ConfigError
 from oobleck.training.data import Batch
-from oobleck.training.model import LiveModel, MicrobatchKey, ModelStructure, StageModel, try_layers, with_tried_loss
+from oobleck.training.model import (
+    BatchSizes,
+    LiveModel,
+    MicrobatchKey,
+    ModelStructure,
+    StageModel,
+    try_layers,
+    with_tried_loss,
+)
 from oobleck.training.model.losses import label_loss
 from tools.tiny_models import VOCAB_SIZE, tiny_configs
 
@@ -31,6 +39,8 @@ __all__ = ["try_class"]
 
 LENGTH, BATCH_SIZE, NUM_STEPS = 24, 2, 3
 _RATE, _TOLERANCE = 1e-2, 1e-5
+_SIZES = BatchSizes(batch=8, microbatch=2, length=LENGTH)
+"""What a script's batch could be, for trials of layers and losses."""
 _LONGEST_S = 20
 _LARGEST = 8_000_000
 """Parameters of a model that is worth trying."""
@@ -122,8 +132,8 @@ def _structure_of(model: Any) -> ModelStructure | tuple[str, float]:
         began_s = time.process_time()
         try:
             structure = ModelStructure.from_live(LiveModel.skeleton_of(model), sequence_length=LENGTH)
-            try_layers(structure)
-            return with_tried_loss(structure)
+            try_layers(structure, _SIZES)
+            return with_tried_loss(structure, _SIZES)
         except ConfigError as error:
             seconds.append(time.process_time() - began_s)
             reason = _one_line(error)
