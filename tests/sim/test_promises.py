@@ -235,8 +235,25 @@ FLIPPING = Trace(
 """How slow node2 looked depended on the plan, and the plan on that: plans never settled, and a stop waited for one."""
 
 
+MOST_OF_THEM_SLOW = Trace(
+    duration_s=292.38,
+    nodes=tuple(f"node{number}" for number in range(5)),
+    start=tuple(f"node{number}" for number in range(5)),
+    events=(
+        Slowed(t_s=6.0, node="node0", factor=2.5168416665309916),
+        WorkerCrashed(t_s=18.0, node="node0"),
+        Slowed(t_s=18.0, node="node3", factor=2.0),
+        Slowed(t_s=18.0, node="node1", factor=2.0),
+        Noticed(t_s=18.0, node="node0", grace_s=0.0),
+        MasterCrashed(t_s=18.0, down_s=29.655635178509996),
+    ),
+)
+"""Whether a slow node's peers were slow as well depended on the plan: each plan refuted its own reason."""
+
+
 @examples(8)
 @example(trace=FLIPPING, setting=PLAIN, seed=8261)
+@example(trace=MOST_OF_THEM_SLOW, setting=PLAIN, seed=0)
 @given(trace=slow_traces(), setting=st.sampled_from((PLAIN, *SHAPES[6:10])), seed=seeds)
 def test_trying_slow_nodes_again_breaks_no_promise(trace: Trace, setting: Setting, seed: int):
     play(trace, setting, seed)

@@ -2,8 +2,9 @@
 
 A node counts as slow if it has taken clearly longer than its peers for some time. Its peers are those that hold the
 same layers, or all if these are few. A slow-down of all alike is no reason to replan. How much longer is clear depends
-on how much the reports of one worker vary. A node counts as normal again only once it is clearly faster than that, so
-that no node is moved back and forth.
+on how much the reports of one worker vary. A node counts as normal again only once it is clearly faster than that, and
+each time that it goes back to what it was, its next change has to wait twice as long, so that no node is moved back and
+forth.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median, median_low
 from typing import NamedTuple
 
@@ -29,9 +31,24 @@ _NOISES = 3.0
 """A slow node exceeds this multiple of the variation of one worker's reports."""
 _NORMAL_SHARE, _CHANGED_SHARE = 0.4, 0.6
 """Shares of what makes a node slow: below the first it is normal again; changes above the second are planned for."""
+_SAME = 0.1
+"""Two factors that differ by less than this share are the same."""
+_QUIET = 4
+"""A node that has not changed for this multiple of its wait no longer counts as going back and forth."""
 _SHORTEST_INTERVAL_S = 1.0
 _REPORTS_PER_S = 1000.0
 """Of all workers together: each report costs the master time, because no two are equal."""
+
+
+@dataclass(slots=True)
+class _Change:
+    """The latest change of how slow a node counts as."""
+
+    before: float
+    wait: int = 1
+    """The rounds of reports that the next change has to wait."""
+    rounds: int = 0
+    """The rounds of reports since."""
 
 
 class SpeedTracker:
@@ -42,6 +59,7 @@ class SpeedTracker:
         """Measured over expected seconds for a microbatch, by worker."""
         self.slow: Mapping[str, float] = {}
         """The slow nodes that are planned for; 2.0 takes twice the usual time."""
+        self._changes: dict[str, _Change] = {}
         self._heard: set[WorkerId] = set()
         """The workers that have reported in this round."""
         self._is_round_over = False
@@ -66,6 +84,7 @@ class SpeedTracker:
         """Take a node for normal: it is lost, or its worker starts again."""
         self._ratios = {worker_id: ratios for worker_id, ratios in self._ratios.items() if worker_id.node != node}
         self.slow = {name: factor for name, factor in self.slow.items() if name != node}
+        self._changes.pop(node, None)
 
     def take_change(self, plan: ExecutionPlan) -> bool:
         """Judge the reports, once in a round of them; returns whether the slow nodes have changed, or their speeds have
@@ -85,11 +104,35 @@ class SpeedTracker:
         }
         if len(known) < len(worker_ids) or len(known) < _FEWEST:
             return False  # Without all reports it is not clear what is normal.
-        slow = self._judge(_compare(known, plan))
+        slow = self._calmed(self._judge(_compare(known, plan)))
         if slow == self.slow:
             return False
         self.slow = slow
         return True
+
+    def _calmed(self, slow: Mapping[str, float]) -> dict[str, float]:
+        """Return the factors without changes that have to wait.
+
+        How slow a node looks depends on its peers, which the plan chooses, and the plan on how slow it looks. Where most
+        nodes are slow, a plan and its verdict could refute each other at each round.
+        """
+        calmed: dict[str, float] = {}
+        for change in self._changes.values():
+            change.rounds += 1
+        for node in sorted({*self.slow, *slow}):
+            before, now = self.slow.get(node, 1.0), slow.get(node, 1.0)
+            if now != before:
+                last = self._changes.get(node)
+                if last is not None and last.rounds < last.wait:
+                    now = before
+                else:
+                    is_back = last is not None and math.isclose(now, last.before, rel_tol=_SAME)
+                    is_soon = last is not None and last.rounds < _QUIET * max(last.wait, REPORTS_NEEDED)
+                    wait = 2 * last.wait if last is not None and is_back and is_soon else 1
+                    self._changes[node] = _Change(before, wait)
+            if now != 1.0:
+                calmed[node] = now
+        return calmed
 
     def _judge(self, seen: Mapping[str, _Seen]) -> dict[str, float]:
         # Nodes that rest send no reports, and stay as slow as they were.

@@ -207,3 +207,18 @@ def test_a_node_looks_as_slow_once_another_slow_one_is_left_out():
         speeds = SpeedTracker()
         report(speeds, plan_of(Shape(), left_out=left_out), slow)
         assert speeds.slow == {node: factor for node, factor in slow.items() if node not in left_out}
+
+
+def test_each_return_of_a_node_to_what_it_was_makes_the_next_change_wait_twice_as_long(plan):
+    """A node that goes back and forth by itself, or since each plan compares it with other nodes."""
+    speeds = SpeedTracker()
+    report(speeds, plan, {"n1": 2.0})
+    changed = [
+        number for number in range(60) if any(report(speeds, plan, {"n1": 2.0 if number % 2 else 1.0}, times=5))
+    ]
+    assert changed[:2] == [0, 1]
+    assert 5 <= len(changed) <= 9
+    assert changed[-1] - changed[-2] > 10
+    report(speeds, plan, {"n1": 2.0}, times=3000)
+    assert speeds.slow == {"n1": 2.0}
+    assert True in report(speeds, plan, {}), "one that has been quiet is believed at once"
