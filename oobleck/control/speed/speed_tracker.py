@@ -113,8 +113,8 @@ class SpeedTracker:
     def _calmed(self, slow: Mapping[str, float]) -> dict[str, float]:
         """Return the factors without changes that have to wait.
 
-        How slow a node looks depends on its peers, which the plan chooses, and the plan on how slow it looks. Where most
-        nodes are slow, a plan and its verdict could refute each other at each round.
+        How slow a node looks depends on its peers, which the plan chooses, and the plan on how slow it looks. Where
+        most nodes are slow, a plan and its verdict could refute each other at each round.
         """
         calmed: dict[str, float] = {}
         for change in self._changes.values():
