@@ -213,9 +213,7 @@ def test_each_return_of_a_node_to_what_it_was_makes_the_next_change_wait_twice_a
     """A node that goes back and forth by itself, or since each plan compares it with other nodes."""
     speeds = SpeedTracker()
     report(speeds, plan, {"n1": 2.0})
-    changed = [
-        number for number in range(60) if any(report(speeds, plan, {"n1": 2.0 if number % 2 else 1.0}, times=5))
-    ]
+    changed = [number for number in range(60) if any(report(speeds, plan, {"n1": 2.0 if number % 2 else 1.0}, times=5))]
     assert changed[:2] == [0, 1]
     assert 5 <= len(changed) <= 9
     assert changed[-1] - changed[-2] > 10
