@@ -111,6 +111,11 @@ class AnalyticWorkers:
         plans = [self.plan, self._pending.update.plan if self._pending else None]
         return any(plan is not None and node in plan.nodes for plan in plans)
 
+    def finish_step(self) -> None:
+        """Train no further than the step in flight."""
+        boundary = self._applied if self._pending is None else self._pending.update.boundary
+        self.max_steps = min(self.max_steps, boundary + 1)
+
     @property
     def is_computing(self) -> bool:
         """Whether steps are being committed."""

@@ -12,6 +12,7 @@ from oobleck.control import events, protocol
 from oobleck.control.journal import AgentLost, JobStarted, Loss, NodeConnected, StepDone, Unreachable
 from oobleck.control.speed import found_out_s
 from oobleck.control.training import Coordinator, Phase
+from oobleck.errors import ExitCode
 from oobleck.planner import WorkerId, profile_to_json
 from oobleck.planner.what_if import moved_bytes, transfer_s
 from oobleck.sim.trace import Slowed, Trace
@@ -79,7 +80,7 @@ class JobRun:
         nodes = tuple(map(self.kinds.spec, self._trace.nodes))
         self.log.record(JobStarted(t_s=0.0, version=__version__, job=self._job, nodes=nodes, started_at=""))
         self._start()
-        for node in self.nodes.startable if self._coordinator is None else ():
+        for node in self.nodes.startable(self.agenda.now_s) if self._coordinator is None else ():
             self._await_others(node)
 
     def finish(self) -> None:
@@ -166,12 +167,16 @@ class JobRun:
                     self._worker_restarts(WorkerId(node, device))
                 case events.Send(node=node, message=protocol.KillWorker(device=device)):
                     self.end_worker(WorkerId(node, device))
+                case events.Send(message=protocol.FinishStep()):
+                    self.crew.finish_step()
                 case events.Send(node=node, message=protocol.StopAgent(is_dismissal=True)):
                     self._report(WorkerId(node=node, device=0), protocol.AgentStopped(reason="drained"))
                 case events.End(exit_code=0):
                     self.is_over = True
                     return
-                case events.End(reason=reason):
+                case events.End(exit_code=exit_code, reason=reason):
+                    if exit_code == ExitCode.RESUMABLE:
+                        self.log.save_all()
                     self._give_up(reason)
                     return
                 case _:
@@ -280,13 +285,13 @@ class JobRun:
 
     def _start(self) -> None:
         """Start or restart the job, if the present nodes hold the model."""
-        nodes = self.nodes.startable
+        nodes = self.nodes.startable(self.agenda.now_s)
         if self._coordinator is not None or not self._planner.can_hold(nodes):
             return
         self.nodes.members = {node: self.nodes.lives[node] for node in nodes}
-        job = self._job
-        if self._settings.max_steps is not None:
-            self.crew.max_steps = self._settings.max_steps - self.log.past_steps
+        job, most_steps = self._job, self._settings.max_steps
+        self.crew.max_steps = _NO_LIMIT if most_steps is None else most_steps - self.log.past_steps
+        if most_steps is not None:
             job = replace(job, max_steps=self.crew.max_steps)
         self._wanted_kinds.clear()
         self._coordinator = Coordinator(job, tuple(map(self.kinds.spec, nodes)), started_at="", python_version=_PYTHON)
@@ -335,6 +340,8 @@ class JobRun:
         self._reports.clear()
         self.log.lose_all(self.agenda.now_s, reason)
         self._start()
+        for leaves_s in {each for each in self.nodes.leaves_s.values() if each > self.agenda.now_s}:
+            self.agenda.at(leaves_s, self._start)
 
     def fail(self, node: str, loss: Loss) -> None:
         """Report the failure of a node that the coordinator counts on."""
@@ -396,10 +403,11 @@ class JobRun:
         )
         self._report(worker_id, ready)
 
-    def drain(self, node: str) -> None:
-        """Announce that a node will be taken away."""
+    def notice(self, node: str) -> None:
+        """Let a node report that it will be taken away."""
         if self.nodes.is_well(node) and self.log.is_planned:
-            self.feed(events.DrainRequested(node=node))
+            leaving = protocol.Leaving(reason="its provider takes it away")
+            self._report(WorkerId(node=node, device=0), leaving)
 
 
 def _hello(node: str, now_s: float) -> protocol.Hello:

@@ -74,6 +74,10 @@ class RunLog:
         if since <= stretch.last_step - stretch.first_step + 1:
             self._saved_step = self.past_steps + stretch.last_step - since
 
+    def save_all(self) -> None:
+        """Note that the newest step is in a checkpoint, which a run writes before it stops."""
+        self._saved_step = self._step
+
     def lose_all(self, now_s: float, reason: str) -> None:
         """Lose all state but the newest checkpoint's, and be without a plan until the next coordinator has one."""
         self._past_generations += self._generation + 1

@@ -97,8 +97,9 @@ class Faults:
                 pass  # nothing depends on it, unless a worker ends within seconds
             case traces.MasterFrozen(frozen_s=down_s) | traces.MasterCrashed(down_s=down_s):
                 self._agenda.blind_until_s = max(self._agenda.blind_until_s, self._agenda.now_s + down_s)
-            case traces.Noticed(node=node):
-                self._agenda.when_seen(self._agenda.now_s, lambda: self._run.drain(node))
+            case traces.Noticed(node=node, grace_s=grace_s):
+                self._nodes.leaves_s[node] = self._agenda.now_s + grace_s
+                self._agenda.when_seen(self._agenda.now_s, lambda: self._run.notice(node))
             case _:
                 assert_never(event)
 

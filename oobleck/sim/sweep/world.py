@@ -65,6 +65,7 @@ class NodeStates:
         self.silent: dict[str, int] = {}
         # Nodes whose agent is frozen while their workers train on; each silence has a number.
         self.mute: dict[str, int] = {}
+        self.leaves_s: dict[str, float] = {}  # when a node with notice is to be taken away
 
     @property
     def here(self) -> Set[str]:
@@ -80,10 +81,10 @@ class NodeStates:
         """The members that the coordinator hears."""
         return self.members.keys() - self.silent.keys()
 
-    @property
-    def startable(self) -> list[str]:
-        """The nodes on which a job can start."""
-        return [node for node in self.lives if node in self.here and node not in self.silent]
+    def startable(self, now_s: float) -> list[str]:
+        """Return the nodes on which a job can start; one with notice may stay in the end."""
+        here = [node for node in self.lives if node in self.here and node not in self.silent]
+        return [node for node in here if self.leaves_s.get(node, 0.0) <= now_s]
 
     def is_well(self, node: str) -> bool:
         return node in self.members and node not in self.silent
@@ -92,6 +93,7 @@ class NodeStates:
         """Apply an event of the trace; return the nodes that it changes, in order."""
         if isinstance(event, Joined):
             self.lives[event.node] += 1
+            self.leaves_s.pop(event.node, None)
         elif isinstance(event, Gone):
             self.mute.pop(event.node, None)
         return self._cluster.apply(event)

@@ -19,6 +19,7 @@ from oobleck.control.journal import (
     PlanCause,
     RecoveryDone,
     StepsDone,
+    TerminationNoticed,
 )
 from oobleck.control.journal.summary import Summary, summarize
 from oobleck.errors import PlanningError
@@ -242,6 +243,26 @@ def test_a_notice_drains_the_node_before_it_goes() -> None:
     assert [left.node for left in only(journal, NodeLeft)] == ["node3"]
     (recovery,) = only(journal, RecoveryDone)
     assert recovery.cause is PlanCause.DRAINED
+
+
+def test_when_all_nodes_have_notice_the_job_saves_its_step_and_continues_on_the_next_nodes() -> None:
+    """At a batch job's time limit. Without notice, the steps since the checkpoint at 300 s would be lost."""
+    events = [Noticed(t_s=350, node=node, grace_s=60) for node in FOUR]
+    events += [Lost(t_s=410, node=node) for node in FOUR] + [Joined(t_s=600, node=node) for node in FOUR]
+    journal = play(*events)
+    assert len(only(journal, TerminationNoticed)) == len(FOUR)
+    summary = summarize(journal)
+    assert summary.steps_lost == 0
+    stopped_s, resumed_s = (plan.t_s for plan in only(journal, PlanAdopted)[-2:])
+    assert stopped_s < 360
+    assert resumed_s == pytest.approx(600, abs=0.1)
+    assert all(later.first_step == sooner.record.step + 1 for sooner, later in pairwise(only(journal, StepsDone)))
+
+
+def test_nodes_that_stay_after_a_notice_are_used_again_once_its_time_is_over() -> None:
+    journal = play(*[Noticed(t_s=350, node=node, grace_s=60) for node in FOUR])
+    assert only(journal, PlanAdopted)[-1].t_s == pytest.approx(410, abs=0.1)
+    assert summarize(journal).steps_lost == 0
 
 
 def test_when_all_copies_are_lost_the_job_goes_on_from_its_checkpoint() -> None:
