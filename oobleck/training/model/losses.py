@@ -78,6 +78,7 @@ def loss_of_outputs(compute: Callable[..., torch.Tensor]) -> Loss:
     """Return a `Trainer(compute_loss_func=…)` function as a `Loss`."""
 
     def loss_of(outputs: Any, labels: torch.Tensor, num_items: int) -> torch.Tensor:
+        # transformers' Trainer passes a tensor too, so scripts may use it as one.
         return compute(outputs, labels, num_items_in_batch=torch.tensor(num_items, device=labels.device))
 
     return loss_of
@@ -106,8 +107,7 @@ def fault_of_loss(
 ) -> str | None:
     """Describe how a loss differs from a sum over samples divided by `num_items`; None if it is one.
 
-    The first sample is compared with the others, or, with `size`, all microbatches of that many. Raises what `compute`
-    raises.
+    Raises what `compute` raises.
     """
     count = len(labels)
 
@@ -118,10 +118,12 @@ def fault_of_loss(
     together, halved = loss_of(0, count, num_items), loss_of(0, count, 2 * num_items)
     if not is_same(again := loss_of(0, count, num_items), together):
         return f"of the same {count} samples it returns {again:g} when it runs again, after {together:g}"
+    # A mean over the labels of the call ignores the number of items.
     if not is_near(2 * halved, together):
         return f"of twice as many items it returns {halved:g}, and of these {together:g}"
     if count < 2:
         return None
+    # Parts of unequal sizes, since the mean of two equal halves' means is the mean of all.
     cuts = [0, 1, count] if size is None else [*range(0, count, size), count]
     shares = [loss_of(first, stop, num_items) for first, stop in pairwise(cuts)]
     if is_near(sum(shares), together):
@@ -133,10 +135,7 @@ def fault_of_loss(
 
 
 def of_other_sizes(outputs: Any, labels: torch.Tensor) -> Iterator[Any]:
-    """Yield outputs as they are, and others for which losses are about as large as at first, small, and large.
-
-    That is so whether a token's logits are for its own label or for that of the next. Others have none.
-    """
+    """Yield outputs as they are, and others for which losses are about as large as at first, small, and large."""
     yield outputs
     logits = outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "logits", None)
     if not isinstance(logits, torch.Tensor) or not logits.is_floating_point():
@@ -145,10 +144,12 @@ def of_other_sizes(outputs: Any, labels: torch.Tensor) -> Iterator[Any]:
         yield _with_logits(outputs, scale * logits)
     if labels.shape != logits.shape[:-1]:
         return
+    # A token's logits may be for its own label or for that of the next.
     for ahead in range(min(labels.ndim, 2)):
         wanted = labels.roll(-ahead, -1).clamp(min=0, max=logits.shape[-1] - 1)
         is_wanted = functional.one_hot(wanted, logits.shape[-1])
         for loss in _SMALL_LOSSES:
+            # Where the other logits are equal, the cross entropy of the wanted one is about vocabulary · exp(-margin).
             margin = math.log(logits.shape[-1] / loss)
             yield _with_logits(outputs, _OF_LOGITS[0] * logits + margin * is_wanted)
 
