@@ -85,7 +85,6 @@ class Observation(TrainerCallback):
         self._steps_per_epoch = 0
 
     def account(self) -> PlainAccount:
-        """Return the record."""
         steps = tuple(self.recorder.steps)
         return PlainAccount(
             steps=steps,
@@ -105,7 +104,6 @@ class Observation(TrainerCallback):
         args.eval_strategy = IntervalStrategy.NO
 
     def begin(self, trainer: Any) -> None:
-        """Record a trainer's steps from now on."""
         self._trainer = trainer
         self._count_as_predicted(trainer)
         trainer.add_callback(self)
@@ -155,6 +153,7 @@ class Observation(TrainerCallback):
     def _as_on_nodes(self, batches: list[list[int]]) -> list[list[int]]:
         assert self._order is not None
         first = len(self.recorder.steps) + 1
+        # The sampler's own batches have the sizes that transformers expects; only their samples are the nodes'.
         numbers: list[int] = []
         for step in range(first, first + self._steps_per_epoch):
             numbers += self._order(step)
@@ -176,6 +175,7 @@ class Observation(TrainerCallback):
         accelerator = self._trainer.accelerator
         if accelerator.sync_gradients:  # after the step's last batch
             scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()
+            # The loss scale is still in the gradients here.
             self._grad_norm = gradient_norm(self._trainer.model.parameters()) / scale
             self.recorder.note_gradients()
 
@@ -202,6 +202,7 @@ class _NotedBatches:
         self._epoch = 0
 
     def __iter__(self) -> Iterator[list[int]]:
+        # On a copy: a draw would change the order that transformers is about to use.
         is_drawn = _is_drawn(_Copy(self._inner), self._epoch)
         self._epoch += 1
         batches = [list(map(int, batch)) for batch in self._inner]
@@ -215,7 +216,7 @@ class _NotedBatches:
 
 
 class _Copy:
-    """A copy of a loader's batch sampler, in place of the loader: draws leave the loader's sampler unchanged."""
+    """A copy of a loader's batch sampler, in place of the loader."""
 
     def __init__(self, sampler: Any) -> None:
         self.batch_sampler = copy.deepcopy(sampler)
@@ -239,7 +240,7 @@ def _is_drawn(twin: _Copy, epoch: int) -> bool:
 
 
 def _require_lasting_samples(loader: Any) -> None:
-    """Raise ConfigError where samples change each time that they are read: then no two runs are equal."""
+    # Where samples change each time that they are read, no two runs are equal.
     numbers = range(min(_TRIED_SAMPLES, len(loader.dataset)))
     read = []
     for seed in range(2):
