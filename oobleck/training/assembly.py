@@ -13,14 +13,7 @@ from oobleck.errors import ConfigError, DataError
 from oobleck.host.script import SCRIPT_STREAM, run_script
 from oobleck.job import JobSpec
 from oobleck.training import model
-from oobleck.training.data import (
-    CollatedSamples,
-    Dataset,
-    ModelInputs,
-    ScriptSamples,
-    ScriptStream,
-    open_source,
-)
+from oobleck.training.data import CollatedSamples, Dataset, ModelInputs, ScriptSamples, ScriptStream, open_source
 from oobleck.training.optim import Optimizer
 from oobleck.training.randomness import seed_scripts
 
@@ -197,7 +190,6 @@ def _datasets(job: JobSpec, made: _Made, cache_dir: Path) -> tuple[Dataset, Data
 
 
 def _streams(job: JobSpec) -> bool:
-    """Return whether the script makes a stream of samples."""
     return job.data.shards == (SCRIPT_STREAM,)
 
 
@@ -231,7 +223,6 @@ def _sizes(job: JobSpec) -> model.BatchSizes:
 
 
 def _inputs(structure: model.ModelStructure) -> ModelInputs:
-    """Return which values of samples a model takes."""
     config, task = structure.config, structure.task
     pad_id = getattr(config, "pad_token_id", None)
     has_padding = isinstance(pad_id, int) and pad_id >= 0

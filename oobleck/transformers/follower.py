@@ -48,8 +48,6 @@ _VALUELESS = frozenset(
 
 
 class RunFollower:
-    """Follows a run for a trainer."""
-
     def __init__(self, trainer: Any, epochs: Epochs, *, max_steps: int) -> None:
         self._trainer: transformers.Trainer = trainer
         self._epochs = epochs

@@ -44,7 +44,7 @@ _TOKENS = "input_ids"
 
 
 class TrainerJob(Job):
-    """The job of a trainer."""
+    """The job of a trainer. Reading `settings` reads all samples, to find the longest one."""
 
     def __init__(self, trainer: Any, *, tag: str) -> None:
         """`tag` names the run where the arguments do not. Raises ConfigError for a trainer that cannot be trained."""
@@ -148,7 +148,7 @@ def _settings(trainer: Any, epochs: Epochs, length: int, *, max_steps: int, tag:
         "model": {"type": "script"},
         "data": {
             "sequence_length": length,
-            # A job has at least 256 bytes and an end; a smaller vocabulary of the model does not matter.
+            # A job's least vocabulary: 256 bytes and an end.
             "vocab_size": max(257, trainer.model.get_input_embeddings().num_embeddings),
         },
         "optimizer": {

@@ -33,7 +33,6 @@ _CAUSAL = frozenset(
     for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     for name in ([names] if isinstance(names, str) else names)
 )
-"""Classes of models that predict the next token."""
 _TRIED_SAMPLES = 8
 _DRAWN = (
     "the sampler's order depends on all earlier draws, and a run draws it from the seed and the epoch: the script by "
@@ -184,7 +183,6 @@ class Observation(TrainerCallback):
         self._learning_rate = float(self._trainer.optimizer.param_groups[0]["lr"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **details: Any) -> None:
-        """Record an applied step."""
         self.recorder.step_done(
             loss=self._loss, grad_norm=self._grad_norm, learning_rate=self._learning_rate, samples=self._samples
         )

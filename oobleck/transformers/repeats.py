@@ -49,7 +49,6 @@ def _in_frame(frame: FrameType) -> SecondTrain | None:
 
 
 def _paths(node: ast.AST, above: tuple[ast.AST, ...]) -> Iterator[tuple[ast.AST, ...]]:
-    """Yield the path to each node, from the outermost one."""
     path = (*above, node)
     yield path
     for child in ast.iter_child_nodes(node):

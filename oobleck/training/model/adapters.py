@@ -52,8 +52,6 @@ _UNFIT = (
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """The adapters of a model."""
-
     config: Any
     """PEFT's LoraConfig, with the modules that it has found."""
 

@@ -86,7 +86,6 @@ def require_constant_buffers(model: nn.Module, run: Callable[[], object]) -> Non
 
 
 def changed_buffer(name: str) -> ConfigError:
-    """Return the error for a buffer that training would change."""
     return ConfigError(
         f"model: a forward pass changes the buffer {name}, which is saved with the model: microbatches are spread over "
         "nodes, and no node would see all of them; leave the update out, or use a module without statistics"
@@ -297,7 +296,6 @@ def _reached_by(function: Any, depth: int = 0) -> Iterator[object]:
 
 
 def _flat(value: object) -> Iterator[object]:
-    """Yield a value, and the items of a plain container."""
     yield value
     match value:
         case list() | tuple() | set():

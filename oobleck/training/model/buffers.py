@@ -19,8 +19,6 @@ from .structure import ModelStructure, Site
 
 @dataclass(frozen=True, slots=True)
 class _Plugged:
-    """A buffer in its module."""
-
     module: nn.Module
     attribute: str
     value: torch.Tensor
@@ -72,7 +70,6 @@ class StageBuffers:
         self._plugged[site.name] = _Plugged(self._modules[site.module], site.attribute, value, state)
 
     def unplug(self, site: Site) -> None:
-        """Have the module read the buffer's initial value."""
         self._place(site)[site.attribute] = self._first[site.name]
         self._plugged.pop(site.name, None)
 

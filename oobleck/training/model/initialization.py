@@ -82,7 +82,6 @@ def materialize_buffers(model: SplittableModel, *, device: torch.device) -> None
 
 
 def move_buffers(model: SplittableModel, *, device: torch.device) -> None:
-    """Move all buffers of a model to `device`."""
     for module in model.modules():
         for attribute, buffer in module.named_buffers(recurse=False):
             module._buffers[attribute] = buffer.to(device)

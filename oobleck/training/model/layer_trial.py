@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -213,30 +213,13 @@ class _Pass:
         return [each / scale for each in found]
 
 
-class _Tried(Protocol):
-    """Something that runs on made-up samples, all of them or the first alone."""
-
-    @property
-    def rows(self) -> int:
-        """How many there are."""
-
-    @property
-    def part(self) -> int:
-        """How many must be computed alike by themselves."""
-
-    def run(self, rows: int, draws: _Draws | None = None) -> _Pass:
-        """Run it on the first samples, which draw random numbers by `draws` if that is given."""
-
-    def evaluating(self) -> AbstractContextManager[object]:
-        """Within the block, it does not train."""
-
-
 class _Layer:
     """A layer of a stage that has no other, on made-up samples."""
 
     def __init__(
         self, stage: StageModel, layer: int, captured: CapturedHead, *, length: int, rows: int = _ROWS, part: int = 1
     ) -> None:
+        """There are `rows` samples; the first `part` of them must be computed alike by themselves."""
         self.rows, self.part = rows, part
         self._stage, self._layer, self._captured = stage, layer, captured
         generator, size = torch.Generator().manual_seed(1), (rows, length)
@@ -250,6 +233,7 @@ class _Layer:
         return dict(self._stage.model.named_modules())
 
     def run(self, rows: int, draws: _Draws | None = None) -> _Pass:
+        """Run it on the first samples, which draw random numbers by `draws` if that is given."""
         stage, ids = self._stage, self._ids[:rows]
         hidden = None if self._layer == 0 else self._hidden[:rows].clone().requires_grad_()
         batch = Batch(input_ids=ids, labels=made_up_labels(stage.structure.task, ids))
@@ -336,6 +320,9 @@ class _Call:
         return _Pass(given, tuple(leaves), (), self.rows, has_drawn)
 
 
+_Tried = _Layer | _Call
+
+
 @contextmanager
 def _noting_calls(layer: _Layer) -> Iterator[list[_Call]]:
     calls: list[_Call] = []
@@ -403,11 +390,7 @@ def _difference(tried: _Tried, draws: _Draws | None, alone_draws: _Draws | None)
 def _counter_of(layer: _Layer) -> str | None:
     """Name what counts forward passes, and changes what the layer computes sooner or later."""
     first = layer.run(layer.rows)
-
-    def same() -> bool:
-        return _are_near([layer.run(layer.rows).output], [first.output], _LINEAR)
-
-    return counter_of(layer.modules, same)
+    return counter_of(layer.modules, lambda: _are_near([layer.run(layer.rows).output], [first.output], _LINEAR))
 
 
 def _are_near(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor], tolerance: float) -> bool:

@@ -127,7 +127,6 @@ def arguments_of(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def _further_arguments(layer: nn.Module) -> frozenset[str]:
-    """Return a layer's arguments after the first, its input."""
     first = next(iter(inspect.signature(layer.forward).parameters), "")
     return arguments_of(layer.forward) - {first}
 

@@ -143,7 +143,6 @@ class LiveWeights:
         return cls(file, digest, names)
 
     def digest(self) -> str:
-        """Return the digest of all weights and their names."""
         return self._digest
 
     def names_in_files(self, parameters: Iterable[str]) -> dict[str, str]:

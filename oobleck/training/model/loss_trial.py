@@ -55,7 +55,6 @@ class BatchSizes:
     batch: int
     microbatch: int
     length: int
-    """Tokens of a sample."""
 
     @property
     def is_cut(self) -> bool:
@@ -300,7 +299,8 @@ class _Trial:
         one, other = both.take(0, 1).without_last_label(), both.take(1, 2)
         both.batch.labels[0] = one.batch.labels[0]
         together, halved = self._loss(both), self._loss(both, 2 * _NUM_ITEMS)
-        if (read := self._read_of_blocks(both)) is not None:
+        read = next((name for name in _OF_BLOCKS if not math.isfinite(self._loss_without(name, both))), None)
+        if read is not None:
             raise ConfigError(
                 f"model: the loss of {self._name} reads {read}, which are those of all blocks, and a node has some of "
                 "them; have it compute the loss from the logits alone"
@@ -386,9 +386,6 @@ class _Trial:
         ids = torch.randint(min(_LABELS, structure.config.vocab_size), (rows, length), generator=generator)
         hidden = torch.randn((rows, length, structure.hidden_size), generator=generator)
         return _Samples(Batch(input_ids=ids, labels=ids.clone()), hidden)
-
-    def _read_of_blocks(self, samples: _Samples) -> str | None:
-        return next((name for name in _OF_BLOCKS if not math.isfinite(self._loss_without(name, samples))), None)
 
     def _loss_without(self, name: str, samples: _Samples) -> float:
         """The loss where what blocks return is not a number, if the model asks for it."""

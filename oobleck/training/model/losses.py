@@ -46,11 +46,7 @@ class LossRule:
 
 
 def causal_lm_loss(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    vocab_size: int,
-    num_items_in_batch: int | None = None,
-    **_options: Any,
+    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, num_items_in_batch: int | None = None, **_options: Any
 ) -> torch.Tensor:
     """Return the sum of the token losses over `num_items_in_batch` (their mean without it), in the logits' dtype.
 

@@ -61,7 +61,6 @@ class StageModel:
         self.autocast = autocast
         self.device = torch.device(device)
         self.chunks: tuple[range, ...] = ()
-        """The layers of each chunk."""
         self._parameters: dict[str, nn.Parameter] = {}
         self.model = structure.build(dtype=dtype)
         """All modules of the model; those of layers held elsewhere have no memory."""
@@ -100,7 +99,6 @@ class StageModel:
 
     @property
     def trained_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters held that are not frozen."""
         return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
 
     @property

@@ -55,9 +55,7 @@ class _Origin(enum.Enum):
     NOWHERE = enum.auto()
     """Uninitialized memory."""
     LAYER = enum.auto()
-    """A layer's rules."""
     MODEL = enum.auto()
-    """A transformers model's rules."""
     ADAPTER = enum.auto()
     SCRIPT = enum.auto()
 

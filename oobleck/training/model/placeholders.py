@@ -60,6 +60,5 @@ def stand_in_before_blocks(module: nn.Module, *, width: int | None, device: torc
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replace the module of `model` called `name`."""
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, module)

@@ -53,8 +53,6 @@ class _Probe(Passthrough):
 
 
 class SplitProbe:
-    """One run of the model with probes for blocks."""
-
     def __init__(self, model: PreTrainedModel, block_list: str, *, returns_tuple: bool) -> None:
         self.prelude: dict[str, nn.Module] = {}
         self.postlude: dict[str, nn.Module] = {}

@@ -31,7 +31,6 @@ class Anatomy:
     """The names of the modules that make up each part of a model."""
 
     block_list: str
-    """The module list that holds the blocks."""
     num_blocks: int
     prelude: tuple[str, ...]
     """The modules with parameters or dropout that run before the first block, in the order of their calls.
@@ -50,7 +49,6 @@ class Anatomy:
 
     @property
     def layer_roots(self) -> tuple[tuple[str, ...], ...]:
-        """The names of the modules that make up each layer."""
         blocks = ((f"{self.block_list}.{index}",) for index in range(self.num_blocks))
         return (self.prelude, *blocks, self.postlude)
 

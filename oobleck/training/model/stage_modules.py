@@ -29,7 +29,6 @@ class StageModules:
     def __init__(self, model: SplittableModel, structure: ModelStructure, *, device: torch.device) -> None:
         self.by_name = dict(model.named_modules(remove_duplicate=False))
         self.chunk = range(0)
-        """The layers in place."""
         self._model = model
         self._structure = structure
         self._device = device

@@ -106,7 +106,6 @@ class _Linear(torch.autograd.Function):
 
 
 def _forward(layer: Any, note: Callable[[_Owed], None], inputs: torch.Tensor) -> torch.Tensor:
-    """Replace a linear layer's own forward pass."""
     # Hooks on parameters would not see gradients that autograd does not compute.
     is_hooked = layer.weight._backward_hooks or (layer.bias is not None and layer.bias._backward_hooks)
     if not torch.is_grad_enabled() or not layer.weight.requires_grad or is_hooked:

@@ -39,8 +39,6 @@ _MESSAGE_BYTES = 4096
 
 @dataclass(slots=True)
 class Warmer:
-    """The warm process of a fork server."""
-
     log: int
     """The descriptor of the import log."""
     warmth: Path

@@ -176,7 +176,6 @@ class _Worker:
         )
 
     def run(self) -> NoReturn:
-        """Follow orders until the process ends."""
         threading.Thread(target=self._read, daemon=True, name="control").start()
         dataset, structure, name = self._assembly.train, self._assembly.structure, device_name(self._device)
         self._link.send(
