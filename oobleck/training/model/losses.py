@@ -103,7 +103,8 @@ def fault_of_loss(
 ) -> str | None:
     """Describe how a loss differs from a sum over samples divided by `num_items`; None if it is one.
 
-    Raises what `compute` raises.
+    The first sample is compared with the others, or, with `size`, all microbatches of that many. Raises what `compute`
+    raises.
     """
     count = len(labels)
 
@@ -119,7 +120,6 @@ def fault_of_loss(
         return f"of twice as many items it returns {halved:g}, and of these {together:g}"
     if count < 2:
         return None
-    # Parts of unequal sizes, since the mean of two equal halves' means is the mean of all.
     cuts = [0, 1, count] if size is None else [*range(0, count, size), count]
     shares = [loss_of(first, stop, num_items) for first, stop in pairwise(cuts)]
     if is_near(sum(shares), together):

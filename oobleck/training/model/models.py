@@ -215,7 +215,7 @@ class StageModel:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Within the block, modules are in evaluation mode, whichever chunk is in place."""
-        # Only modules of the chunk in place are reached from the model; others need to be told one by one.
+        # From the model, only modules of the chunk in place are reached; those of other chunks are set one by one.
         modules = (self.model, *(module for layer in self.layers for module in self.modules_of(layer)))
         try:
             for module in modules:

@@ -62,7 +62,8 @@ class WeightFiles:
         if all(value is not None for value in found.values()):
             state = {name: self._tensor(known) for name, known in found.items() if known is not None}
         else:
-            # Some models were renamed, and some merge experts while loading; only transformers knows how.
+            # Some models were renamed, and some merge experts while loading; only transformers knows how, and each
+            # worker has it load the whole model once.
             state = {name: value for name, value in self._all_of(model).items() if name in found}
         for name in wanted:
             if name not in state:

@@ -374,6 +374,7 @@ class _Worker:
                 peer,
                 leads=wanted.leads,
                 timeout_s=wanted.timeout_s,
+                # A plan never waits for a measurement.
                 interrupted=lambda: self._commit_state.has_update,
             )
             self._log.info("has timed its link to %s", peer)
