@@ -13,20 +13,12 @@ from oobleck.errors import ConfigError, DataError
 from oobleck.host.script import SCRIPT_STREAM, run_script
 from oobleck.job import JobSpec
 from oobleck.training import model
-from oobleck.training.data import (
-    CollatedSamples,
-    Dataset,
-    ModelInputs,
-    ScriptSamples,
-    ScriptStream,
-    open_source,
-)
+from oobleck.training.data import CollatedSamples, Dataset, ModelInputs, ScriptSamples, ScriptStream, open_source
 from oobleck.training.optim import Optimizer
 from oobleck.training.randomness import seed_scripts
 
+# Records of a stream are assigned about 32 steps ahead, and a step may run again, so older samples stay in memory.
 _LEAST_KEPT, _STEPS_KEPT = 4096, 96
-"""Samples and steps of a stream that stay in memory: records are assigned about 32 steps ahead, and a step may run
-again."""
 
 _Made = Mapping[str, Callable[..., Any]]
 
@@ -53,6 +45,7 @@ def assemble(job: JobSpec, *, cache_dir: Path) -> Assembly:
     with _blaming_the_data():
         train, validation = _datasets(job, made, cache_dir)
     structure = _structure(job, made, vocab_size=train.vocab_size, cache_dir=cache_dir)
+    # What one process has tried need not be tried by every worker.
     if job.script is not None and not job.script.is_tried:
         check_optimizer(job, made)
         if "model" in made:
@@ -197,7 +190,6 @@ def _datasets(job: JobSpec, made: _Made, cache_dir: Path) -> tuple[Dataset, Data
 
 
 def _streams(job: JobSpec) -> bool:
-    """Return whether the script makes a stream of samples."""
     return job.data.shards == (SCRIPT_STREAM,)
 
 
@@ -231,7 +223,6 @@ def _sizes(job: JobSpec) -> model.BatchSizes:
 
 
 def _inputs(structure: model.ModelStructure) -> ModelInputs:
-    """Return which values of samples a model takes."""
     config, task = structure.config, structure.task
     pad_id = getattr(config, "pad_token_id", None)
     has_padding = isinstance(pad_id, int) and pad_id >= 0
@@ -241,5 +232,6 @@ def _inputs(structure: model.ModelStructure) -> ModelInputs:
         counts_first=structure.loss_rule.counts_first,
         pad_id=pad_id if has_padding else None if task == "sequence_classification" else 0,
         num_labels=config.num_labels if task in ("sequence_classification", "token_classification") else None,
+        # This costs as much as building the model, so it is asked once, and only where samples have positions.
         separates_documents=cache(partial(model.separates_documents, structure)),
     )

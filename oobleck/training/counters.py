@@ -20,8 +20,8 @@ from .memory import Place, places_of, position_of, state_of
 
 _LATER = (1_000, 1_000_000)
 """How many calls later results are looked at."""
+# Something may change results only now and then, such as at every fiftieth call.
 _IN_A_ROW = 100
-"""Calls that results are looked at in, one after the other: for what comes around, as every fiftieth call."""
 _LONGEST = 100_000
 """Elements that are added to a list, at most."""
 
@@ -46,6 +46,7 @@ def counter_of(owners: Mapping[str, object], same: Callable[[], bool]) -> str | 
     other numbers is not counted. What is counted is put back.
     """
     seen: list[States] = []
+    # Three calls have two steps: a count grows with both, and something that is set once does not.
     for _ in range(3):
         same()
         seen.append(states_of(owners))
@@ -76,7 +77,6 @@ def _keyed(owners: Mapping[str, object]) -> dict[tuple[str, int], Place]:
 
 
 def _step(first: object, second: object, third: object) -> object | None:
-    """By how much something changes with a call; None where it does not, or cannot be set."""
     match first, second, third:
         case (tuple(), tuple(), tuple()) if len(first) == len(second) == len(third):
             steps = tuple(after - before for before, after in zip(second, third, strict=True))
@@ -106,6 +106,7 @@ def _restoring(value: Any, write: Callable[[Any], None]) -> Callable[[], None]:
         case torch.Tensor():
             kept = value.detach().clone()
 
+            # A call may have put another object in the place, or changed this one.
             def restore() -> None:
                 write(value)
                 with torch.no_grad():

@@ -88,6 +88,7 @@ def _digest_of_structure(structure: ModelStructure) -> str:
         sorted(structure.frozen),
         sorted(structure.takes),
         structure.task,
+        # An object counts by its type alone: its text may have its address, which differs between processes.
         json.dumps(config, sort_keys=True, default=lambda value: type(value).__name__),
     )
     return _digest(repr(parts).encode())

@@ -77,6 +77,7 @@ def state_of(value: Any) -> object:
                 if value.size <= _NUM_ELEMENTS and value.dtype.kind in "iuf"
                 else None
             )
+        # A bool is an int as well, and a flag must not look like a count.
         case bool() | str():
             return repr(value)
         case int() | float() | np.integer() | np.floating():
@@ -91,6 +92,7 @@ def position_of(value: object) -> tuple[Any, Any] | None:
     """Return the next number of an `itertools.count`, or of the `__next__` of one, and its step."""
     if isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
         value = value.__self__
+    # Its repr tells the next number without drawing it.
     if type(value) is not itertools.count or (found := _COUNT.fullmatch(repr(value))) is None:
         return None
     first, step = (float(each) if "." in each or "e" in each else int(each) for each in (found[1], found[2] or "1"))
@@ -104,6 +106,7 @@ def _numbers(values: Iterable[Any]) -> tuple[float, ...]:
 def places_of(owners: Mapping[str, object]) -> Iterator[Place]:
     """Yield all places that `owners` reach, by their names; first those that are nearest. O(places)."""
     seen: set[object] = set()
+    # A queue, so that the places nearest to an owner come first.
     queue = deque((name, owner, 0) for name, owner in owners.items())
     while queue:
         name, value, depth = queue.popleft()
@@ -114,6 +117,7 @@ def places_of(owners: Mapping[str, object]) -> Iterator[Place]:
             if (id(holder), key) in seen:
                 continue
             seen.add((id(holder), key))
+            # Each place adds itself and its value.
             if len(seen) > 2 * _MOST:
                 return
             yield place
@@ -218,7 +222,7 @@ def _in_mapping(name: str, values: dict[Any, Any], keys: Iterable[Any], form: st
 
 
 def _fixed(name: str, holder: object, values: Iterable[tuple[str, Any]]) -> Iterator[_Found]:
-    """Places that nothing else can be put in, but which may hold something that changes."""
+    # Nothing else can be put in these places, but they may hold something that changes.
     for number, (suffix, value) in enumerate(values):
         yield Place(name + suffix, functools.partial(_same, value), _ignore), holder, number
 
@@ -247,7 +251,7 @@ def _is_entered(value: object) -> bool:
 
 
 def _is_a_scripts(value: object) -> bool:
-    """Say whether something is none of a library's; containers belong to who has them."""
+    # Containers and wrappers belong to whoever has them.
     if isinstance(value, dict | list | tuple | set | frozenset | deque | types.MethodType | functools.partial):
         return True
     if isinstance(value, staticmethod | classmethod | property | types.SimpleNamespace):
@@ -256,7 +260,7 @@ def _is_a_scripts(value: object) -> bool:
 
 
 def _of(value: Any) -> str:
-    """The module that a function or a class is from; a wrapper claims to be from that of what it wraps."""
+    # `functools.wraps` copies `__module__`, so a wrapper claims to be from the module of what it wraps.
     of = value.__globals__.get("__name__") if isinstance(value, types.FunctionType) else value.__module__
     return str(of)
 

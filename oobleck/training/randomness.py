@@ -76,6 +76,7 @@ def drawing_alike(seed: int, *, beside: Iterable[torch.Generator] = ()) -> Itera
     of_random, of_numpy = random.getstate(), np.random.get_state()
     of_others = [(generator, generator.get_state()) for generator in beside]
     random.seed(seed)
+    # numpy takes seeds of 32 bits.
     np.random.seed(seed % 2**32)
     for generator, _ in of_others:
         generator.manual_seed(seed)

@@ -32,6 +32,7 @@ def as_tensor(spec: TensorSpec, data: memoryview) -> torch.Tensor:
     """Return a tensor over these bytes, without a copy."""
     dtype = _TORCH_DTYPES[spec.dtype]
     if not data:
+        # `frombuffer` refuses an empty buffer.
         return torch.empty(spec.shape, dtype=dtype)
     return torch.frombuffer(data, dtype=dtype).view(spec.shape)
 

@@ -88,6 +88,7 @@ def _check_data(trainer: transformers.Trainer) -> None:
     if dataset is None:
         raise ConfigError("Trainer: training needs a train_dataset")
     for name, each in (("train_dataset", dataset), ("eval_dataset", evaluated)):
+        # A stream may have a length, and still no samples by number.
         is_stream = isinstance(each, torch.utils.data.IterableDataset)
         if each is not None and not isinstance(each, dict) and (is_stream or not has_length(each)):
             raise ConfigError(
@@ -127,10 +128,12 @@ def _overridden(trainer: transformers.Trainer) -> Iterator[tuple[str, str]]:
     """Yield the methods of transformers' trainer that are overridden, and what overrides them."""
     known = {name for name, value in vars(transformers.Trainer).items() if isinstance(value, _METHODS)}
     kinds = type(trainer).__mro__
+    # Methods resolve in this order, so only the classes before transformers' own can override it.
     for kind in kinds[: kinds.index(transformers.Trainer)]:
         if not kind.__module__.startswith(_OURS):
             yield from ((name, kind.__name__) for name in sorted(known & vars(kind).keys()))
     yield from ((name, "an attribute of its own") for name in sorted(known & vars(trainer).keys()))
+    # Libraries also replace methods of transformers' class itself, for all scripts that import them.
     for kind in kinds[: kinds.index(transformers.Trainer) + 1]:
         if kind is transformers.Trainer or kind.__module__.startswith(_OURS):
             yield from (
@@ -141,7 +144,7 @@ def _overridden(trainer: transformers.Trainer) -> Iterator[tuple[str, str]]:
 
 
 def _is_foreign(method: object) -> bool:
-    """Return whether a method was replaced by a function of another package, whatever the function's name."""
+    # `functools.wraps` copies a function's name and `__module__`; its globals are those of where it was written.
     function = getattr(method, "fget", None) or getattr(method, "__func__", method)
     written_in = getattr(function, "__globals__", {}).get("__name__", "")
     return written_in.partition(".")[0] not in _OWN_PACKAGES

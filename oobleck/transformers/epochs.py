@@ -27,7 +27,6 @@ class Epochs:
 
     @property
     def num_steps(self) -> int:
-        """Steps of an epoch."""
         return max(1, math.ceil(self.num_batches / self.batches_per_step))
 
     def max_steps(self, *, max_steps: int, num_epochs: float) -> int:
@@ -66,11 +65,9 @@ class EpochOrder:
         return tuple(numbers[starts[first] : starts[stop]].tolist())
 
     def epoch_of(self, step: int) -> tuple[int, int]:
-        """Return a step's epoch, from 0, and its number in the epoch, from 0."""
         return self._epochs.epoch_of(step)
 
     def first_step(self, epoch: int) -> int:
-        """Return the first step of an epoch."""
         return 1 + epoch * self._epochs.num_steps
 
     def digest(self, epoch: int) -> str:

@@ -48,8 +48,6 @@ _VALUELESS = frozenset(
 
 
 class RunFollower:
-    """Follows a run for a trainer."""
-
     def __init__(self, trainer: Any, epochs: Epochs, *, max_steps: int) -> None:
         self._trainer: transformers.Trainer = trainer
         self._epochs = epochs
@@ -126,6 +124,7 @@ class RunFollower:
                 f"{trainer.state.global_step}: workers do not wait for callbacks\n"
             )
         trainer.log(metrics)
+        # First, because an error of a callback in on_train_end ends the script.
         self._save_state(checkpoints)
         self._call("on_train_end")
         return TrainOutput(trainer.state.global_step, mean, metrics)
@@ -134,6 +133,7 @@ class RunFollower:
         model = inner_model(self._trainer.model)
         weights = newest_weights(checkpoints)
         known = model.state_dict(keep_vars=True)
+        # By identity, since a tied tensor has several names, of which the file has one.
         loaded = {id(known[name]) for name in weights if name in known}
         absent = {name for name, tensor in known.items() if id(tensor) not in loaded}
         if absent or (unexpected := weights.keys() - known.keys()):
@@ -157,7 +157,7 @@ class RunFollower:
                     setattr(state, each, kept["state"][each])
 
     def _save_state(self, checkpoints: Path) -> None:
-        """Save the state for a script that runs again after the last step."""
+        # A script that runs again after the last step trains nothing, and finds its state here.
         kept = {"checkpoint": newest_checkpoint(checkpoints)[0], "state": dataclasses.asdict(self._trainer.state)}
         with suppress(OSError, TypeError):  # a full disk costs a later script its state, and nothing else
             write_whole(_state_file(checkpoints), json.dumps(kept))
@@ -166,6 +166,7 @@ class RunFollower:
         match entry:
             case journal.PlanAdopted() if not self._has_begun:
                 self._has_begun = True
+                # A run that resumes begins with other weights than the script's model.
                 self._has_start_weights = not entry.boundary and not entry.restored_step
                 self._call("on_train_begin")
             case journal.StepDone():
@@ -192,6 +193,7 @@ class RunFollower:
         self._log(record)
         if within + 1 == self._epochs.num_steps or step == self._max_steps:
             self._call("on_epoch_end")
+            # transformers asks for logs by epoch only in on_epoch_end. What has been logged is not logged twice.
             self._log(record)
 
     def _saved(self, step: int) -> None:
@@ -243,7 +245,7 @@ class RunFollower:
             state.best_metric, state.best_global_step = value, state.global_step
 
     def _recovered(self, entry: journal.RecoveryDone) -> None:
-        """Call `on_recovery`, which transformers does not have, and which callbacks may lack."""
+        # transformers has no such event, so its handler cannot call it, and most callbacks lack it.
         trainer = self._trainer
         for callback in trainer.callback_handler.callbacks:
             method: Any = getattr(callback, "on_recovery", None)
@@ -254,6 +256,7 @@ class RunFollower:
     def _call(self, event: str) -> None:
         trainer, before = self._trainer, self._handed_over()
         is_last = event == "on_train_end"
+        # Training is over by on_train_end, so its errors are the script's own; earlier ones must not end the run.
         with nullcontext() if is_last else _reported(), torch.no_grad():
             trainer.control = getattr(trainer.callback_handler, event)(trainer.args, trainer.state, trainer.control)
         if is_last or self._problem:
@@ -266,7 +269,7 @@ class RunFollower:
             )
 
     def _stop_for(self, problem: str) -> None:
-        """Stop the run, and have `train()` raise the first problem."""
+        # `train()` raises the first problem once the run has ended.
         self._problem = self._problem or problem
         self._trainer.control.should_training_stop = True
 
@@ -292,6 +295,7 @@ class RunFollower:
 
     def _callback_at_work(self) -> str:
         callbacks = {id(each) for each in self._trainer.callback_handler.callbacks}
+        # Callbacks are called through transformers and torch, so the frames tell which one is running.
         frame = sys._getframe(1)
         while (at := frame.f_back) is not None:
             owner = at.f_locals.get("self")
@@ -307,9 +311,7 @@ class RunFollower:
             f"the parameter {name}": (id(parameter), parameter._version, parameter.requires_grad)
             for name, parameter in inner_model(trainer.model).named_parameters()
         }
-        owners: dict[str, object] = {
-            name: getattr(trainer, name) for name in ("args", "train_dataset", "data_collator")
-        }
+        owners: dict[str, object] = {name: getattr(trainer, name) for name in _HANDED_OVER}
         owners |= {f"model.{name}": module for name, module in inner_model(trainer.model).named_modules()}
         for what, owner in owners.items():
             values = getattr(owner, "__dict__", {})
@@ -324,9 +326,9 @@ def _state_file(checkpoints: Path) -> Path:
 
 @contextmanager
 def _reported() -> Iterator[None]:
-    """Report what the user's code raises in the block on stderr: training does not depend on it."""
     try:
         yield
+    # It is the user's code, and training does not depend on it.
     except Exception:  # noqa: BLE001
         traceback.print_exc()
 

@@ -30,13 +30,13 @@ from oobleck.training.optim import Optimizer
 from .checks import evaluates
 from .epochs import EpochOrder, Epochs
 
+# This many microbatches of a step keep four stages busy, or two pipelines of two.
 _MANY_MICROBATCHES = 8
-"""Microbatches of a step that keep four stages busy, or two pipelines of two."""
 _ENOUGH_MICROBATCHES = 4
+# With fewer tokens in a microbatch, a device spends its time on launching kernels.
 _ENOUGH_TOKENS = 1024
-"""With fewer tokens in a microbatch, a device spends its time on launching kernels."""
+# Workers run the script to its `train()`, which may load a model and data.
 _START_TIMEOUT_S = 900.0
-"""Workers run the script to its `train()`, which may load a model and data."""
 _NO_CLIPPING = 0.0
 _TRIED_LENGTH = 16
 """Tokens of the samples that try the model."""
@@ -57,7 +57,6 @@ class TrainerJob(Job):
 
     @property
     def max_steps(self) -> int:
-        """The number of steps that the arguments ask for."""
         args = self._trainer.args
         return self.epochs.max_steps(max_steps=args.max_steps, num_epochs=args.num_train_epochs)
 
@@ -69,7 +68,6 @@ class TrainerJob(Job):
 
     @functools.cached_property
     def _length(self) -> int:
-        """The number of tokens of the longest sample. Reads all samples."""
         trainer, loader = self._trainer, self._loader
         loaders = [loader, trainer.get_eval_dataloader()] if evaluates(trainer) else [loader]
         return max(2, *(longest_row(each) for each in loaders))
@@ -150,6 +148,7 @@ def _settings(trainer: Any, epochs: Epochs, length: int, *, max_steps: int, tag:
         "model": {"type": "script"},
         "data": {
             "sequence_length": length,
+            # A job's least vocabulary: 256 bytes and an end.
             "vocab_size": max(257, trainer.model.get_input_embeddings().num_embeddings),
         },
         "optimizer": {
@@ -259,6 +258,7 @@ def _optimizer(trainer: Any) -> tuple[Callable[[list[dict[str, Any]]], Any], flo
 def _schedule(trainer: Any, *, max_steps: int, peak: float) -> Callable[[int], float]:
     """Return the factor of the learning rate at each step, from 1, by transformers' schedules."""
     args = trainer.args
+    # The factors depend on the step alone, and in some schedules on the peak rate, which they read from an optimizer.
     stand_in = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
     made = transformers.get_scheduler(
         args.lr_scheduler_type,
@@ -273,30 +273,32 @@ def _schedule(trainer: Any, *, max_steps: int, peak: float) -> Callable[[int], f
             "step alone; choose another"
         )
     factor = made.lr_lambdas[0]
+    # transformers' schedules count steps from 0.
     return lambda step: float(factor(step - 1))
 
 
 def decayed_parameters(trainer: Any) -> frozenset[str]:
     """Return all names of the decayed parameters, without PEFT's prefixes."""
     named = dict(trainer.model.named_parameters(remove_duplicate=False))
+    # transformers names each parameter once, and a tied one has other names too.
     decayed = {id(named[name]) for name in trainer.get_decay_parameter_names(trainer.model) if name in named}
     own = inner_model(trainer.model).named_parameters(remove_duplicate=False)
     return frozenset(name for name, parameter in own if id(parameter) in decayed)
 
 
 def _loss(trainer: Any) -> Callable[..., torch.Tensor] | None:
-    """Return the function that replaces the model's loss, if there is one."""
     if trainer.compute_loss_func is not None:
         replacement: Callable[..., torch.Tensor] = trainer.compute_loss_func
         return replacement
     epsilon = trainer.args.label_smoothing_factor
     if not epsilon:
         return None
+    # transformers decides by the class in the same way.
     shifts = type(inner_model(trainer.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     smoothed: Callable[..., torch.Tensor] = functools.partial(LabelSmoother(epsilon=epsilon), shift_labels=shifts)
     return smoothed
 
 
 def _value_of(name: Any) -> str:
-    """Return the name in the arguments of a member of transformers' enums."""
+    # Arguments may be members of transformers' enums, or their values.
     return str(getattr(name, "value", name))

@@ -28,6 +28,7 @@ _launched: list[object] = []
 
 def script_to_launch() -> Path:
     """Return the script for workers to run. Raises UsageError where there is none, or in a rank of another run."""
+    # Each rank would start a run of its own.
     if _RANK in os.environ:
         raise UsageError(
             "Trainer.train(): this process is a rank of torchrun or `oobleck run`, and oobleck.transformers.Trainer "

@@ -1,8 +1,7 @@
 """Trains a Trainer's script by transformers alone: `python -m oobleck.transformers.plain_host`.
 
-The script runs as `__main__` up to its `train()`, as it does in workers. `oobleck.transformers.Trainer` is replaced by
-transformers' own Trainer, which records its first steps, and which uses whatever the script makes of it (subclasses,
-callbacks, samplers).
+The script runs as `__main__` up to its `train()`, as it does in workers, with transformers' own Trainer, which records
+its first steps, in the place of `oobleck.transformers.Trainer`.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ _OURS = "oobleck.transformers"
 
 
 def _train(asked: PlainJob) -> tuple[PlainAccount, Recorder]:
-    """Run a script to the end of its first steps."""
     assert asked.job.script is not None
     observation = Observation(asked)
     stand_in = types.ModuleType(_OURS)
     stand_in.__dict__["Trainer"] = plain_trainer(observation)
+    # `import oobleck.transformers` looks into the first, `from oobleck import transformers` into the second.
     sys.modules[_OURS] = stand_in
     vars(oobleck)["transformers"] = stand_in
     seed_scripts()

@@ -33,7 +33,6 @@ _CAUSAL = frozenset(
     for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     for name in ([names] if isinstance(names, str) else names)
 )
-"""Classes of models that predict the next token."""
 _TRIED_SAMPLES = 8
 _DRAWN = (
     "the sampler's order depends on all earlier draws, and a run draws it from the seed and the epoch: the script by "
@@ -85,7 +84,6 @@ class Observation(TrainerCallback):
         self._steps_per_epoch = 0
 
     def account(self) -> PlainAccount:
-        """Return the record."""
         steps = tuple(self.recorder.steps)
         return PlainAccount(
             steps=steps,
@@ -105,7 +103,6 @@ class Observation(TrainerCallback):
         args.eval_strategy = IntervalStrategy.NO
 
     def begin(self, trainer: Any) -> None:
-        """Record a trainer's steps from now on."""
         self._trainer = trainer
         self._count_as_predicted(trainer)
         trainer.add_callback(self)
@@ -155,6 +152,7 @@ class Observation(TrainerCallback):
     def _as_on_nodes(self, batches: list[list[int]]) -> list[list[int]]:
         assert self._order is not None
         first = len(self.recorder.steps) + 1
+        # The sampler's own batches have the sizes that transformers expects; only their samples are the nodes'.
         numbers: list[int] = []
         for step in range(first, first + self._steps_per_epoch):
             numbers += self._order(step)
@@ -176,6 +174,7 @@ class Observation(TrainerCallback):
         accelerator = self._trainer.accelerator
         if accelerator.sync_gradients:  # after the step's last batch
             scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()
+            # The loss scale is still in the gradients here.
             self._grad_norm = gradient_norm(self._trainer.model.parameters()) / scale
             self.recorder.note_gradients()
 
@@ -184,7 +183,6 @@ class Observation(TrainerCallback):
         self._learning_rate = float(self._trainer.optimizer.param_groups[0]["lr"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **details: Any) -> None:
-        """Record an applied step."""
         self.recorder.step_done(
             loss=self._loss, grad_norm=self._grad_norm, learning_rate=self._learning_rate, samples=self._samples
         )
@@ -202,6 +200,7 @@ class _NotedBatches:
         self._epoch = 0
 
     def __iter__(self) -> Iterator[list[int]]:
+        # On a copy: a draw would change the order that transformers is about to use.
         is_drawn = _is_drawn(_Copy(self._inner), self._epoch)
         self._epoch += 1
         batches = [list(map(int, batch)) for batch in self._inner]
@@ -215,7 +214,7 @@ class _NotedBatches:
 
 
 class _Copy:
-    """A copy of a loader's batch sampler, in place of the loader: draws leave the loader's sampler unchanged."""
+    """A copy of a loader's batch sampler, in place of the loader."""
 
     def __init__(self, sampler: Any) -> None:
         self.batch_sampler = copy.deepcopy(sampler)
@@ -239,7 +238,7 @@ def _is_drawn(twin: _Copy, epoch: int) -> bool:
 
 
 def _require_lasting_samples(loader: Any) -> None:
-    """Raise ConfigError where samples change each time that they are read: then no two runs are equal."""
+    # Where samples change each time that they are read, no two runs are equal.
     numbers = range(min(_TRIED_SAMPLES, len(loader.dataset)))
     read = []
     for seed in range(2):

@@ -40,6 +40,7 @@ def _in_frame(frame: FrameType) -> SecondTrain | None:
         return None
     for path in _paths(tree, ()):
         call = path[-1]
+        # The frame's line may be any one of a call's.
         if isinstance(call, ast.Call) and call.lineno <= frame.f_lineno <= (call.end_lineno or call.lineno):
             receiver = _receiver_of(call)
             if receiver is not None:
@@ -48,7 +49,6 @@ def _in_frame(frame: FrameType) -> SecondTrain | None:
 
 
 def _paths(node: ast.AST, above: tuple[ast.AST, ...]) -> Iterator[tuple[ast.AST, ...]]:
-    """Yield the path to each node, from the outermost one."""
     path = (*above, node)
     yield path
     for child in ast.iter_child_nodes(node):
@@ -56,7 +56,7 @@ def _paths(node: ast.AST, above: tuple[ast.AST, ...]) -> Iterator[tuple[ast.AST,
 
 
 def _receiver_of(node: ast.AST) -> str | None:
-    """Return the object of a call `….train(…)`, as text."""
+    # Equal texts are the same object, as far as the script's text tells: `trainer`, `self.trainer`.
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "train":
         return ast.dump(node.func.value)
     return None
@@ -71,13 +71,14 @@ def _after(path: Sequence[ast.AST], receiver: str) -> SecondTrain | None:
                         return line, False
         if isinstance(outer, _LOOPS) and inner in outer.body and not any(map(_may_end, outer.body)):
             return outer.lineno, True
+        # What follows a function depends on who calls it.
         if isinstance(outer, _SCOPES):
             break
     return None
 
 
 def _line_in(statement: ast.stmt, receiver: str) -> int | None:
-    """Return the line of a call that a statement always makes."""
+    # Other statements, such as `if` and `try`, may skip the call.
     if isinstance(statement, ast.With):
         return next(filter(None, (_line_in(each, receiver) for each in statement.body)), None)
     if isinstance(statement, _SIMPLE):

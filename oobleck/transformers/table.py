@@ -245,7 +245,6 @@ _INTERNAL: Mapping[str, Rule] = {
     "_save_checkpoint": _refused(f"it {_LOOP}, and saves by `save_strategy`; act in a callback's on_save"),
     "_maybe_log_save_evaluate": _refused(f"it {_LOOP}; act in a callback"),
 }
-"""Rules for private methods."""
 
 
 def rule_of_method(name: str) -> Rule:

@@ -3,8 +3,6 @@
 PEFT wraps each adapted module in its own, which keeps the original as `base_layer`; of a module that is trained whole,
 it makes and uses a copy. So the model's `h.0.attn.c_attn.base_layer.weight` is `h.0.attn.c_attn.weight` in files;
 `plain_name` returns the latter.
-
-PEFT is an extra, and takes a second or two to import, so only models with adapters import it.
 """
 
 from __future__ import annotations
@@ -54,8 +52,6 @@ _UNFIT = (
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """The adapters of a model."""
-
     config: Any
     """PEFT's LoraConfig, with the modules that it has found."""
 
@@ -165,6 +161,7 @@ def adapters_of(model: nn.Module) -> Adapters | None:
 
 def is_adapted(module: nn.Module) -> bool:
     """Return whether a module is one of PEFT's wrappers around another."""
+    # PEFT takes a second or two to import, and nothing is adapted where nothing has imported it.
     if "peft" not in sys.modules:
         return False
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -193,10 +190,11 @@ def plain_name(name: str) -> str:
 def tied_parameters(model: PreTrainedModel) -> dict[str, str]:
     """Return the canonical name of each parameter and persistent buffer that is the same object as another.
 
-    Raises ConfigError where one of them is adapted or trained whole: the other would not learn with it.
+    Raises ConfigError where one of them is adapted or trained whole.
     """
     shared = shared_tensors(model, dict(model.all_tied_weights_keys or {}))
     for name in sorted({*shared, *shared.values()}):
+        # An adapter on one use of a tied tensor would not change the other.
         if plain_name(name) != name:
             raise ConfigError(f"model: {plain_name(name)} is tied, so it can have no adapter; name other modules")
     return shared

@@ -24,15 +24,13 @@ _MOST_TRIED = 1 << 22
 
 
 def shared_tensors(model: nn.Module, declared: Mapping[str, str]) -> dict[str, str]:
-    """Return the canonical name of each parameter and persistent buffer that is the same object as another.
-
-    The canonical name is the one that `declared` has, as the model's files do, or else the first. O(parameters).
-    """
+    """Return the canonical name of each parameter and persistent buffer that is the same object as another."""
     names: dict[int, list[str]] = {}
     for name, tensor in named_state(model):
         names.setdefault(id(tensor), []).append(name)
     shared: dict[str, str] = {}
     for group in names.values():
+        # A declared name is the one that the model's files have.
         home = next((declared[name] for name in group if declared.get(name) in group), group[0])
         shared |= {name: home for name in group if name != home}
     return shared
@@ -62,10 +60,7 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def require_constant_buffers(model: nn.Module, run: Callable[[], object]) -> None:
-    """Raise ConfigError that names a persistent buffer which `run`, a forward pass of the model, changes.
-
-    A pass that fails, because it reads the values of fake tensors, proves nothing; stages check their real passes.
-    """
+    """Raise ConfigError that names a persistent buffer which `run`, a forward pass of the model, changes."""
     before = {
         (path, attribute): (buffer, buffer._version)
         for path, module in model.named_modules()
@@ -77,19 +72,20 @@ def require_constant_buffers(model: nn.Module, run: Callable[[], object]) -> Non
     log.disabled = True  # it would print errors that are expected here
     try:
         run()
-    # The model's own code may read values, and then fail in any way.
+    # The model's own code may read the values of fake tensors, and then fail in any way. That proves nothing; stages
+    # check their real passes.
     except Exception:  # noqa: BLE001
         return
     finally:
         log.disabled = False
     for (path, attribute), (buffer, version) in before.items():
+        # Torch counts changes in place; a buffer that the pass replaces is another object.
         now = model.get_submodule(path)._buffers.get(attribute)
         if now is not buffer or buffer._version != version:
             raise changed_buffer(full_name(path, attribute))
 
 
 def changed_buffer(name: str) -> ConfigError:
-    """Return the error for a buffer that training would change."""
     return ConfigError(
         f"model: a forward pass changes the buffer {name}, which is saved with the model: microbatches are spread over "
         "nodes, and no node would see all of them; leave the update out, or use a module without statistics"
@@ -100,11 +96,7 @@ def changed_buffer(name: str) -> ConfigError:
 
 
 class GradientHook:
-    """A hook on a parameter, as `Tensor.register_hook` takes it, which must be linear.
-
-    It runs before gradients are summed over microbatches, and over stages where the parameter is tied. Only a linear
-    hook (a mask, a factor) gives the same sums.
-    """
+    """A hook on a parameter, as `Tensor.register_hook` takes it, which must be linear."""
 
     def __init__(self, parameter: str, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         self._parameter = parameter
@@ -125,6 +117,8 @@ class GradientHook:
         dtype = torch.promote_types(like.dtype, torch.float32)
         first, second = (torch.randn(like.shape, generator=generator).to(like.device, dtype) for _ in range(2))
         one, two, both = (self._result(each).double() for each in (first, second, 2 * first + second))
+        # It runs before gradients are summed over microbatches, and over stages where the parameter is tied. Only a
+        # linear hook (a mask, a factor) gives the same sums.
         if not torch.allclose(2 * one + two, both, rtol=1e-3, atol=1e-5):
             raise ConfigError(
                 f"model: the hook on {self._parameter} is not linear: gradients are summed over microbatches and nodes "
@@ -261,6 +255,7 @@ class _References:
 
     def _name_of(self, value: object) -> str | None:
         if isinstance(value, nn.Module) and id(value) not in self._modules:
+            # A wrapper around the model is no part of it, and still leads to its parameters.
             holds_ours = any(id(parameter) in self._own for parameter in value.parameters())
             return type(value).__name__ if holds_ours else None
         return self._own.get(id(value)) or self._modules.get(id(value))
@@ -295,12 +290,12 @@ def _reached_by(function: Any, depth: int = 0) -> Iterator[object]:
             continue
     for value in (*held, *(function.__defaults__ or ())):
         yield from _flat(value)
+        # Functions may refer to each other in a circle.
         if isinstance(value, types.FunctionType) and depth < 2:
             yield from _reached_by(value, depth + 1)
 
 
 def _flat(value: object) -> Iterator[object]:
-    """Yield a value, and the items of a plain container."""
     yield value
     match value:
         case list() | tuple() | set():

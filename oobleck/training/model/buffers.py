@@ -1,8 +1,4 @@
-"""Persistent buffers of a stage: state of their layers, which modules read in the model's own types.
-
-Buffers that training changes are refused: microbatches are spread over nodes, and may be assigned again after a
-failure, so replicas would not stay equal to the last bit.
-"""
+"""Persistent buffers of a stage: state of their layers, which modules read in the model's own types."""
 
 from __future__ import annotations
 
@@ -23,8 +19,6 @@ from .structure import ModelStructure, Site
 
 @dataclass(frozen=True, slots=True)
 class _Plugged:
-    """A buffer in its module."""
-
     module: nn.Module
     attribute: str
     value: torch.Tensor
@@ -44,6 +38,7 @@ class StageBuffers:
         self._everywhere = structure.buffers_everywhere
         sites = [site for layer in structure.sites for site in layer if site.is_buffer]
         if structure.weights is not None and self._everywhere:
+            # Each stage reads these, whichever layers it holds: their modules run on every stage.
             named_for: Any = model  # only transformers' own models have files that it wrote
             known = structure.weights.known(self._everywhere, named_for, renamed=True)
             values = structure.weights.read(known, named_for, structure.shapes)
@@ -69,14 +64,12 @@ class StageBuffers:
                 )
 
     def plug(self, site: Site, state: torch.Tensor) -> None:
-        """Have the module read this state."""
         buffers, first = self._place(site), self._first[site.name]
         value = state.detach() if state.dtype == first.dtype else state.detach().to(first.dtype)
         buffers[site.attribute] = value
         self._plugged[site.name] = _Plugged(self._modules[site.module], site.attribute, value, state)
 
     def unplug(self, site: Site) -> None:
-        """Have the module read the buffer's initial value."""
         self._place(site)[site.attribute] = self._first[site.name]
         self._plugged.pop(site.name, None)
 
@@ -84,11 +77,14 @@ class StageBuffers:
     def in_use(self) -> Iterator[None]:
         """Within the block, a forward pass may run. Raises ConfigError that names a buffer which it changed."""
         for each in self._plugged.values():
+            # The state may have been received or loaded since the last pass.
             if each.value.dtype != each.state.dtype:
                 each.value.copy_(each.state.detach())
         versions = {name: each.value._version for name, each in self._plugged.items()}
         yield
         for name, each in self._plugged.items():
+            # Microbatches are spread over nodes, and may be assigned again after a failure, so replicas of a buffer
+            # that passes change would not stay equal to the last bit.
             if each.module._buffers.get(each.attribute) is not each.value or each.value._version != versions[name]:
                 raise changed_buffer(name)
 

@@ -242,7 +242,6 @@ def _keys_of(config_class: type[PreTrainedConfig]) -> frozenset[str]:
 
 
 def _defaults(config_class: type[PreTrainedConfig], *, vocab_size: int) -> dict[str, Scalar]:
-    """Return the values of keys that the user leaves out."""
     defaults: dict[str, Scalar] = {"vocab_size": vocab_size, "use_cache": False}
     for field in dataclasses.fields(config_class):
         if field.name in ("bos_token_id", "eos_token_id"):

@@ -1,8 +1,7 @@
 """Initial values of parameters and buffers, drawn by the model's own rules, whatever the cut.
 
-Each module is initialized by itself, from a generator seeded with (seed, the module's name), in the order that
-transformers follows: children before their parents, whose rules take precedence. So a layer gets the same bits alone,
-in any stage, and in the whole model.
+Each module is initialized by itself, from a generator seeded with (seed, the module's name). So a layer gets the same
+bits alone, in any stage, and in the whole model.
 """
 
 from __future__ import annotations
@@ -33,11 +32,13 @@ def unset(shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> tor
 def initialize_module(model: SplittableModel, module: nn.Module, name: str, *, seed: int) -> None:
     """Set the parameters within the module that `model` calls `name` to their initial values.
 
-    `module` need not be in its place. Adapters do not change other parameters' values. The CPU draws all values, so
-    that equal seeds give equal bits on every device. Parameters on the meta device are skipped.
+    `module` need not be in its place. Equal seeds give equal bits on every device. Parameters on the meta device are
+    skipped.
     """
+    # Like transformers, children come before their parents, whose rules take precedence.
     for child_name, child in module.named_children():
         initialize_module(model, child, f"{name}.{child_name}", seed=seed)
+    # The plain name, so that adapters do not change the values of other parameters.
     with drawing_from(derive_seed(seed, "initial value", plain_name(name))), torch.no_grad(), _on_cpu(module):
         _rules_of(model, name)._init_weights(module)
     _initialize_adapter(model, module, name, seed=seed)
@@ -81,7 +82,6 @@ def materialize_buffers(model: SplittableModel, *, device: torch.device) -> None
 
 
 def move_buffers(model: SplittableModel, *, device: torch.device) -> None:
-    """Move all buffers of a model to `device`."""
     for module in model.modules():
         for attribute, buffer in module.named_buffers(recurse=False):
             module._buffers[attribute] = buffer.to(device)
@@ -106,6 +106,7 @@ def _rules_of(model: SplittableModel, name: str) -> SplittableModel:
 @contextmanager
 def _on_cpu(module: nn.Module) -> Iterator[None]:
     """Within the block, a module's parameters are on the CPU; its end copies them back to their devices."""
+    # Each kind of device draws other numbers from a seed, so the CPU draws for all.
     moved = [parameter for parameter in module.parameters() if parameter.device.type not in ("cpu", "meta")]
     homes = [parameter.data for parameter in moved]
     for parameter in moved:

@@ -1,9 +1,7 @@
 """Trials of a model's layers, a library's and a script's: run on made-up samples, one layer of each kind.
 
-A batch is cut into microbatches over nodes, some of which run again after a failure, and gradients are divided by the
-number of tokens that count when all are known. So a layer must compute each sample as if it was alone, the same when it
-runs again, and gradients in proportion to those that it is given. One that does not would train differently with each
-plan, and no error would say so.
+A layer must compute each sample as if it was alone, the same when it runs again, and gradients in proportion to those
+that it is given. One that does not would train differently with each plan, and no error would say so.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,10 +31,10 @@ _LONGEST = 512
 """Tokens of a sample for layers that do not run on fewer than the model is made for."""
 _FEWEST = 2
 """Tokens of a sample of a large layer."""
+# Tensors of samples are recognized by this number of rows, so it is one that few other dimensions have.
 _ROWS = 3
-"""Samples: a number that few other dimensions have."""
+# Factors of gradients. Powers of two change no rounding, so results differ only where they are not in proportion.
 _SCALES = (2.0**-20, 2.0**20)
-"""Of gradients: far apart, and powers of two, by which nothing is rounded differently."""
 _KEY = MicrobatchKey(seed=0, step=1, microbatch=0)
 _LINEAR, _ALIKE = 1e-5, 1e-4
 """By how much results may differ, as a share of the largest."""
@@ -50,8 +48,7 @@ _MADE = frozenset({"rand", "randn", "rand_like", "randn_like"})
 
 
 class _Fault(Enum):
-    """What is wrong with a layer, and what to do about it."""
-
+    # After a failure, microbatches run again, perhaps on other nodes.
     REPEATS = (
         "returns something else when it runs again on the same samples{by}, and microbatches are spread over nodes and "
         "run again after a failure; leave out what depends on earlier forward passes (a count, a memory), and draw "
@@ -65,6 +62,7 @@ class _Fault(Enum):
         "draws random numbers for all samples of its batch at once{by}, and batches are cut into microbatches over "
         "nodes, each of which would draw its own; have it draw numbers for each sample (torch.rand(len(x), 1, 1))"
     )
+    # Gradients are divided by the number of tokens that count once that is known, after the microbatches.
     SCALES = (
         "computes gradients that are not in proportion to those that it is given{by}, which are not those of the "
         "script (losses are divided by all tokens first, and by those that count afterwards); leave out hooks and "
@@ -85,6 +83,7 @@ def try_layers(structure: ModelStructure, sizes: BatchSizes | None = None) -> No
     tried: set[object] = set()
     for layer in range(structure.num_layers):
         modules = stage.modules_of(layer)
+        # A model may have a hundred equal blocks. One of each kind is enough, and keeps the trial short.
         kind = (layer == 0, structure.layer_kind(layer), *(each for root in modules for each in _traits(root)))
         if kind in tried:
             continue
@@ -99,6 +98,7 @@ def try_layers(structure: ModelStructure, sizes: BatchSizes | None = None) -> No
             min(each, structure.sequence_length) for each in (_FEWEST if is_large else _LENGTH, _LENGTH, _LONGEST)
         }
         with nullcontext() if is_large else _one_thread():
+            # Short samples cost less, but some layers run only on the length that their model is made for.
             for length in sorted(lengths):
                 if _is_tried(_Layer(stage, layer, captured, length=length), _fault_of):
                     break
@@ -132,7 +132,7 @@ def _is_tried(layer: _Layer, find: Callable[[_Tried], _Fault | None]) -> bool:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Within the block torch computes in this thread alone: for small layers, others would cost more than they do."""
+    # For a small layer, other threads cost more than they save.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -162,7 +162,6 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._rows = rows
         self.shapes: list[tuple[int, ...]] = []
-        """Of what is drawn, one after the other."""
         self.can_be_alike = True
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -172,6 +171,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         name, others = func.__name__.partition(".")[0], args[1:]
         first = next((each for each in args if isinstance(each, torch.Tensor | list | tuple)), ())
         shape = tuple(first.shape if isinstance(first, torch.Tensor) else first)
+        # A draw's number is its seed, so passes of more and of fewer samples begin each draw alike.
         torch.default_generator.manual_seed(len(self.shapes))
         before = torch.default_generator.get_state()
         by_shape = name in _FILLED_IN_PLACE | _MADE and not any(isinstance(each, torch.Tensor) for each in others)
@@ -205,29 +205,12 @@ class _Pass:
         if not self.output.requires_grad or not inputs:
             return []
         generator = torch.Generator().manual_seed(3)
+        # Drawn for all samples, then cut: the first ones have the same gradients in a pass of fewer.
         given = torch.randn((self.of, *self.output.shape[1:]), generator=generator)[: len(self.output)] * scale
         found = torch.autograd.grad(
             self.output, inputs, given, retain_graph=True, allow_unused=True, materialize_grads=True
         )
         return [each / scale for each in found]
-
-
-class _Tried(Protocol):
-    """Something that runs on made-up samples, all of them or the first alone."""
-
-    @property
-    def rows(self) -> int:
-        """How many there are."""
-
-    @property
-    def part(self) -> int:
-        """How many must be computed alike by themselves."""
-
-    def run(self, rows: int, draws: _Draws | None = None) -> _Pass:
-        """Run it on the first samples, which draw random numbers by `draws` if that is given."""
-
-    def evaluating(self) -> AbstractContextManager[object]:
-        """Within the block, it does not train."""
 
 
 class _Layer:
@@ -236,6 +219,7 @@ class _Layer:
     def __init__(
         self, stage: StageModel, layer: int, captured: CapturedHead, *, length: int, rows: int = _ROWS, part: int = 1
     ) -> None:
+        """There are `rows` samples; the first `part` of them must be computed alike by themselves."""
         self.rows, self.part = rows, part
         self._stage, self._layer, self._captured = stage, layer, captured
         generator, size = torch.Generator().manual_seed(1), (rows, length)
@@ -249,6 +233,7 @@ class _Layer:
         return dict(self._stage.model.named_modules())
 
     def run(self, rows: int, draws: _Draws | None = None) -> _Pass:
+        """Run it on the first samples, which draw random numbers by `draws` if that is given."""
         stage, ids = self._stage, self._ids[:rows]
         hidden = None if self._layer == 0 else self._hidden[:rows].clone().requires_grad_()
         batch = Batch(input_ids=ids, labels=made_up_labels(stage.structure.task, ids))
@@ -270,6 +255,7 @@ class _Layer:
         names = {id(module): path for path, module in model.named_modules()}
         with _noting_calls(self) as calls:
             self.run(self.rows)
+        # A forward hook runs when its module returns, so inner modules precede those that call them.
         for call in calls:
             with suppress(Exception):  # as above
                 if is_one(call):
@@ -334,9 +320,11 @@ class _Call:
         return _Pass(given, tuple(leaves), (), self.rows, has_drawn)
 
 
+_Tried = _Layer | _Call
+
+
 @contextmanager
 def _noting_calls(layer: _Layer) -> Iterator[list[_Call]]:
-    """Within the block calls of modules are noted, those that a module makes before its own."""
     calls: list[_Call] = []
 
     def note(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], _output: object) -> None:
@@ -356,6 +344,7 @@ def _noting_calls(layer: _Layer) -> Iterator[list[_Call]]:
 def _fault_of(tried: _Tried) -> _Fault | None:
     """Find what is wrong with what is run, by its results alone. Raises what it raises."""
     first = tried.run(tried.rows)
+    # Both come from one forward pass, so they differ only by the scale of the gradients.
     small, large = (first.gradients((*first.inputs, *first.weights), scale) for scale in _SCALES)
     if not all(each.isfinite().all() for each in (first.output, *small)):
         raise ArithmeticError("made-up values have no result")
@@ -372,6 +361,7 @@ def _fault_of_a_part(tried: _Tried) -> _Fault | None:
         return _difference(tried, None, None)
     together, alone = _Draws(tried.rows), _Draws(tried.part)
     fault = _difference(tried, together, alone)
+    # A draw with the same shape for a part of the samples as for all is shared by the samples of a batch.
     if any(shape == other for shape, other in zip(together.shapes, alone.shapes, strict=False)):
         return _Fault.DRAWS
     if together.shapes and together.can_be_alike and alone.can_be_alike:
@@ -392,6 +382,7 @@ def _difference(tried: _Tried, draws: _Draws | None, alone_draws: _Draws | None)
     pairs = [(alone.output, together.output[: tried.part]), *by_samples]
     if all(_are_near([one], [other], _ALIKE) for one, other in pairs):
         return None
+    # A layer that differs even from its own earlier pass does not mix samples: it keeps something between passes.
     again = tried.run(tried.rows, None if draws is None else _Draws(tried.rows))
     return _Fault.MIXES if _are_near([again.output], [together.output], _LINEAR) else _Fault.REPEATS
 
@@ -399,11 +390,7 @@ def _difference(tried: _Tried, draws: _Draws | None, alone_draws: _Draws | None)
 def _counter_of(layer: _Layer) -> str | None:
     """Name what counts forward passes, and changes what the layer computes sooner or later."""
     first = layer.run(layer.rows)
-
-    def same() -> bool:
-        return _are_near([layer.run(layer.rows).output], [first.output], _LINEAR)
-
-    return counter_of(layer.modules, same)
+    return counter_of(layer.modules, lambda: _are_near([layer.run(layer.rows).output], [first.output], _LINEAR))
 
 
 def _are_near(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor], tolerance: float) -> bool:

@@ -78,6 +78,7 @@ class LayeredModel(nn.Module):
         return SimpleNamespace(loss=causal_lm_loss(output, labels, output.shape[-1], num_items))
 
     def _init_weights(self, module: nn.Module) -> None:
+        # Some of torch's modules (MultiheadAttention, Transformer) have the name with the underscore.
         reset: object = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if callable(reset):
             reset()
@@ -92,10 +93,7 @@ SplittableModel = PreTrainedModel | LayeredModel
 
 
 def anatomy_of_layers(model: LayeredModel, *, sequence_length: int) -> Anatomy:
-    """Run a model made of fake tensors, and check that its layers fit one another.
-
-    Raises ConfigError that names a layer that does not fit.
-    """
+    """Run a model made of fake tensors. Raises ConfigError that names a layer which does not fit the others."""
     shape: torch.Size | None = None
     value: Any = torch.zeros((1, sequence_length), dtype=torch.int64)
     for index, layer in enumerate((model.embedding, *model.blocks, model.head)):
@@ -129,7 +127,6 @@ def arguments_of(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def _further_arguments(layer: nn.Module) -> frozenset[str]:
-    """Return a layer's arguments after the first, its input."""
     first = next(iter(inspect.signature(layer.forward).parameters), "")
     return arguments_of(layer.forward) - {first}
 

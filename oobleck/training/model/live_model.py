@@ -1,8 +1,7 @@
 """A model that a script has made, with the weights that training starts from: taken apart.
 
-It is a transformers model, or a list of layers. Stages are copies of its skeleton, which has no memory. Its weights go
-into a file in the node's cache, named after their digest, from which each worker reads its own layers: no worker keeps
-the whole model, and the workers of a machine share the file.
+Stages are copies of its skeleton, which has no memory. Its weights go into a file in the node's cache, named after
+their digest, from which each worker reads its own layers.
 """
 
 from __future__ import annotations
@@ -90,6 +89,7 @@ def _without_memory(model: SplittableModel) -> SplittableModel:
         empty[id(each)] = nn.Parameter(each.detach().to("meta"), each.requires_grad)
         vars(empty[id(each)]).update(vars(each))
     try:
+        # deepcopy takes what the memo has under an object's id for its copy, so no parameter is copied with its memory.
         return copy.deepcopy(model, empty)
     # The model may hold any object, and copying it may fail in any way.
     except Exception as error:
@@ -130,6 +130,7 @@ class LiveWeights:
         digest = _digest_of({**tensors, **dict(model.named_buffers())})
         file = cache_dir / f"start-{digest}.safetensors"
         if not file.exists():
+            # Workers of a machine share the file and may write it at the same time, so each replaces it as a whole.
             unfinished = file.with_name(f".{file.name}.{os.getpid()}")
             try:
                 cache_dir.mkdir(parents=True, exist_ok=True)
@@ -142,11 +143,9 @@ class LiveWeights:
         return cls(file, digest, names)
 
     def digest(self) -> str:
-        """Return the digest of all weights and their names."""
         return self._digest
 
     def names_in_files(self, parameters: Iterable[str]) -> dict[str, str]:
-        """Return the names of parameters in the file, keyed by their names in the model."""
         return {name: self._names[name] for name in parameters}
 
     def read(self, names: Iterable[str], model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
@@ -158,7 +157,6 @@ class LiveWeights:
             raise ResourceLost(f"{self._file}, with the weights that training starts from: {error}") from error
 
     def known(self, names: Iterable[str], model: nn.Module, *, renamed: bool = False) -> tuple[str, ...]:
-        """Return the names that the file has: all of them."""
         return tuple(names)
 
 

@@ -1,9 +1,7 @@
 """What a model's own loss is, or a script's: tried on the head, with made-up hidden states and weights.
 
-transformers gives a model the number of items in a batch, to divide the sum of its losses by. Many classes do not look
-at that and return the mean over the labels that they are given; some shift labels, some do not. A step is made of many
-microbatches, so what each adds to it must be known: a wrong guess trains with a multiple of the gradient, and no error
-says so.
+A step is made of many microbatches, so what each adds to its loss must be known: a wrong guess trains with a multiple
+of the gradient, and no error says so.
 """
 
 from __future__ import annotations
@@ -43,11 +41,11 @@ _OF_WEIGHTS = (1 / 256, 1024.0)
 """By what the head's weights are multiplied, one after the other, for logits that are alike, and far apart."""
 _NOTHING = 1e-6
 """Losses that are rounding alone."""
+# The head counts as at least this wide: a narrower one has fewer parameters, but logits as large.
 _LEAST_WIDTH = 1024
-"""As what the head counts at least, for a bound on logits."""
 _KEY = MicrobatchKey(seed=0, step=1, microbatch=0)
+# Enough that classes can be more frequent in a part: weights by frequency must not seem to add up.
 _NUM_SAMPLES = 4
-"""For a loss that a script brings: enough that classes are not as frequent among some as among all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +55,6 @@ class BatchSizes:
     batch: int
     microbatch: int
     length: int
-    """Tokens of a sample."""
 
     @property
     def is_cut(self) -> bool:
@@ -113,6 +110,7 @@ def _with_tried(
     """
     head = CapturedHead()
     stage = _on_head(head.stage_of(structure))
+    # The structure then stays untried, and the loss is tried on its first microbatch (`losses.tried_at_first`).
     if not head.is_run(stage):
         return structure
     if (read := _read_of_blocks(loss, head, structure)) is not None:
@@ -123,6 +121,7 @@ def _with_tried(
     elif (fault := _fault(loss, head, given)) is None:
         return structure
     own = None if sizes is None else _bounded(sizes, structure)
+    # A loss may treat large batches differently, which the few samples above do not show.
     if not fault and own is not None and own.is_cut and head.is_run(stage, rows=own.batch, length=own.length):
         fault = _fault(loss, head, given, size=own.microbatch) or ""
     if fault:
@@ -131,13 +130,11 @@ def _with_tried(
 
 
 def _bounded(sizes: BatchSizes, structure: ModelStructure) -> BatchSizes:
-    """The sizes that a loss is tried with: as the head would be."""
     head = sum(structure.shapes[name].numel() for name in structure.layer_parameters(structure.num_layers - 1))
     return sizes.bounded(max(head, _LEAST_WIDTH * structure.config.vocab_size))
 
 
 def _on_head(stage: StageModel) -> StageModel:
-    """Have a stage hold the last layer, with made-up weights."""
     head = stage.structure.num_layers - 1
     # Logits far apart, and so the losses of tokens: of equal ones any mean is a sum divided by a number.
     stage.adopt(head, head + 1, made_up_weights(stage.structure, head, spread=4.0))
@@ -230,6 +227,7 @@ def _read_of_blocks(loss: losses.Loss, head: CapturedHead, structure: ModelStruc
     for name, setting in _OF_BLOCKS.items():
         if not getattr(structure.config, setting, False):
             continue
+        # A loss that reads these outputs is not a number where they are not.
         is_number = []
         with suppress(Exception):  # it is somebody else's code, and may fail in any way
             for value in (0.0, float("nan")):
@@ -241,7 +239,6 @@ def _read_of_blocks(loss: losses.Loss, head: CapturedHead, structure: ModelStruc
 
 
 def _of_blocks(name: str, structure: ModelStructure, ids: torch.Tensor, value: float) -> tuple[torch.Tensor, ...]:
-    """Make up what all blocks return."""
     (rows, length), heads = ids.shape, getattr(structure.config, "num_attention_heads", None) or 1
     shape = (rows, heads, length, length) if name == "attentions" else (rows, length, structure.hidden_size)
     return tuple(torch.full(shape, value) for _ in range(structure.num_blocks + 1))
@@ -295,16 +292,21 @@ class _Trial:
 
     def rule(self) -> losses.LossRule:
         """Find the rule that all losses follow. Raises ConfigError where there is none."""
+        # transformers gives a model the number of items in a batch, to divide the sum of its losses by. Many classes
+        # return the mean over the labels of their call instead; some shift labels, some do not.
         both = self._samples()
+        # With equal numbers of labels, the mean over both samples would also be the mean of their means.
         one, other = both.take(0, 1).without_last_label(), both.take(1, 2)
         both.batch.labels[0] = one.batch.labels[0]
         together, halved = self._loss(both), self._loss(both, 2 * _NUM_ITEMS)
-        if (read := self._read_of_blocks(both)) is not None:
+        read = next((name for name in _OF_BLOCKS if not math.isfinite(self._loss_without(name, both))), None)
+        if read is not None:
             raise ConfigError(
                 f"model: the loss of {self._name} reads {read}, which are those of all blocks, and a node has some of "
                 "them; have it compute the loss from the logits alone"
             )
         alone = self._loss(one), self._loss(other)
+        # A model that shifts labels never reads a sample's first one, so its loss keeps every bit.
         self._counts_first = counts_first = self._loss(other.with_other_first_label()) != alone[1]
         if not losses.is_same(again := self._loss(both), together):
             raise ConfigError(
@@ -368,6 +370,7 @@ class _Trial:
                 return self._loss(both)
 
         before, first = states_of(owners), loss()
+        # A count is something that calls change. Most models keep nothing, and need no further calls.
         if not changed_since(owners, before):
             return
         if (counter := counter_of(owners, lambda: losses.is_same(loss(), first))) is not None:
@@ -384,15 +387,12 @@ class _Trial:
         hidden = torch.randn((rows, length, structure.hidden_size), generator=generator)
         return _Samples(Batch(input_ids=ids, labels=ids.clone()), hidden)
 
-    def _read_of_blocks(self, samples: _Samples) -> str | None:
-        """Name what the loss reads of the outputs of blocks."""
-        return next((name for name in _OF_BLOCKS if not math.isfinite(self._loss_without(name, samples))), None)
-
     def _loss_without(self, name: str, samples: _Samples) -> float:
         """The loss where what blocks return is not a number, if the model asks for it."""
         structure, setting = self._stage.structure, _OF_BLOCKS[name]
 
         def spoil(_module: object, _arguments: object, asked: dict[str, Any], output: Any) -> None:
+            # Outputs that the model does not ask its trunk for are None, and cannot be read.
             if hasattr(output, name) and asked.get(setting, getattr(structure.config, setting, False)):
                 setattr(output, name, _of_blocks(name, structure, samples.batch.input_ids, float("nan")))
 

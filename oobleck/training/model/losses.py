@@ -46,11 +46,7 @@ class LossRule:
 
 
 def causal_lm_loss(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    vocab_size: int,
-    num_items_in_batch: int | None = None,
-    **_options: Any,
+    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, num_items_in_batch: int | None = None, **_options: Any
 ) -> torch.Tensor:
     """Return the sum of the token losses over `num_items_in_batch` (their mean without it), in the logits' dtype.
 
@@ -78,6 +74,7 @@ def loss_of_outputs(compute: Callable[..., torch.Tensor]) -> Loss:
     """Return a `Trainer(compute_loss_func=…)` function as a `Loss`."""
 
     def loss_of(outputs: Any, labels: torch.Tensor, num_items: int) -> torch.Tensor:
+        # transformers' Trainer passes a tensor too, so scripts may use it as one.
         return compute(outputs, labels, num_items_in_batch=torch.tensor(num_items, device=labels.device))
 
     return loss_of
@@ -118,6 +115,7 @@ def fault_of_loss(
     together, halved = loss_of(0, count, num_items), loss_of(0, count, 2 * num_items)
     if not is_same(again := loss_of(0, count, num_items), together):
         return f"of the same {count} samples it returns {again:g} when it runs again, after {together:g}"
+    # A mean over the labels of the call ignores the number of items.
     if not is_near(2 * halved, together):
         return f"of twice as many items it returns {halved:g}, and of these {together:g}"
     if count < 2:
@@ -133,10 +131,7 @@ def fault_of_loss(
 
 
 def of_other_sizes(outputs: Any, labels: torch.Tensor) -> Iterator[Any]:
-    """Yield outputs as they are, and others for which losses are about as large as at first, small, and large.
-
-    That is so whether a token's logits are for its own label or for that of the next. Others have none.
-    """
+    """Yield outputs as they are, and others for which losses are about as large as at first, small, and large."""
     yield outputs
     logits = outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "logits", None)
     if not isinstance(logits, torch.Tensor) or not logits.is_floating_point():
@@ -145,10 +140,12 @@ def of_other_sizes(outputs: Any, labels: torch.Tensor) -> Iterator[Any]:
         yield _with_logits(outputs, scale * logits)
     if labels.shape != logits.shape[:-1]:
         return
+    # A token's logits may be for its own label or for that of the next.
     for ahead in range(min(labels.ndim, 2)):
         wanted = labels.roll(-ahead, -1).clamp(min=0, max=logits.shape[-1] - 1)
         is_wanted = functional.one_hot(wanted, logits.shape[-1])
         for loss in _SMALL_LOSSES:
+            # Where the other logits are equal, the cross entropy of the wanted one is about vocabulary · exp(-margin).
             margin = math.log(logits.shape[-1] / loss)
             yield _with_logits(outputs, _OF_LOGITS[0] * logits + margin * is_wanted)
 

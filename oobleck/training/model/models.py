@@ -61,7 +61,6 @@ class StageModel:
         self.autocast = autocast
         self.device = torch.device(device)
         self.chunks: tuple[range, ...] = ()
-        """The layers of each chunk."""
         self._parameters: dict[str, nn.Parameter] = {}
         self.model = structure.build(dtype=dtype)
         """All modules of the model; those of layers held elsewhere have no memory."""
@@ -76,6 +75,7 @@ class StageModel:
         self._vacant = dict(self.model.named_parameters(remove_duplicate=False))
         self._trunk_takes = structure.takes
         if isinstance(self.model, PreTrainedModel):
+            # A model with its head may take arguments that its trunk does not.
             self._trunk_takes &= arguments_of(type(self.model.base_model).forward)
         if structure.keeps_buffers:
             move_buffers(self.model, device=self.device)
@@ -99,7 +99,6 @@ class StageModel:
 
     @property
     def trained_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters held that are not frozen."""
         return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
 
     @property
@@ -118,12 +117,10 @@ class StageModel:
 
     @property
     def is_first(self) -> bool:
-        """Whether the chunk in place has the first layer."""
         return self._modules.is_first
 
     @property
     def is_last(self) -> bool:
-        """Whether the chunk in place has the last layer."""
         return self._modules.is_last
 
     def adopt(self, first_layer: int, stop_layer: int, state: Mapping[str, torch.Tensor]) -> None:
@@ -165,15 +162,18 @@ class StageModel:
         """
         for layer in layers:
             assert layer in self.layers, f"layer {layer} is not held: {self.layers}"
+            # First, because files of weights may lack buffers, which then keep these values.
             self.start_buffers([layer])
             if self.structure.weights is None or self._may_lack(layer):
                 self._initialize_layer(layer, seed=seed)
+            # The files have every parameter but those of adapters, which start from the seed.
             elif self.structure.adapters is not None and not self.structure.weights.is_whole:
                 for root in self.structure.layer_roots(layer):
                     initialize_adapters(self.model, self._modules.by_name[root], root, seed=seed)
             if self.structure.weights is not None:
                 self._read_layer(layer, self.structure.weights)
             for name in self.structure.layer_parameters(layer):
+                # New parameters are not-a-number (`unset`) until a rule or a file sets them.
                 if self._parameters[name].isnan().any():
                     raise ConfigError(f"model: its own rules for initialization leave {name} without a value")
 
@@ -215,6 +215,7 @@ class StageModel:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Within the block, modules are in evaluation mode, whichever chunk is in place."""
+        # From the model, only modules of the chunk in place are reached; those of other chunks are set one by one.
         modules = (self.model, *(module for layer in self.layers for module in self.modules_of(layer)))
         try:
             for module in modules:
@@ -354,10 +355,7 @@ class StageModel:
 
 
 def separates_documents(structure: ModelStructure) -> bool:
-    """Return whether tokens attend only to their own document.
-
-    Runs the model's own code over placeholders, which takes about as long as building the model.
-    """
+    """Return whether tokens attend only to their own document. Takes about as long as building the model."""
     # A document begins where positions start again. Most models of transformers derive block-diagonal masks from
     # positions; in the others, tokens would silently attend to other documents.
     if "position_ids" not in structure.takes:

@@ -55,9 +55,7 @@ class _Origin(enum.Enum):
     NOWHERE = enum.auto()
     """Uninitialized memory."""
     LAYER = enum.auto()
-    """A layer's rules."""
     MODEL = enum.auto()
-    """A transformers model's rules."""
     ADAPTER = enum.auto()
     SCRIPT = enum.auto()
 
@@ -93,6 +91,7 @@ class _Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
             for index, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
+        # Tensors over the same storage have one origin, so a write through a view counts for all of them.
         if written:
             self.note(_flat(written), _origin_of_now())
         elif new := [each for each in _flat([result]) if self._is_new(each)]:
@@ -104,6 +103,7 @@ class _Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped i
         return is_dense and value.untyped_storage()._cdata not in self._memory  # type: ignore[attr-defined]  # a tensor
 
     def _origin_of_new(self, operation: str, args: tuple[Any, ...]) -> _Origin:
+        # `aten::empty`, `empty_like`, `empty_strided` and the like set no values.
         if "empty" in operation:
             return _Origin.NOWHERE
         return self.of(args[0]) if operation in _COPIES else _origin_of_now()

@@ -11,11 +11,7 @@ from .adapters import original_of
 
 
 class Passthrough(nn.Module):
-    """Stands in for a module held elsewhere: returns its first argument, or zeros of `width` features.
-
-    A model may read attributes of its blocks (such as the kind of attention), so attributes that this module lacks are
-    those of the original.
-    """
+    """Stands in for a module held elsewhere: returns its first argument, or zeros of `width` features."""
 
     def __init__(self, original: nn.Module, *, returns_tuple: bool = False, width: int | None = None) -> None:
         super().__init__()
@@ -27,6 +23,7 @@ class Passthrough(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # A model may read attributes of its blocks, such as the kind of attention.
             return getattr(self.__dict__["original"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,6 +60,5 @@ def stand_in_before_blocks(module: nn.Module, *, width: int | None, device: torc
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replace the module of `model` called `name`."""
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, module)

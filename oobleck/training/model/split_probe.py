@@ -1,7 +1,6 @@
 """A run of a model with probes for its blocks: finds what runs before and after them, and what connects them.
 
-Made to run on fake tensors. Autograd and the identity of tensors tell what flows where: each probe sends out a
-leaf of its own, so whatever else reaches a layer shows.
+Made to run on fake tensors. Autograd and the identity of tensors tell what flows where.
 """
 
 from __future__ import annotations
@@ -47,14 +46,13 @@ class _Probe(Passthrough):
         named = [*((f"its argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]
         (_, hidden), *others = named
         self.received = hidden
+        # A leaf of its own: a gradient that flows from one layer into another past the probe shows.
         self.emitted = (torch.empty_like(hidden) if self.entering is None else self.entering).requires_grad_()
         self.side_input = next((name for name, value in others if _carries_gradient(value)), None)
         return (self.emitted,) if self.returns_tuple else self.emitted
 
 
 class SplitProbe:
-    """One run of the model with probes for blocks."""
-
     def __init__(self, model: PreTrainedModel, block_list: str, *, returns_tuple: bool) -> None:
         self.prelude: dict[str, nn.Module] = {}
         self.postlude: dict[str, nn.Module] = {}
@@ -98,16 +96,18 @@ class SplitProbe:
             raise cannot_split(self._model, f"{type(self._model).__name__} returns no loss for labels")
         self._require_a_chain()
         self._require_gradients_through_the_last_block_alone(loss)
+        # A stage without the head passes on what its last block returns, and nothing else may touch it on the way.
         with self._without_postlude(), self._probing():
             output = self._model.base_model(input_ids=ids, use_cache=False)
         self._require_nothing_after_the_blocks(output)
+        # The same holds for a stage without the embedding, whose stand-ins must also suit the model's own code.
         with self._without_prelude(), self._without_postlude(), self._probing():
             output = self._model.base_model(input_ids=ids, use_cache=False)
         self._require_nothing_after_the_blocks(output)
 
     @contextmanager
     def _training_everything(self) -> Iterator[None]:
-        """Within the block no parameter is frozen: gradients show what depends on what."""
+        # Gradients show what depends on what, so frozen parameters need them too.
         frozen = [parameter for parameter in self._model.parameters() if not parameter.requires_grad]
         try:
             for parameter in frozen:
@@ -196,6 +196,8 @@ class SplitProbe:
 
         def note(*_: Any) -> None:
             blocks_are_done = self._probes[-1].emitted is not None
+            # A module without weights that runs before the blocks as well makes what every stage needs; it is not the
+            # head's.
             if blocks_are_done and name not in self._weightless_prelude:
                 self.postlude[name] = module
             elif is_weightless:
@@ -229,11 +231,13 @@ class SplitProbe:
                     self._model,
                     f"block {index} takes {probe.side_input}, which carries gradients beside the hidden states",
                 )
+            # The same object: what the model computes between two blocks would run on every stage.
             if expected is not None and probe.received is not expected:
                 raise cannot_split(self._model, f"something changes the hidden states before block {index}")
             expected = probe.emitted
 
     def _require_gradients_through_the_last_block_alone(self, loss: torch.Tensor) -> None:
+        # A tied parameter may be used by the embedding and by the head: it belongs to both layers.
         tied = set(tied_parameters(self._model).values())
         early = {
             f"{name}.{attribute}": parameter

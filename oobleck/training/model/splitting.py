@@ -4,9 +4,8 @@ The blocks are the model's one list of `num_hidden_layers` gradient-checkpointin
 first block belong to the embedding layer, modules called after the last to the head. A run on fake tensors, with
 placeholders for the blocks, finds both, so there is no code for any particular model.
 
-The same run proves that the cut is sound: only the hidden states of the layer before may carry a gradient into a layer.
-Other models (skip connections across blocks, embeddings passed to every block, router losses) are refused with the
-reason.
+The same run proves that only the hidden states of the layer before carry a gradient into a layer. Other models (skip
+connections across blocks, embeddings passed to every block, router losses) are refused with the reason.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ class Anatomy:
     """The names of the modules that make up each part of a model."""
 
     block_list: str
-    """The module list that holds the blocks."""
     num_blocks: int
     prelude: tuple[str, ...]
     """The modules with parameters or dropout that run before the first block, in the order of their calls.
@@ -51,7 +49,6 @@ class Anatomy:
 
     @property
     def layer_roots(self) -> tuple[tuple[str, ...], ...]:
-        """The names of the modules that make up each layer."""
         blocks = ((f"{self.block_list}.{index}",) for index in range(self.num_blocks))
         return (self.prelude, *blocks, self.postlude)
 
@@ -98,6 +95,7 @@ def _find_block_list(model: PreTrainedModel) -> str:
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
         and len(module) == count
+        # transformers derives its blocks from this class, for its own activation checkpointing.
         and all(isinstance(block, GradientCheckpointingLayer) for block in module)
     ]
     if len(found) != 1:
@@ -128,10 +126,7 @@ def _require_blocks_of_their_own(model: PreTrainedModel, block_list: str) -> Non
 
 
 def _run_probe(model: PreTrainedModel, block_list: str, task: Task, sequence_length: int) -> SplitProbe:
-    """Probe with blocks that return tensors, as nearly all do, then with blocks that return tuples.
-
-    If both fail, raises the error of a probe that ran the model to its end, or else the first.
-    """
+    # Nearly all blocks return tensors, so these are tried first.
     errors: list[tuple[bool, ConfigError]] = []
     for returns_tuple in (False, True):
         probe = SplitProbe(model, block_list, returns_tuple=returns_tuple)
@@ -141,11 +136,13 @@ def _run_probe(model: PreTrainedModel, block_list: str, task: Task, sequence_len
             errors.append((not probe.has_run, error))
         else:
             return probe
+    # A probe that ran the model to its end knows the real reason; the other may fail on the wrong kind of output.
     _, clearest = min(errors, key=itemgetter(0))
     raise clearest
 
 
 def _require_every_parameter_has_a_layer(model: PreTrainedModel, anatomy: Anatomy) -> None:
+    # A parameter outside all layers would be held, trained and saved by no worker.
     homes = tuple(f"{name}." for name in (anatomy.block_list, *anatomy.prelude, *anatomy.postlude))
     for name, _ in model.named_parameters(remove_duplicate=False):
         if not name.startswith(homes):

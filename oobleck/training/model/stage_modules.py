@@ -29,7 +29,6 @@ class StageModules:
     def __init__(self, model: SplittableModel, structure: ModelStructure, *, device: torch.device) -> None:
         self.by_name = dict(model.named_modules(remove_duplicate=False))
         self.chunk = range(0)
-        """The layers in place."""
         self._model = model
         self._structure = structure
         self._device = device
@@ -46,12 +45,10 @@ class StageModules:
 
     @property
     def is_first(self) -> bool:
-        """Whether the chunk in place has the first layer."""
         return self.chunk.start == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the chunk in place has the last layer."""
         return self.chunk.stop == self._structure.num_layers
 
     def put_in_place(self, chunk: range) -> None:
@@ -61,7 +58,7 @@ class StageModules:
             self._place(layer)
 
     def forget_traces(self) -> None:
-        """Release the masks and tables that traces hold."""
+        # They hold masks and tables on the device.
         self._traces.clear()
 
     @contextmanager
@@ -102,6 +99,7 @@ class StageModules:
         for layer in range(self._structure.num_layers):
             if layer > 0:
                 root = self._structure.layer_roots(layer)[0]
+                # Hooks stay, whichever of the two is in place. The first layer takes tokens, and `running` seeds it.
                 for module in (self.by_name[root], self._placeholders[root]):
                     module.register_forward_pre_hook(self._before(layer), with_kwargs=True)
             self._place(layer)
@@ -125,6 +123,7 @@ class StageModules:
         if not self._structure.draws_at_random:
             return
         assert self._key is not None
+        # The seed depends on neither stage nor attempt: another cut or a repeated microbatch draws the same numbers.
         seed = derive_seed(self._key.seed, "forward", self._key.step, self._key.microbatch, layer)
         seed_device(self._device, seed)
 
@@ -141,6 +140,7 @@ class StageModules:
     def _trace(self, ids: torch.Tensor) -> TracedForward | None:
         """Find how the model's code calls the modules in place, if it does so in the same way whatever the tokens."""
         model = self._model
+        # A trace starts from received hidden states, which the first stage has none of.
         if not isinstance(model, PreTrainedModel) or self.is_first or model.base_model is model:
             return None
         roots = self._trunk_roots()
@@ -152,6 +152,7 @@ class StageModules:
             return trace_forward(
                 [self._placeholders[root] for root in roots],
                 lambda tokens: model.base_model(input_ids=tokens, use_cache=False),
+                # Arguments that are the same for these three depend on the shape of the batch alone.
                 [ids, torch.zeros_like(ids), torch.full_like(ids, model.config.vocab_size - 1)],
             )
         finally:
@@ -159,7 +160,6 @@ class StageModules:
                 replace_module(model, root, self.by_name[root])
 
     def _trunk_roots(self) -> list[str]:
-        """The modules in place that are part of the model without its head."""
         trunk = f"{self._model.base_model_prefix}."
         return [root for root in self._roots(self.chunk) if root.startswith(trunk)]
 
@@ -177,6 +177,7 @@ class StageModules:
             assert self._received is not None
             return trace.follow(modules, self._received)
 
+        # An attribute of the instance hides the method of its class, and hooks on the trunk still run.
         trunk.__dict__["forward"] = forward
         try:
             yield

@@ -120,7 +120,8 @@ class ModelStructure:
             ConfigError: unknown type or configuration key, a configuration that the model refuses, or a model
                 that cannot be split.
         """
-        # Nothing is padded, so the model has no padding token unless its type needs one to count positions.
+        # Nothing is padded, and a padding token's embedding never learns, so the model first has none. Some types do
+        # not run without one, as they count positions from it.
         try:
             return cls._from_spec(model, vocab_size=vocab_size, sequence_length=sequence_length)
         except ConfigError as error:
@@ -217,6 +218,7 @@ class ModelStructure:
             weights=live.weights,
             has_loss=compute_loss is not None,
         )
+        # A tied parameter has its hooks under each of its names; stages look them up under the canonical one.
         hooks = {name: live.hooks[name] for name in structure.shapes if name in live.hooks}
         return replace(structure, keeps_buffers=True, compute_loss=compute_loss, hooks=hooks)
 
@@ -265,6 +267,7 @@ class ModelStructure:
             frozen=_frozen({site.parameter for site in placed}, state),
             buffers={site.parameter: state[site.parameter].dtype for site in placed if site.is_buffer},
             takes=takes,
+            # A script's own layers may draw in functions, which nothing declares.
             draws_at_random=isinstance(skeleton, LayeredModel) or _draws_at_random(skeleton),
             make=make,
             weights=weights,
@@ -274,6 +277,7 @@ class ModelStructure:
     @cached_property
     def buffers_everywhere(self) -> frozenset[str]:
         """The names of the persistent buffers that belong to modules which run on every stage."""
+        # Without the dot, `h.1` would match `h.10` too.
         roots = tuple(f"{root}." for root in self.layer_roots(0))
         return frozenset(site.name for site in self.sites[0] if site.is_buffer and not site.name.startswith(roots))
 
@@ -374,10 +378,10 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _all_sites(skeleton: SplittableModel, anatomy: Anatomy) -> tuple[tuple[Site, ...], ...]:
-    """Find the sites of every layer. Buffers of modules that run on every stage belong to the embedding."""
     embedding, *others = (tuple(_sites(skeleton, anatomy, roots)) for roots in anatomy.layer_roots)
     placed = {site.name for layer in (embedding, *others) for site in layer}
     modules = ((path, module) for path, module in skeleton.named_modules(remove_duplicate=False))
+    # Every stage runs the modules outside the layers; the state of their buffers needs one home, the embedding.
     everywhere = (site for path, module in modules for site in _buffer_sites(path, module, anatomy))
     return (*embedding, *(site for site in everywhere if site.name not in placed)), *others
 
@@ -405,13 +409,10 @@ def _frozen(names: set[str], state: Mapping[str, torch.Tensor]) -> frozenset[str
 
 
 def _draws_at_random(skeleton: PreTrainedModel) -> bool:
-    """Whether any dropout module or configured probability of dropping or jitter is not zero.
-
-    Models apply some of these in functions, so the configuration counts too. A false positive costs a few microseconds
-    a layer; a false negative would make replicas differ.
-    """
+    # A false positive costs a few microseconds a layer; a false negative would make replicas differ.
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in skeleton.modules()):
         return True
+    # Models also drop and jitter in functions, by probabilities of their configuration.
     return _has_probability(skeleton.config.to_dict())
 
 

@@ -5,9 +5,6 @@ one cut by rows, each device computes its share of the features. Before, all dev
 shares are summed (Shoeybi et al., "Megatron-LM", 2019, section 3). Modules that the plan cuts in other ways
 (embeddings, heads) stay whole on every device.
 
-Modules cut by columns share the gradient sum of a common input. A block so has two sums forward and two backward, as in
-Megatron, each in the type of the computation.
-
 Sums are interruptible, unlike those of DTensor, whose group no worker can leave: when a pipeline breaks, the devices of
 a stage may notice it at different moments.
 """
@@ -82,6 +79,7 @@ def share_of(structure: ModelStructure, *, rank: int, degree: int) -> Share:
         style = styles.get(site.module)
         if style is Style.SUMMED:
             summed.add(site.parameter)
+        # The bias of a layer cut by rows stays whole: it is added once, after the sum.
         elif style is Style.COLUMNS or (style is Style.ROWS and site.attribute == "weight"):
             cut[site.parameter] = 0 if style is Style.COLUMNS else 1
     shapes = {name: _cut_shape(structure, name, cut.get(name), degree) for name in structure.shapes}
@@ -117,7 +115,8 @@ def install(stage: StageModel, share: Share, sum_up: AllReduce) -> None:
 def initialize_share(
     stage: StageModel, share: Share, whole: ModelStructure, layers: Iterable[int], *, seed: int
 ) -> None:
-    """Set held layers to their share of the whole model's initial values, which are drawn layer by layer."""
+    """Set held layers to their share of the whole model's initial values."""
+    # Values are drawn whole, as without tensor parallelism; one layer at a time needs the memory of one whole layer.
     source = StageModel(whole, dtype=stage.dtype, device=stage.device)
     for layer in layers:
         source.adopt(layer, layer + 1, {})
@@ -137,6 +136,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # The sum works in place, and this gradient may be autograd's own.
         return ctx.sum_up(gradients[0].clone()), None
 
 
@@ -161,8 +161,9 @@ class _Entrance:
         """The newest input, and the value that the children take."""
 
     def enter(self, _module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Serve as the children's forward pre-hook."""
         hidden, *others = args
+        # Modules with a common input share the sum of its gradient, so a block has two sums forward and two backward,
+        # as in Megatron.
         if self._entered is None or self._entered[0] is not hidden:
             # Linear layers would cast their input themselves; a cast here has the gradient summed in the short type.
             kind = hidden.device.type
@@ -171,7 +172,7 @@ class _Entrance:
         return (self._entered[1], *others)
 
     def leave(self, *_: object) -> None:
-        """Serve as the module's forward hook: release the input."""
+        # An input is kept for one call of the parent module only.
         self._entered = None
 
 

@@ -1,9 +1,8 @@
 """A trace of how a model's own code calls its blocks, made once for each shape of batches.
 
-Masks, rotary tables and positions depend on the shape of a batch, not on its tokens. Stages after the first need not
-compute them again for every microbatch, nor walk through placeholders. So a trial runs the model's code over
-placeholders alone, with different tokens each time, and records the blocks' arguments. If they are always equal, later
-forward passes call the blocks with them directly.
+Masks, rotary tables and positions depend on the shape of a batch, not on its tokens. So a trial runs the model's code
+over placeholders alone, with different tokens each time, and records the blocks' arguments. If they are always equal,
+later forward passes call the blocks with them directly.
 """
 
 from __future__ import annotations
@@ -84,6 +83,7 @@ def _trace(
     finally:
         for handle in handles:
             handle.remove()
+    # `follow` calls each module once, in this order, and returns hidden states alone; other models need their own code.
     if called != list(probes) or not isinstance(output, ModelOutput) or list(output) != ["last_hidden_state"]:
         return None
     return TracedForward(calls=tuple(calls), output_type=type(output))
@@ -97,7 +97,7 @@ def _agree(one: TracedForward, other: TracedForward) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value can be kept and compared; objects with changing state (a cache) cannot."""
+    # Objects with changing state, such as a cache, can be neither kept nor compared.
     match value:
         case torch.Tensor():
             return not value.requires_grad

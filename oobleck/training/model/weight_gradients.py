@@ -42,6 +42,7 @@ class WeightGradients:
     def put_off(self, module: nn.Module) -> None:
         """Have the linear layers within a module put off their weights' gradients while `engage` is on."""
         assert not self._is_on
+        # Exactly these types, since a subclass may compute something else.
         self._layers += [layer for layer in module.modules() if type(layer) in (nn.Linear, Conv1D)]
 
     def engage(self, *, is_on: bool) -> None:
@@ -95,15 +96,16 @@ class _Linear(torch.autograd.Function):
         (gradient,) = gradients
         inputs, weight = ctx.saved_tensors
         ctx.note(_Owed(ctx.layer, ctx.weight, ctx.bias, _rows(inputs), _rows(gradient)))
+        # Weight and bias get no gradient from autograd: `finish` adds it from what is noted here.
         if not ctx.needs_input_grad[0]:
             return None, None, None, None, None
+        # Conv1D keeps its weight as [in, out].
         matrix = weight.t() if isinstance(ctx.layer, Conv1D) else weight
         # Under autocast the layer computes in another type than its weights have.
         return (gradient @ matrix.to(gradient.dtype)).to(inputs.dtype), None, None, None, None
 
 
 def _forward(layer: Any, note: Callable[[_Owed], None], inputs: torch.Tensor) -> torch.Tensor:
-    """Replace a linear layer's own forward pass."""
     # Hooks on parameters would not see gradients that autograd does not compute.
     is_hooked = layer.weight._backward_hooks or (layer.bias is not None and layer.bias._backward_hooks)
     if not torch.is_grad_enabled() or not layer.weight.requires_grad or is_hooked:
@@ -117,6 +119,7 @@ def _add(owed: _Owed) -> None:
     left, right = (inputs.t(), gradient) if isinstance(owed.layer, Conv1D) else (gradient.t(), inputs)
     grad = owed.weight.grad
     if grad is not None and grad.dtype == left.dtype:
+        # This adds in place, without another tensor of the weight's size.
         grad.addmm_(left, right)
     else:
         _accumulate(owed.weight, left @ right)

@@ -1,8 +1,7 @@
 """The weights of a transformers model directory, read parameter by parameter.
 
-A stage reads only its own layers' parameters. Where names in the files differ from the model's in more than the prefix
-of its trunk (some models were renamed, and some merge experts while loading), each worker has transformers load the
-whole model once.
+A stage reads only its own layers' parameters, unless names in the files differ from the model's in more than the prefix
+of its trunk.
 """
 
 from __future__ import annotations
@@ -39,12 +38,13 @@ class WeightFiles:
         self._loaded: dict[str, torch.Tensor] | None = None
 
     def digest(self) -> str:
-        """Digest the files' names and sizes, and samples of their bytes: reading whole files would take too long."""
+        """Digest the files' names and sizes, and samples of their bytes."""
         digest = hashlib.blake2b(digest_size=16)
         for path in sorted(set(self._files.values())):
             size = path.stat().st_size
             digest.update(f"{path.name}:{size};".encode())
             with path.open("rb") as file:
+                # Reading whole files would take too long.
                 for number in range(_DIGESTED_PIECES):
                     file.seek(size * number // _DIGESTED_PIECES)
                     digest.update(file.read(_PIECE_BYTES))
@@ -62,6 +62,8 @@ class WeightFiles:
         if all(value is not None for value in found.values()):
             state = {name: self._tensor(known) for name, known in found.items() if known is not None}
         else:
+            # Some models were renamed, and some merge experts while loading; only transformers knows how, and each
+            # worker has it load the whole model once.
             state = {name: value for name, value in self._all_of(model).items() if name in found}
         for name in wanted:
             if name not in state:
@@ -127,6 +129,7 @@ class WeightFiles:
                 output_loading_info=True,
             )
             whole, report = loaded
+            # transformers has filled these with random values.
             missing = set(report["missing_keys"])
             self._loaded = {name: tensor.detach() for name, tensor in named_state(whole) if name not in missing}
         return self._loaded

@@ -94,6 +94,7 @@ class CallbackRunner:
         noted = self._note({name: value for name, value in logs.items() if math.isfinite(value)}, record.step)
         yield "on_step_end", {}
         yield "on_log", {"logs": noted}
+        # The journal has no entry for a step's begin, which is the moment after the step before.
         if record.step < self._state.max_steps:
             yield "on_step_begin", {}
 

@@ -138,6 +138,7 @@ def _nvlinks(nvml: Any, handle: object) -> tuple[int, int]:
         except (nvml.NVMLError_NotSupported, nvml.NVMLError_InvalidArgument):
             break  # the GPU has no link of this number
     if not states:
+        # `_read` notes it as unread, which differs from links that are down.
         raise nvml.NVMLError_NotSupported
     return len(states), sum(states)
 
@@ -168,6 +169,7 @@ class GpuSpeed:
         batch()
         batch()
         seen = while_it_runs()
+        # Clocks rise under load, so the second measurement may be the faster one.
         batch_s = min(batch_s, self._seconds(batch))
         return 2 * self.size**3 * _BATCH / batch_s, seen
 
@@ -199,6 +201,7 @@ def measure_gpus() -> tuple[GpuFacts, ...]:
     reader, gpus = open_nvml(), []
     for index in range(torch.cuda.device_count()):
         properties: Any = torch.cuda.get_device_properties(index)
+        # NVML counts GPUs that CUDA_VISIBLE_DEVICES hides, so only the UUID names the same GPU to both.
         uuid = f"GPU-{str(properties.uuid).removeprefix('GPU-')}"  # torch leaves NVML's prefix out
         facts = GpuFacts(index=index, name=str(properties.name), nvml=reader.state)
         gpus.append(measure_gpu(facts, uuid, reader, GpuSpeed(torch.device("cuda", index))))

@@ -1,7 +1,6 @@
 """The probe of a node check: `python -m oobleck.training.process.node_probe`, started over SSH, one on each node.
 
-It exchanges frames on its standard streams, measures on request, and ends with its input. A measurement takes the best
-of several windows: other work on the machine makes some of them longer, a slow node all of them.
+It exchanges frames on its standard streams, measures on request, and ends with its input.
 """
 
 from __future__ import annotations
@@ -53,6 +52,7 @@ def main() -> None:
     output = os.dup(1)
     os.dup2(2, 1)  # libraries that print must not break the frames
     wanted = arguments.directory.expanduser()
+    # A run's directory may not exist yet; its nearest parent is on the same disk.
     directory = next(path for path in (wanted, *wanted.parents) if path.is_dir())
     probe = _Probe(arguments.node, directory, output)
     try:
@@ -98,8 +98,7 @@ class _Probe:
                 assert_never(request)
 
     def _in_background(self, measure: Callable[[], node_check.ProbeAnswer]) -> None:
-        """Measure on a thread: the peer's values arrive meanwhile, and a peer that hangs holds up that thread alone."""
-
+        # The peer's values arrive during a measurement, and a peer that hangs must hold up nothing else.
         def run() -> None:
             try:
                 self.answer(measure())
@@ -111,7 +110,7 @@ class _Probe:
     def _measure_alone(self) -> node_check.SoloDone:
         gpus: tuple[node_check.GpuFacts, ...] = ()
         try:
-            gpus = measure_gpus()
+            gpus = measure_gpus()  # first: the answer has them even if another measurement fails
             seconds = {
                 "compute": _compute_s(),
                 "memory": _memory_s(),
@@ -143,6 +142,7 @@ class _Probe:
 
 def _gather_s(group: Any, num_bytes: int) -> float:
     """Return the seconds of the fastest of several all-gathers. Raises RuntimeError for wrong bytes too."""
+    # Both nodes send the same bytes, so each knows what it must receive.
     ours = torch.arange(num_bytes, dtype=torch.int64).to(torch.uint8)
     theirs = [torch.empty_like(ours), torch.empty_like(ours)]
 
@@ -163,6 +163,7 @@ def _compute_s() -> float:
 
 
 def _products_s(device: torch.device, size: int) -> float:
+    # Whole numbers this small are exact in any order of summation, so a product that differs is a fault.
     left = torch.eye(size, device=device) * 2
     right = torch.arange(size * size, device=device, dtype=torch.float32).reshape(size, size).remainder_(97)
     if not torch.equal(left @ right, right * 2):
@@ -193,6 +194,7 @@ def _window_s(work: Callable[[], object]) -> float:
         return elapsed_s / count
 
     work()
+    # Other work on the machine makes some windows longer, a slow node all of them.
     return min(mean_s() for _ in range(_NUM_WINDOWS))
 
 
@@ -209,6 +211,7 @@ def _write(directory: Path) -> None:
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".check") as file:
         file.write(b"\xa5" * _DISK_BYTES)
         file.flush()
+        # Otherwise the page cache would be timed.
         os.fsync(file.fileno())
 
 
@@ -216,6 +219,7 @@ def _loopback() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
         receiver, _ = server.accept()
         with receiver:
+            # The socket's buffers hold less than this, so one thread could not both send and receive.
             sending = threading.Thread(target=sender.sendall, args=(bytes(_LOOPBACK_BYTES),))
             sending.start()
             buffer, missing = bytearray(1 << 18), _LOOPBACK_BYTES

@@ -22,9 +22,10 @@ _MODULE = "transformers.trainer"
 
 def refuse_plain_trainers() -> None:
     """Make `train()` of trainers that are not ours raise UsageError, once transformers is imported."""
+    # It is not imported here: the script may set environment variables for it first.
     if _MODULE in sys.modules:
         _refuse(sys.modules[_MODULE])
-    else:  # not imported here: the script may set environment variables for it first
+    else:
         sys.meta_path.insert(0, _Watch())
 
 
@@ -36,6 +37,7 @@ class _Watch(MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != _MODULE:
             return None
+        # `find_spec` would otherwise ask this finder again.
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:

@@ -43,6 +43,7 @@ def _profile(job: JobSpec, cache_dir: Path, profile_dir: Path, workers: int, *, 
     if job.compile:
         require_compiler(device)
     machine = this_machine()
+    # The profile holds for a worker's share of the machine, so it is measured with no more than that.
     threads = job.torch_threads or max(1, machine.usable_cores // workers)
     memory_bytes = (
         device_memory_bytes(device, num_sharing=1, wanted_bytes=job.device_memory_bytes)
@@ -66,7 +67,7 @@ def _profile(job: JobSpec, cache_dir: Path, profile_dir: Path, workers: int, *, 
 
 
 def _cached(path: Path) -> str | None:
-    """Read an earlier profile; returns None where there is none that is readable."""
+    # An unreadable file, of another version or cut short, is measured again.
     try:
         text = path.read_text(encoding="utf-8")
         profile_from_json(text, source=str(path))

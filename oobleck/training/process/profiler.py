@@ -126,12 +126,7 @@ def _num_elements(structure: ModelStructure, parameters: Iterable[str]) -> int:
 
 
 def profile_of_job(
-    job: JobSpec,
-    structure: ModelStructure,
-    optimizer: Optimizer,
-    *,
-    device_memory_bytes: int,
-    owns_device: bool = True,
+    job: JobSpec, structure: ModelStructure, optimizer: Optimizer, *, device_memory_bytes: int, owns_device: bool = True
 ) -> Profile:
     """Measure all layers of a job's model as its workers run them; `owns_device` if no two workers share a device."""
     precision = Precision.of(job.dtype)

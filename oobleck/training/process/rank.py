@@ -32,7 +32,6 @@ from oobleck.wire import FrameDecoder
 from .generators import reseed_generators
 from .import_log import ImportLog
 
-_F_SETSIG = 10
 _CHUNK_BYTES = 1 << 12
 _PATIENCE_MS = 5000
 """How long a write waits for the agent to read output that the file does not take."""
@@ -44,6 +43,7 @@ _stacks: TextIO | None = None
 
 def run_rank(sock: socket.socket, *, imports: int) -> NoReturn:
     """Run what the agent asks for until it ends. `imports` is the descriptor of a log of imports."""
+    # The agent ends a rank, with what it has started, by a group of this process's number.
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
@@ -82,6 +82,7 @@ def _receive(sock: socket.socket) -> tuple[BecomeRank, socket.socket]:
     decoder = FrameDecoder[BecomeRank](BecomeRank)
     data, descriptors, _, _ = socket.recv_fds(sock, 1 << 16, 1)
     while data and descriptors:
+        # The descriptor comes with the first bytes; the order itself may take several reads.
         if orders := decoder.feed(data):
             os.set_inheritable(descriptors[0], False)
             return orders[0], socket.socket(fileno=descriptors[0])
@@ -96,7 +97,7 @@ def _end_with_agent(sock: socket.socket) -> None:
     global _guard
     _guard = sock
     fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(sock, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(sock, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) | os.O_ASYNC)
     os.set_inheritable(sock.fileno(), True)
     poll = select.poll()
@@ -138,6 +139,7 @@ class _RankLog(io.FileIO):
         self._num_lost = 0
         self._is_open = False
         with suppress(OSError):
+            # FileIO takes open descriptors only, and the file may fail to open below.
             os.dup2(null := os.open(os.devnull, os.O_WRONLY), number)
             os.close(null)
         super().__init__(number, "w", closefd=False)
@@ -149,6 +151,7 @@ class _RankLog(io.FileIO):
         view = memoryview(data).cast("B")
         written = 0
         try:
+            # The disk may have room by now.
             if not self._is_open:
                 self._open()
             while written < len(view):
@@ -164,10 +167,7 @@ class _RankLog(io.FileIO):
         self._is_open = True
 
     def _hand_over(self, problem: int, data: bytes) -> None:
-        """Send the agent unwritten output and the error, as fast as it reads.
-
-        Output is lost if the agent does not read for some seconds; what follows then says how much.
-        """
+        """Send the agent unwritten output and the error, as fast as it reads; some is lost if it stops reading."""
         # An agent that is stuck delays a script once, not at each of its writes.
         patience_ms = 0 if self._num_lost else _PATIENCE_MS
         note = b"[oobleck: %d bytes of output are lost here]\n" % self._num_lost if self._num_lost else b""
@@ -185,10 +185,12 @@ class _RankLog(io.FileIO):
 
 def _be_fresh() -> None:
     """Undo what all forks of a server would share."""
+    # Files may have appeared since the server looked into the directories of modules.
     importlib.invalidate_caches()
     reseed_generators()
     torch = sys.modules.get("torch")
     if torch is not None and (threads := os.environ.get("OMP_NUM_THREADS", "")).isdecimal():
+        # A fork keeps torch's number of threads; a fresh process reads it from the environment.
         torch.set_num_threads(int(threads))
 
 
@@ -237,13 +239,14 @@ def _run_script(path: str) -> None:
 
 
 def _print_error(error: BaseException) -> None:
-    """Print an exception as Python does, and write it where torchrun's ranks do, unless the script has done so."""
+    """Print an exception as Python does, and write it where torchrun's ranks do."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in _OWN_FRAMES:
         frames = frames.tb_next
     error = error.with_traceback(frames)
     sys.excepthook(type(error), error, frames)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    # A function under `torch.distributed.elastic`'s `@record` has written it already.
     if not path or os.path.exists(path):
         return
     callstack = "".join(traceback.format_exception(error))
@@ -269,6 +272,7 @@ def _leave(status: int) -> NoReturn:
         try:
             stream.flush()
         except (OSError, ValueError):
+            # Python's own status where standard streams cannot be flushed at exit.
             status = status or 120
     os._exit(status)
 

@@ -57,7 +57,6 @@ def _describe(lines: BinaryIO, answers: TextIO) -> None:
 
 
 def _answer(make: Callable[[], dict[str, object]], script: ScriptSpec, answers: TextIO) -> None:
-    """Write an answer as a line, or what is wrong with the script."""
     try:
         answer = _as_text(make(), script)
     except UserError as error:
@@ -73,6 +72,7 @@ def _answer(make: Callable[[], dict[str, object]], script: ScriptSpec, answers: 
 
 def _tried(job: JobSpec, made: Mapping[str, Callable[..., Any]]) -> dict[str, object]:
     """Try a job with what its script makes; returns a note for people."""
+    # Describing a script needs no torch, which takes seconds to import.
     with quick_imports():
         from oobleck.training.assembly import try_out
 

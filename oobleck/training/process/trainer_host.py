@@ -34,13 +34,14 @@ from oobleck.wire import decode_json
 from .plain_trainers import refuse_plain_trainers
 
 _FAILED = 1
-_IS_ENTRY = b'{"@type"'
+_IS_ENTRY = b'{"@type"'  # other lines are the master's own
 _GONE = 75  # EX_TEMPFAIL: the run continues, or can be continued, without this process
 
 
 def main() -> int:
     """Run the script; returns the exit status."""
     master = socket.socket(fileno=int(sys.argv[1]))
+    # Processes that the script starts may outlive it; the master must see its end all the same.
     os.set_inheritable(master.fileno(), False)
     host = _TrainerHost(master)
     script = decode_json((ScriptSpec,), host.lines.readline())
@@ -118,9 +119,10 @@ class _TrainerHost:
 
 @contextmanager
 def _output_in(log: Path) -> Iterator[None]:
-    """Redirect all output to a file within the block, while the terminal shows the run."""
+    """Within the block, output goes to a file, while the terminal shows the run."""
     sys.stdout.flush()
     sys.stderr.flush()
+    # Redirecting descriptors, not `sys.stdout`, takes along child processes and libraries in other languages.
     kept = [os.dup(number) for number in (1, 2)]
     with log.open("ab") as file:
         for number in (1, 2):

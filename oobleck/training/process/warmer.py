@@ -28,20 +28,17 @@ from .warm_process import LEARN, READY, REFUSED, TRYING, be_warm
 _IDLE_TICK_S = 0.25
 _IMPORT_TICK_S = 0.02
 _QUIET_S = 1.0
-"""Once the log has not grown for this long, the script has made the imports of its start."""
 _LONGEST_S = 15.0
 """After this long, the log is imported although it still grows."""
 _IMPORT_S = 60.0
 """Limit of one import; the processors may be busy with the ranks."""
+# Each start skips the packages that ended earlier ones; a script with more of them than this has its ranks start cold.
 _MOST_STARTS = 4
-"""Starts of the process; once the last one ends, ranks start cold."""
 _MESSAGE_BYTES = 4096
 
 
 @dataclass(slots=True)
 class Warmer:
-    """The warm process of a fork server."""
-
     log: int
     """The descriptor of the import log."""
     warmth: Path
@@ -69,10 +66,12 @@ class Warmer:
         """Do what is due; returns the seconds until the next call."""
         if self._sock is not None and self._due_s is not None:
             self._listen(self._sock)
+            # What it reports may have ended the import.
             if self._due_s is not None and time.monotonic() > self._due_s:
                 self._refused.add(self._trying)
                 self._lose(f"importing {self._trying} has not ended within {self.import_s:g} s")
             return _IMPORT_TICK_S
+        # The last process still learns; only another one would not be started.
         if self._num_starts < _MOST_STARTS or self._sock is not None:
             self._check_log()
         return _IDLE_TICK_S
@@ -81,6 +80,7 @@ class Warmer:
         """Have the process fork, and close the descriptors; returns False where it is not ready."""
         if self._sock is None or self._due_s is not None:
             return False
+        # A stopped process would keep the request, and the rank, until it continues.
         if _is_stopped(self._pid):
             self._lose("it was stopped")
             return False
@@ -101,6 +101,7 @@ class Warmer:
         """Note the end of a child of the server, which may be the process."""
         if self._sock is None or pid != self._pid:
             return
+        # The socket may still hold which module it tried last, or the reason why it ended.
         if not self._listen(self._sock):
             return  # it had reported the reason
         code = os.waitstatus_to_exitcode(status)
@@ -112,12 +113,12 @@ class Warmer:
             self._lose(f"importing {self._trying} ended it: {how}")
 
     def leave(self) -> None:
-        """Close what a forked process must not hold."""
+        # A rank that held this socket would keep the process from seeing its end.
         if self._sock is not None:
             self._sock.close()
 
     def _check_log(self) -> None:
-        """Have the process import what the log holds, once it has not grown for a while."""
+        # A pause in the log shows that the script has made the imports of its start.
         now_s = time.monotonic()
         size_bytes = LogReader(self.log).size_bytes
         if size_bytes == self._learned_bytes:
@@ -129,6 +130,7 @@ class Warmer:
         self._size_bytes = size_bytes
 
     def _learn(self, size_bytes: int) -> None:
+        # First: nothing that sees the file may count on the process while it imports.
         self.warmth.unlink(missing_ok=True)
         if self._sock is None:
             self._start()
@@ -140,6 +142,7 @@ class Warmer:
 
     def _start(self) -> None:
         self._num_starts += 1
+        # Packets keep their boundaries, and tell the end of the other side, as streams do.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         log = LogReader(self.log)
         try:
@@ -156,9 +159,10 @@ class Warmer:
             finally:
                 os._exit(1)
         theirs.close()
-        if pid < 0:
+        if pid < 0:  # the next tick starts another one
             ours.close()
             return
+        # The server also forks cold ranks, so it never waits for the process.
         ours.setblocking(False)
         self._sock, self._pid = ours, pid
 

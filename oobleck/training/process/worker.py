@@ -76,7 +76,7 @@ class _AgentLink:
         sock.setblocking(True)  # the agent made it for trio
         self._socket = sock
         self._decoder: FrameDecoder[protocol.WorkerBound] = FrameDecoder(protocol.WorkerBound)
-        self._writing = threading.Lock()
+        self._writing = threading.Lock()  # frames of several threads must not mix
         self._arrived: deque[protocol.WorkerBound] = deque()
 
     def send(self, message: protocol.WorkerMessage) -> None:
@@ -124,6 +124,7 @@ class _Worker:
         self._link = link
         self._job = job
         self._worker_id = setup.worker_id
+        # The thread that makes the worker also trains.
         self._training_thread = threading.get_ident()
         self._device = comm.choose_device(job.device, setup.local_device)
         comm.use_device(self._device)
@@ -175,7 +176,6 @@ class _Worker:
         )
 
     def run(self) -> NoReturn:
-        """Follow orders until the process ends."""
         threading.Thread(target=self._read, daemon=True, name="control").start()
         dataset, structure, name = self._assembly.train, self._assembly.structure, device_name(self._device)
         self._link.send(
@@ -210,7 +210,7 @@ class _Worker:
             self._handle(self._link.receive())
 
     def _handle(self, message: protocol.WorkerBound) -> None:
-        """Handle one message; runs on the control thread and never waits for the training thread."""
+        # On the control thread, which never waits for the training thread.
         match message:
             case protocol.AskActivity():
                 self._report_activity(message)
@@ -257,7 +257,7 @@ class _Worker:
                 assert_never(message)
 
     def _hear(self, sender: WorkerId, message: protocol.PeerMessage) -> None:
-        """Handle a peer's message; runs on the thread of the links."""
+        # On the thread of the links.
         match message:
             case protocol.PartUp() | protocol.TotalDown():
                 self._agreements.hear(sender, message)
@@ -266,11 +266,11 @@ class _Worker:
                 self._groups.take(message)
 
     def _note_lost(self, worker_id: WorkerId) -> None:
-        """Note that a link which was wanted has ended; runs on the thread of the links."""
         self._log.info("has lost its link to %s", worker_id)
         self._agreements.note_lost(worker_id)
 
     def _answer(self, fence: protocol.Fence) -> protocol.Status:
+        # First: from here on, nothing of an earlier generation is applied, and it is known whether the pipeline stops.
         status = self._commit_state.answer(fence)
         self._groups.abort_fenced(is_pipeline_stopped=self._commit_state.is_pipeline_stopped())
         self._links.forget(fence.lost)
@@ -286,7 +286,8 @@ class _Worker:
         return status
 
     def _explain(self, fence: protocol.Fence) -> None:
-        """Answer a fence that asks why no step is committed, on a thread of its own, because that takes time."""
+        """Answer a fence that asks why no step is committed."""
+        # Before the answer, which ends the training thread's wait.
         asked_s, used_s, mark = time.monotonic(), time.process_time(), self._waiter.mark
         waits_for, stack = self._waiter.waits_for, _stack_of(self._training_thread)
         status = self._answer(fence)
@@ -296,6 +297,7 @@ class _Worker:
         def answer() -> None:
             others = [each for each in fence.probe_addresses if each.worker_id != self._worker_id]
             unreachable = comm.probe_all(others)
+            # A worker that waits for another is not the cause, so its answer need not wait until patience ends.
             if not waits_for:
                 self._await_progress(mark, status.microbatches_done, asked_s + fence.patience_s)
             is_busy = time.process_time() - used_s >= _BUSY_SHARE * (time.monotonic() - asked_s)
@@ -305,10 +307,11 @@ class _Worker:
             found = replace(status, waits_for=waits_for, has_come_on=comes_on)
             self._link.send(replace(found, unreachable=unreachable, stack=stack))
 
+        # Probing peers and waiting for progress take seconds, in which the control thread has other messages to handle.
         threading.Thread(target=answer, daemon=True, name="explain").start()
 
     def _report_activity(self, asked: protocol.AskActivity) -> None:
-        """Report what the training thread is doing, once it progresses or patience ends; on a thread of its own."""
+        """Report what the training thread is doing, once it progresses or patience ends."""
         asked_s, mark, done = time.monotonic(), self._waiter.mark, self._commit_state.microbatches_done
 
         def report() -> None:
@@ -371,6 +374,7 @@ class _Worker:
                 peer,
                 leads=wanted.leads,
                 timeout_s=wanted.timeout_s,
+                # A plan never waits for a measurement.
                 interrupted=lambda: self._commit_state.has_update,
             )
             self._log.info("has timed its link to %s", peer)
@@ -386,6 +390,6 @@ class _Worker:
 
 
 def _stack_of(thread: int) -> str:
-    """Format the stack of a thread of this process, the innermost call last."""
+    # The innermost calls are the last lines.
     frame = sys._current_frames().get(thread)
     return "".join(traceback.format_stack(frame)[-_STACK_LINES:]) if frame is not None else ""
