@@ -131,7 +131,7 @@ class ForkServer:
                 self._forker.spurn()
             elif self._forker.fork(descriptors):
                 return
-        pid = fork_supervised(self._work, descriptors, is_warm=False, leave=self.leave)
+        pid = fork_supervised(self._work, descriptors, leave=self.leave)
         if pid is not None:
             self._supervisors.add(pid)
 

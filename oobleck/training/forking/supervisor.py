@@ -20,8 +20,9 @@ import signal
 import socket
 import struct
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NoReturn
 
 from .process_names import set_name
@@ -31,35 +32,93 @@ ENDS = (signal.SIGINT, signal.SIGTERM)
 """Signals that a forked process has blocked, so that an early one waits until the process has set its handlers."""
 FORKED, ENDED = 0, 1
 _PR_SET_CHILD_SUBREAPER = 36
+_MESSAGE_BYTES = 64
 
 
 def fork_supervised(
-    work: Callable[[socket.socket], None], descriptors: list[int], *, is_warm: bool, leave: Callable[[], None]
+    work: Callable[[socket.socket], None], descriptors: list[int], *, leave: Callable[[], None]
 ) -> int | None:
     """Fork a process that calls `work` with the first descriptor, a socket; the second, a pipe, receives its reports.
 
     Closes both here. The supervisor calls `leave`, which closes the server's files. Returns the supervisor's process
-    id; None from a warm process, and if no process can be made, which the agent notices by the pipe's end.
+    id; None if no process can be made, which the agent notices by the pipe's end.
     """
-    # A supervisor that a warm process forks becomes the server's child, by a second fork: any child of the warm process
-    # counts as one that a package has left behind.
     pid = _fork()
-    if is_warm and pid == 0 and _fork() != 0:
-        os._exit(0)
-    if is_warm and pid:
-        os.waitpid(pid, 0)
     if pid == 0:
-        try:
-            os.setsid()  # out of reach of signals to the server's process group
+        with _ending_in_any_case():
             leave()
-            _supervise(work, *descriptors, is_warm=is_warm)
-        except BaseException:  # noqa: BLE001  the agent only sees the pipe's end
-            traceback.print_exc()
-        finally:
-            os._exit(1)  # after any error: the code after this is the server's
+            _supervise(work, *descriptors, is_warm=False)
     for descriptor in descriptors:
         os.close(descriptor)
-    return None if is_warm else pid
+    return pid
+
+
+class SpareSupervisor:
+    """A supervisor that a warm process has forked in advance, so that a rank costs one fork when it is asked for.
+
+    A fork takes some ten milliseconds in a process as large as that one.
+    """
+
+    def __init__(self, work: Callable[[socket.socket], None], *, leave: Callable[[], None]) -> None:
+        """The supervisor calls `leave`, which closes the warm process's files. Raises OSError."""
+        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            # The second fork makes the supervisor a child of the server: any child of the warm process counts as one
+            # that a package has left behind.
+            if (pid := _fork()) == 0:
+                with _ending_in_any_case():
+                    if _fork() == 0:
+                        self._sock.close()
+                        leave()
+                        _stand_by(work, theirs)
+        if pid is not None:
+            os.waitpid(pid, 0)
+        number = self._sock.recv(_MESSAGE_BYTES)
+        if not number:
+            self._sock.close()
+            raise OSError("no process can be made")
+        self._pid = int(number)
+
+    def supervise(self, descriptors: list[int]) -> bool:
+        """Have it fork its process, with the descriptors of `fork_supervised`; return False if it cannot."""
+        if is_stopped(self._pid):
+            os.kill(self._pid, signal.SIGKILL)
+            return False
+        try:
+            socket.send_fds(self._sock, [b"f"], descriptors)
+        except OSError:  # it has been killed
+            return False
+        self._sock.close()
+        return True
+
+    def close(self) -> None:
+        """Have it end, unless it supervises a process."""
+        self._sock.close()
+
+
+def _stand_by(work: Callable[[socket.socket], None], sock: socket.socket) -> None:
+    with sock:
+        sock.send(str(os.getpid()).encode())
+        data, descriptors, _, _ = socket.recv_fds(sock, _MESSAGE_BYTES, 2)
+    if data:
+        _supervise(work, *descriptors, is_warm=True)
+
+
+@contextmanager
+def _ending_in_any_case() -> Iterator[None]:
+    """End a forked process with the block, whatever happens: the code after it is its parent's."""
+    try:
+        yield
+    except BaseException:  # noqa: BLE001  the agent only sees the pipe's end
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def is_stopped(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "Tt"
+    return False
 
 
 def _fork() -> int | None:
@@ -76,6 +135,7 @@ def adopt_orphans(adopts: bool) -> None:
 
 
 def _supervise(work: Callable[[socket.socket], None], own: int, report: int, *, is_warm: bool) -> NoReturn:
+    os.setsid()  # out of reach of signals to the server's process group
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     leave_ends_to_agents()

@@ -13,6 +13,7 @@ import gc
 import importlib
 import importlib.util
 import os
+import select
 import signal
 import site
 import socket
@@ -24,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from oobleck.training.forking import adopt_orphans, fork_supervised, set_name
+from oobleck.training.forking import SpareSupervisor, adopt_orphans, set_name
 
 from .generators import LIBRARIES, generator_states
 from .import_log import LogReader, Lookup
@@ -36,11 +37,15 @@ TRYING = b"t"
 REFUSED = b"x"
 """The name of a module follows that no fork can be made with, and the reason; the process ends."""
 READY = b"r"
+NUM_SPARES = min(os.cpu_count() or 1, 8)
+"""Supervisors that stand by: as many as the ranks that usually start at once on a node."""
 
 _forks: list[None] = []  # one element for each fork of this process since the last import began
 _MESSAGE_BYTES = 4096
 _DESCRIPTORS = 2
 _PR_SET_PDEATHSIG = 1
+_START_S = 1.0
+"""The time after a rank's start in which its processors are left to it."""
 
 
 def be_warm(
@@ -57,15 +62,42 @@ def be_warm(
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     sock.setblocking(True)
+    spares: list[SpareSupervisor] = []
+
+    def leave() -> None:
+        sock.close()
+        for spare in spares:
+            spare.close()
+
+    pause_s = 0.0  # before the next spare
+    is_ready = False
     while True:
+        lacks_spares = is_ready and len(spares) < NUM_SPARES
+        if not select.select([sock], [], [], pause_s if lacks_spares else None)[0]:
+            with suppress(OSError):  # there is no room for another process
+                spares.append(SpareSupervisor(work, leave=leave))
+            continue
         data, descriptors, _, _ = socket.recv_fds(sock, _MESSAGE_BYTES, _DESCRIPTORS)
         if not data:
             os._exit(0)
         if data.startswith(LEARN):
+            while spares:  # they would not have what is imported now
+                spares.pop().close()
             _learn(sock, log.read(int(data[1:])), refused)
             sock.send(READY)
+            is_ready, pause_s = True, 0.0
         elif len(descriptors) == _DESCRIPTORS:
-            fork_supervised(work, descriptors, is_warm=True, leave=sock.close)
+            _fork(descriptors, spares, lambda: SpareSupervisor(work, leave=leave))
+            pause_s = _START_S
+
+
+def _fork(descriptors: list[int], spares: list[SpareSupervisor], make: Callable[[], SpareSupervisor]) -> None:
+    """Fork a rank; if no process can be made, the agent notices by the end of its pipe."""
+    with suppress(OSError):
+        while not (spares.pop() if spares else make()).supervise(descriptors):
+            pass
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _learn(sock: socket.socket, found: Iterator[Lookup], refused: frozenset[str]) -> None:

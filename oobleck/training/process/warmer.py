@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
-from oobleck.training.forking import ForkServer
+from oobleck.training.forking import ForkServer, is_stopped
 
 from .import_log import LogReader
 from .warm_process import LEARN, READY, REFUSED, TRYING, be_warm
@@ -81,7 +81,7 @@ class Warmer:
         if self._sock is None or self._due_s is not None:
             return False
         # A stopped process would keep the request, and the rank, until it continues.
-        if _is_stopped(self._pid):
+        if is_stopped(self._pid):
             self._lose("it was stopped")
             return False
         try:
@@ -204,9 +204,3 @@ class Warmer:
         with suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
         self._due_s = None
-
-
-def _is_stopped(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "Tt"
-    return False

@@ -13,10 +13,11 @@ import pytest
 import oobleck
 
 DRIVE = """
-import json, os, signal, socket, sys, time
+import contextlib, json, os, signal, socket, sys, time
 from pathlib import Path
 from oobleck.training.process.import_log import make_log
 from oobleck.training.forking.supervisor import REPORT
+from oobleck.training.process.warm_process import NUM_SPARES as most
 from oobleck.training.process.warmer import Warmer
 
 class Server:
@@ -79,6 +80,29 @@ assert not warmth.exists()
 until(warmth.exists)
 said, _ = forked()
 print(json.dumps({"said": said, "problems": server.problems}))
+warmer.close()
+"""
+SPARES = """
+def spares():
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state, _, group = (path / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(group) == warmer._pid != int(path.name) and state != "Z":
+                found[int(path.name)] = state
+    return found
+
+until(lambda: len(spares()) == most)
+ready = spares()
+said, (first, _) = forked()
+taken, = set(ready) - set(spares())
+for pid in spares():
+    os.kill(pid, signal.SIGSTOP if pid % 2 else signal.SIGKILL)
+until(lambda: set(spares().values()) <= {"T"})
+again = [forked() for _ in range(most + 1)]
+until(lambda: len(spares()) == most)
+print(json.dumps({"said": said, "again": [each[0] for each in again], "problems": server.problems}))
+os.kill(min(spares()), signal.SIGSTOP)
 warmer.close()
 """
 GROW = """
@@ -203,6 +227,17 @@ def test_a_warm_process_that_is_killed_or_stopped_is_not_waited_for_and_another_
     assert said["said"]["fine"]
     (told,) = said["problems"]
     assert problem in told
+    assert marked(tmp_path) == []
+
+
+def test_ranks_are_forked_from_supervisors_that_stand_by_and_may_be_killed_or_stopped(
+    tmp_path: Path, site: Path
+) -> None:
+    done = driven(tmp_path, site, "fine", SPARES)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert all(said["fine"] for said in (answer["said"], *answer["again"]))
+    assert answer["problems"] == []
     assert marked(tmp_path) == []
 
 
