@@ -41,6 +41,7 @@ class RunBooks:
         if replay is None:
             raise PeerError("an image of a run that never started")
         replay.learn(journal.PlanUnpacker().plans(image.plans))
+        # These fields repeat other parts of the image, which is why they are not in it.
         books.account.started, books.account.newest = replay.started, books.newest
         books.view.learn(replay.started, books.newest)
         for entry in (replay.started, *replay.profiles.values(), books.newest):
@@ -60,11 +61,9 @@ class RunBooks:
 
     @property
     def newest(self) -> journal.PlanAdopted | None:
-        """The newest plan."""
         return self._replay.plans[-1] if self._replay is not None and self._replay.plans else None
 
     def apply(self, entry: journal.JournalEntry) -> None:
-        """Take the next entry in."""
         self.account.apply(entry)
         self.view.apply(entry)
         self.metrics.apply(entry)

@@ -157,6 +157,7 @@ def literal(choices: tuple[object, ...]) -> Shape:
     classes = tuple(dict.fromkeys(type(choice) for choice in choices))
 
     def read(raw: object) -> object:
+        # The class is compared as well, because True equals 1.
         if type(raw) not in classes or raw not in choices:
             raise unexpected(expectation, raw)
         return raw

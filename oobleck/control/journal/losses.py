@@ -30,8 +30,6 @@ class LossCause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLost:
-    """The connection to its agent broke."""
-
     cause: ClassVar[LossCause] = LossCause.CONNECTION_LOST
     failure: ClassVar[Failure] = Failure.CONTACT_LOST
     text: ClassVar[str] = "its connection was lost"
@@ -39,8 +37,6 @@ class ConnectionLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLost:
-    """Its agent is gone."""
-
     cause: ClassVar[LossCause] = LossCause.CONNECTION_LOST
     failure: ClassVar[Failure] = Failure.CONTACT_LOST
     had_no_master: bool = False
@@ -52,8 +48,6 @@ class AgentLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotReading:
-    """It does not read its messages."""
-
     cause: ClassVar[LossCause] = LossCause.CONNECTION_LOST
     failure: ClassVar[Failure] = Failure.CONTACT_LOST
     num_unread: int
@@ -115,8 +109,6 @@ class WorkerEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoWorkerStarts:
-    """Its agent can start no worker."""
-
     cause: ClassVar[LossCause] = LossCause.WORKER_EXITED
     failure: ClassVar[Failure] = Failure.NO_WORKER
     problem: str
@@ -128,8 +120,6 @@ class NoWorkerStarts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLeft:
-    """Its agent ended by itself."""
-
     cause: ClassVar[LossCause] = LossCause.AGENT_LEFT
     failure: ClassVar[Failure] = Failure.REQUESTED
     reason: str
@@ -141,8 +131,6 @@ class AgentLeft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutOff:
-    """It reaches the master, but its peers do not reach it."""
-
     cause: ClassVar[LossCause] = LossCause.CUT_OFF
     failure: ClassVar[Failure] = Failure.CUT_OFF
     text: ClassVar[str] = "it reaches the master, but its peers do not reach it"

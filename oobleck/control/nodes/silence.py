@@ -150,7 +150,7 @@ class Silence:
         self._waited_for_s = self._first_of(silent) + limit_s
         if now_s < self._waited_for_s:
             return {}
-        # Most nodes are given up here. The rest of them get no time beyond a lease of their own.
+        # The silent nodes are given up here. The others get one more lease, and not all the time of the silence.
         self._trust_again(now_s, 0.0)
         return {node: now_s - heard_s[node] for node in silent if now_s >= heard_s[node] + self._control.lease_s}
 

@@ -76,7 +76,7 @@ class WorkerExited(FromWorker):
 
     @property
     def was_ended_from_outside(self) -> bool:
-        """Whether nothing indicates an error of its own."""
+        # If how it ended is unknown, nothing indicates an error of its own.
         return isinstance(self.end, Killed | Unseen)
 
 

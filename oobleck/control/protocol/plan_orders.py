@@ -31,6 +31,7 @@ class PlanId:
     digest: str
 
 
+# Without slots, because `id` is kept in the instance's dict: its digest costs O(nodes).
 @dataclass(frozen=True, kw_only=True)
 class OrderedPlan:
     """A plan that was ordered, with everything that the next one may be a change of."""
@@ -57,14 +58,15 @@ class OrderedPlan:
         return self.partial if step == self.boundary + 1 else records.NOTHING
 
     def _digest(self) -> str:
-        """Return a digest that is equal for equal plans, on any machine; O(nodes)."""
         found = hashlib.blake2s(digest_size=8)
         texts: dict[int, str] = {}
         for pipeline in self.plan.pipelines:
             template = pipeline.template
-            if id(template) not in texts:  # thousands of pipelines share a few
+            # Thousands of pipelines share a few templates, whose texts are long.
+            if id(template) not in texts:
                 texts[id(template)] = repr(template)
             found.update(f"{texts[id(template)]} {pipeline.nodes} {pipeline.num_microbatches}\n".encode())
+        # Texts of dataclasses and enums are the same on any machine, unlike Python's own hashes of strings.
         rest = (self.plan.spares, self.pipeline_generations, tuple(map(str, self.schedules)))
         found.update(repr((rest, self.boundary, self.partial, self.num_sections)).encode())
         return found.hexdigest()

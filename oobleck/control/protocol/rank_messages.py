@@ -23,8 +23,9 @@ from oobleck.job.ranks import RanksSpec
 
 from .ends import ProcessEnd
 
+# A real-time signal, because scripts and libraries have handlers of their own for the common ones.
 TRACE_SIGNAL = 59
-"""An unused real-time signal, at which a rank writes its threads' stacks."""
+"""At this signal a rank writes its threads' stacks."""
 
 OVERFLOW_HEAD = struct.Struct(">BIQ")
 """The head of what a rank could not write: the descriptor, the error number, and the file's size by then."""

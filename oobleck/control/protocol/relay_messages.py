@@ -113,6 +113,7 @@ class RelaySaid:
 
 def news_in(message: object) -> str:
     """Return a name that is equal for messages with the same news, that a step is committed; else empty."""
+    # The generation is part of it, because a step that was lost is committed again in a later one.
     return f"{message.record.generation} {message.record.step}" if isinstance(message, StepCommitted) else ""
 
 

@@ -172,7 +172,8 @@ def _read_note(raw: bytes) -> _PartFile:
     try:
         part = load_json(raw)
         if isinstance(part, dict) and isinstance(part.get("note"), dict):
-            part["note"] = {"script": "", "arguments": "", **part["note"]}  # older versions lack these
+            # Parts that older versions saved lack these fields, and the decoder requires all of them.
+            part["note"] = {"script": "", "arguments": "", **part["note"]}
         text = json.dumps(part)
     except ValueError as error:
         raise PeerError(f"it is not JSON: {error}") from error
@@ -191,6 +192,7 @@ def write_part(directory: Path, note: PartNote, layout: Layout, data: memoryview
         try:
             size, digest = write_layer_file(file, layout.entries, data, metadata={"format": "pt"})
             part = encode_json(_PartFile(note=note, size_bytes=size, sha256=digest))
+            # The note follows the file that it describes: without a note, a part does not count.
             write_file(file.with_suffix(".json"), [memoryview(part)])
         except FileNotFoundError:  # the agent of a rank that is far ahead has removed the still empty directory
             if attempt == _WRITES - 1:
@@ -273,6 +275,7 @@ def make_room_for_taken(memory: FlashMemory) -> None:
 
 def note_taken(slot: Slot) -> None:
     """Note that a slot may be overwritten, because its state is on its way to the disk."""
+    # In a file of its own, because only the rank writes to its slots.
     _write_taken(slot.memory.path, slot.sequence)
 
 

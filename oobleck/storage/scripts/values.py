@@ -32,6 +32,7 @@ def to_tree(value: object, leaf: Callable[[object, str], TreeNode], *, path: str
         raise UsageError(f"{path}: nested more than {_MOST_DEEP} deep")
     if type(value) is int and value.bit_length() > _MOST_BITS:
         return {"int": hex(value)}
+    # Exact classes alone: a value of a subclass, such as numpy's float64, would come back as another class.
     if type(value) in _PLAIN:
         return value  # type: ignore[return-value]  # mypy does not narrow by `type(...) in`
     if isinstance(value, Mapping):
