@@ -16,8 +16,6 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class Notation(Enum):
-    """What carries the builtins."""
-
     BINARY = "binary"
     TEXT = "text"
 

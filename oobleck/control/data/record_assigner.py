@@ -49,8 +49,6 @@ class _Known:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """The records of one step."""
-
     runs: tuple[protocol.RecordRun, ...]
     num_items: int
     after: protocol.DataPosition

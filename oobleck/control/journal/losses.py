@@ -59,8 +59,6 @@ class NotReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProtocolBroken:
-    """It sent what the protocol does not allow."""
-
     cause: ClassVar[LossCause] = LossCause.CONNECTION_LOST
     failure: ClassVar[Failure] = Failure.CONTACT_LOST
     problem: str
@@ -138,8 +136,6 @@ class CutOff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Excluded:
-    """It cannot take part."""
-
     cause: ClassVar[LossCause] = LossCause.UNREACHABLE
     failure: ClassVar[Failure] = Failure.UNFIT_NODE
     problem: str

@@ -76,8 +76,6 @@ class PlanCause(StrEnum):
 
 
 class Action(StrEnum):
-    """How the plan was changed."""
-
     START = "start"
     REINSTANTIATE = "reinstantiate"
     BORROW = "borrow"

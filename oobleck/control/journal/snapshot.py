@@ -12,8 +12,6 @@ from oobleck.errors import ExitCode
 
 
 class RunState(StrEnum):
-    """What the whole run is doing."""
-
     STARTING = "starting"
     TRAINING = "training"
     RECONFIGURING = "reconfiguring"
@@ -34,8 +32,6 @@ def state_at_end(exit_code: int, *, is_whole: bool) -> RunState:
 
 
 class WorkState(StrEnum):
-    """What a stage is doing."""
-
     STARTING = "starting"
     TRAINING = "training"
     RECONFIGURING = "reconfiguring"
@@ -44,8 +40,6 @@ class WorkState(StrEnum):
 
 
 class NodeState(StrEnum):
-    """What a node is doing."""
-
     CONNECTING = "connecting"
     CONNECTED = "connected"
     READY = "ready"

@@ -82,8 +82,6 @@ class PairDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeFailed:
-    """The probe itself failed, and ends."""
-
     reason: str
 
 

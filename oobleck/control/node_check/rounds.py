@@ -23,11 +23,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+# More than four rounds are only needed if no pair works at first.
 _MAX_ROUNDS = 6
-"""More than four are only needed if no pair works at first."""
 
+# These vary more between healthy nodes than other measures do, so they may be this many times slower.
 _TOLERANCE = {"loopback": 2.0, "disk": 4.0}
-"""How many times slower than other measures these may be, because they vary more between healthy nodes."""
 
 _PAIR_TOLERANCE = 1.5
 
@@ -42,8 +42,6 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoloResult:
-    """A node's test alone."""
-
     node: str
     seconds: Mapping[str, float] = field(default_factory=dict)
     """The times of equal work on every node, keyed by measure (compute, memory, loopback, disk)."""
@@ -137,7 +135,6 @@ class NodeCheck:
         return self._test_suspects()
 
     def take(self, solo: Iterable[SoloResult], pairs: Iterable[PairResult]) -> None:
-        """Take the results of a round in. The first of each kind set the median for the later ones."""
         self._num_rounds += 1
         for alone in solo:
             self._solo[alone.node].append(alone)
@@ -145,6 +142,7 @@ class NodeCheck:
         for pair in together:
             self._pairs[_key(*pair.nodes)].append(pair)
         self._note_usual()
+        # Later rounds test suspects, whose times must not become the measure of others.
         if self._pair_median_s is None:
             times_s = [pair.seconds for pair in together if pair.seconds is not None]
             self._pair_median_s = _lower_median(times_s) if times_s else None
@@ -158,12 +156,12 @@ class NodeCheck:
                 self._solo_median_s[device] = medians
 
     def verdict(self) -> CheckVerdict:
-        """Return the verdict by the results so far."""
         nodes = tuple(self._judge(node) for node in self._nodes)
         healthy = {verdict.node for verdict in nodes if verdict.health is Health.HEALTHY}
         links = tuple(
             LinkVerdict(nodes=pair, reason=self._pair_reason(pair), factor=self._pair_factor(pair))
             for pair in sorted(self._pairs)
+            # Where one of the nodes is at fault, its links are not to blame.
             if healthy.issuperset(pair) and not self._works(pair)
         )
         return CheckVerdict(nodes=nodes, links=links)
@@ -200,7 +198,7 @@ class NodeCheck:
         return NodeVerdict(node=node, health=Health.SLOW, reason=reason, factor=min(factors))
 
     def _is_proven(self, node: str) -> bool:
-        if len(self._nodes) == 1:
+        if len(self._nodes) == 1:  # there is no other node to prove it with
             return self._has_passed_alone(node)
         return self._has_passed_alone(node) and any(node in pair and self._works(pair) for pair in self._pairs)
 
@@ -211,6 +209,7 @@ class NodeCheck:
         results = self._solo[node]
         if self._has_passed_alone(node):
             return False
+        # One bad result may be due to a load that has passed by the second test.
         return len(results) >= 2 or any(result.is_final for result in results)
 
     def _is_good(self, result: SoloResult) -> bool:
@@ -282,7 +281,8 @@ class NodeCheck:
         return CheckRound(solo=again, pairs=pairs) if again or pairs else None
 
     def _with_proven(self, suspects: Sequence[str], proven: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Pair each suspect with a proven node that it has not met, and that has the fewest tests."""
+        """Pair each suspect with a proven node that it has not met."""
+        # The pairs of one node are tested one after the other, so suspects are spread over the proven nodes.
         load = dict.fromkeys(proven, 0)
         for suspect in suspects:
             unmet = [node for node in proven if _key(suspect, node) not in self._pairs]
@@ -316,4 +316,5 @@ def _medians(results: Iterable[SoloResult]) -> dict[str, float]:
 
 
 def _lower_median(values: Sequence[float]) -> float:
+    # The lower one, so that of two values the faster is the measure.
     return sorted(values)[(len(values) - 1) // 2]

@@ -15,8 +15,6 @@ from .worker_messages import WorkerReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStarted(FromWorker):
-    """A worker process exists."""
-
     needs_orders: ClassVar[bool] = False
     outlives_worker: ClassVar[bool] = True
     pid: int

@@ -121,8 +121,6 @@ class CheckpointCommitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindCheckpoints(ForWorker):
-    """Look for states to restore, in memory and on disk."""
-
     request: int
     directory: str | None
     """Another place to look: a checkpoint, or a directory of checkpoints."""

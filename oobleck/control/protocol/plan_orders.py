@@ -25,8 +25,6 @@ WorkerNames = tuple[tuple[int, Names], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanId:
-    """Names a plan that was ordered."""
-
     generation: int
     digest: str
 

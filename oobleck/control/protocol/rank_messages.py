@@ -128,8 +128,6 @@ class RankFailed(FromRanks):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksFinished(FromRanks):
-    """All ranks of the node have ended with status 0."""
-
     generation: int
 
 

@@ -72,8 +72,6 @@ RelayOrder = BecomeRelay | JoinRelay | UseRelay | LeaveRelay | Relayed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayOpen:
-    """The agent listens."""
-
     host: str
     port: int
     ticket: bytes

@@ -18,8 +18,6 @@ from .records import ForWorker, FromWorker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanRange:
-    """Where to look in a shard."""
-
     shard: int
     start: int
     limit: int

@@ -50,8 +50,6 @@ Tensors = Mapping[str, tuple[TensorSpec, memoryview]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartNote:
-    """Describes a part."""
-
     name: str
     step: int
     start: str
