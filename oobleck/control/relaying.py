@@ -32,7 +32,6 @@ def parent_of(position: int, fanout: int) -> int | None:
 
 
 def children_of(position: int, fanout: int) -> range:
-    """Return the positions whose relay this one is."""
     first = fanout * (position + 1)
     return range(first, first + fanout)
 

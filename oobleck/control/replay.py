@@ -125,10 +125,5 @@ class FinishedRun:
 
     def is_all_of(self, job: JobSpec) -> bool:
         """Whether it is what `job` asks for: the same model, trained as far at least, in the same place."""
-        same = (self.job.tag, self.job.model, self.job.script, self.job.checkpoint.directory) == (
-            job.tag,
-            job.model,
-            job.script,
-            job.checkpoint.directory,
-        )
-        return same and job.checkpoint.enabled and self.step >= job.max_steps
+        ours, theirs = ((each.tag, each.model, each.script, each.checkpoint.directory) for each in (self.job, job))
+        return ours == theirs and job.checkpoint.enabled and self.step >= job.max_steps

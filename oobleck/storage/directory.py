@@ -219,5 +219,4 @@ def _part_of(layout: Layout) -> int | None:
 
 
 def layer_file_name(layer: int, part: int | None = None) -> str:
-    """Return the name of the file of a layer, or of one of its parts."""
     return f"layer-{layer:04d}.safetensors" if part is None else f"layer-{layer:04d}.{part}.safetensors"

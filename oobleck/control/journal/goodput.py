@@ -1,7 +1,5 @@
 """What the time of a run, and of its nodes, went into: the states that partition it, and the goodput.
 
-Computed from the journal's entries alone, for the dashboard, the summary and the simulator.
-
 The states of a run are disjoint, and their seconds sum to the elapsed time:
 
     from                       until                        counts as

@@ -214,7 +214,6 @@ class RunAccount:
             self._evaluations = {step: loss for step, loss in self._evaluations.items() if step <= restored}
 
     def summary(self, losses: tuple[float, ...] = ()) -> Summary:
-        """Return the summary so far, with the losses of the committed steps."""
         job, end, plan, gap, tally = self.started, self._end, self.newest, self._gap, self._tally
         split = self._nodes.time.at(self._elapsed_s)
         batch = job.job.global_batch_size if job else 0

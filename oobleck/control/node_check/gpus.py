@@ -158,7 +158,6 @@ class GpuFinding:
     nvml: NvmlState = NvmlState.READ
     error: str = ""
     name: str = ""
-    """The GPU's name, if it matters."""
 
 
 def findings_about(gpus: Iterable[GpuFacts]) -> tuple[GpuFinding, ...]:

@@ -21,7 +21,6 @@ class MeasurePair:
     """Exchange data with a peer, which does the same."""
 
     key: str
-    """Identifies this test."""
     nodes: tuple[str, str]
     address: str
     timeout_s: float

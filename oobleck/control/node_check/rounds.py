@@ -12,8 +12,6 @@ in DLRover's check, double the median of a small cluster, or condemn partners.)
     3  suspects    alone again, and with a proven node  proven; condemned when twice at fault alone
     4  suspects    with a second proven node            condemned when at fault with both
 
-With up to a quarter of the nodes or links at fault, the lower medians belong to healthy ones, and these rounds are
-enough.
 """
 
 from __future__ import annotations
@@ -316,5 +314,6 @@ def _medians(results: Iterable[SoloResult]) -> dict[str, float]:
 
 
 def _lower_median(values: Sequence[float]) -> float:
-    # The lower one, so that of two values the faster is the measure.
+    # Of two values the faster is the measure. With up to a quarter of the nodes or links at fault, the lower median is
+    # that of a healthy one.
     return sorted(values)[(len(values) - 1) // 2]

@@ -153,7 +153,6 @@ class NodeLifecycle:
             turn.record(journal.NodeUnfit(t_s=turn.now_s, node=node, fault=loss.fault, is_tried_again=True))
 
     def give_up(self, turn: Turn, node: str, loss: journal.Loss) -> None:
-        """Give a node up, unless it was given up before."""
         member, is_begun = self._members[node], self._program.is_begun
         # Several things show the same loss: the connection breaks, the lease lapses, a peer reports it.
         if member.state in (MemberState.LOST, MemberState.LEFT):
@@ -248,7 +247,6 @@ class NodeLifecycle:
                 turn.send(member.spec.name, protocol.StopAgent(reason="drained", is_dismissal=True))
 
     def agent_stopped(self, turn: Turn, member: Member, message: protocol.AgentStopped) -> None:
-        """An agent has ended, on request or by itself."""
         node, reason = member.spec.name, message.reason
         # A node that ends before it has handed its state over is lost, although it was to leave.
         if not member.is_draining or self._program.needs(node):

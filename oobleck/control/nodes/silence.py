@@ -163,7 +163,6 @@ class Silence:
         return [node for node in self._members.living_names if heard_s[node] <= since_s]
 
     def _suspects(self, silent: Sequence[str]) -> bool:
-        """Whether this master suspects itself."""
         # Nodes that have notice of their end fall silent together for a reason of their own.
         silent = [node for node in silent if not self._members[node].has_notice]
         return are_most(len(silent), sum(not member.has_notice for member in self._members.living))

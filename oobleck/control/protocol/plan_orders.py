@@ -45,7 +45,6 @@ class OrderedPlan:
     partial: records.PartialStep
     """What is committed of the step after the boundary then."""
     num_sections: int
-    """How many sections a step has under this plan."""
 
     @cached_property
     def id(self) -> PlanId:
@@ -135,7 +134,6 @@ class CommonOrder:
     saves: bool
     restore: Restore | None
     moving: Runs
-    """The layers that change hands."""
     regrouped: Runs
     """By their places among the plan's workers."""
     others_regrouped: WorkerNames
