@@ -96,6 +96,7 @@ def is_shown(setup: RankSetup, *, is_error: bool) -> bool:
     run, local_rank = setup.run, setup.local_rank
     if run.shown_ranks and local_rank not in run.shown_ranks:
         return False
+    # As with torchrun: --redirects sends a stream to its file alone, and --tee also shows it.
     redirected, teed = run.redirects.of(local_rank), run.tee.of(local_rank)
     if is_error:
         return teed.stderr or not redirected.stderr

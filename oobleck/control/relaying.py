@@ -39,6 +39,7 @@ def children_of(position: int, fanout: int) -> range:
 def child_towards(position: int, target: int, fanout: int) -> int | None:
     """Return the child of `position` that is `target` or leads to it; None if it is not below. O(depth)."""
     at: int | None = target
+    # A relay's position is smaller than those of its children, so the way up ends at or before this one.
     while at is not None and at > position:
         above = parent_of(at, fanout)
         if above == position:
@@ -143,6 +144,7 @@ def _merged(said: Iterable[_Said]) -> Iterator[protocol.RelaySaid]:
             for position in each.positions:
                 devices_of[each.frame, each.news][position] += each.devices
         for (frame, news), found in devices_of.items():
+            # A merged message has one list of devices for all its nodes.
             alike: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
             for position, speakers in found.items():
                 alike[tuple(sorted(speakers))].append(position)

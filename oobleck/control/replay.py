@@ -94,6 +94,7 @@ class RunBooks:
         if self.started is None or end is None or saved is None or end.exit_code != ExitCode.DONE:
             return None
         job = self.started.job
+        # A run that was stopped, or whose last step is not saved, has more to do.
         is_whole = saved.step >= max(self._step, job.max_steps)
         return FinishedRun(job=job, name=saved.name, step=saved.step) if is_whole else None
 

@@ -87,8 +87,6 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorsCompared:
-    """The answer to `TensorsAsked`."""
-
     tensors: tuple[TensorDifference, ...] = ()
     steps: tuple[int, ...] = ()
     problem: str = ""

@@ -85,6 +85,7 @@ class FrameDecoder(Generic[T]):
         if len(self._buffer) < start + _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer, start)
+        # Before the body has arrived, so that no peer can make the buffer grow without a bound.
         if length > self._max_frame_bytes:
             raise PeerError(f"a frame of {length} bytes; at most {self._max_frame_bytes} are accepted")
         stop = start + _LENGTH.size + int(length)

@@ -165,6 +165,7 @@ def tagged(classes: tuple[type, ...], shapes: Mapping[str, Shape]) -> Shape:
         if shape is None:
             raise Mismatch(f"unknown type {described(name)}; expected one of {', '.join(sorted(shapes))}")
         try:
+            # A record refuses every key that is not a field.
             return shape.read({key: part for key, part in raw.items() if key != TYPE_KEY})
         except Mismatch as mismatch:
             raise mismatch.within("." + shape.name) from None

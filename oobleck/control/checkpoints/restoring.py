@@ -134,13 +134,11 @@ class Restoring:
         return known, sorted(each.name for each in found if each.run not in past)
 
     def unfinished(self, candidate: Candidate | None, *, is_private: bool) -> tuple[str, ...]:
-        """Return the saves in the run's own directory that were never finished, and never will be.
-
-        Unless the directory is for this tag alone (`is_private`), other runs may be in the middle of a save there.
-        """
+        """Return the saves in the run's own directory that were never finished, and never will be."""
         past = self._past(candidate)
         complete = {each.name for each in self._own_directory()}  # It may be complete on another node's disk.
         names = {name for answer in self._answers.values() for name in answer.unfinished} - complete
+        # In a directory that is not for this tag alone, other runs may be in the middle of a save.
         return tuple(sorted(name for name in names if is_private or protocol.run_of(name) in past))
 
     def misfits(self) -> tuple[str, ...]:

@@ -89,8 +89,6 @@ def saving_shares(
 
 @dataclass(slots=True)
 class Save:
-    """A save under way."""
-
     name: str
     step: int
     generation: int

@@ -20,8 +20,8 @@ MAX_LEFT = 32
 """The most shards in quarantine; if there are more, the shards are not the cause."""
 _SHOWN_CHARS = 120
 """The length of a problem in a state's position."""
+# Shards are looked into before they are opened, so that no step waits for a worker to read the first records.
 _PREFETCHED = 8
-"""How many shards to look into before they are opened."""
 _SURVEY_LIMIT = 4096
 """The most records in one answer."""
 

@@ -365,6 +365,7 @@ class Sharding:
 
     def _announce_end(self, turn: Turn, generation: int, *, save: bool) -> None:
         step = self._progress.last_step
+        # This is called after every event. Each plan's workers learn of the end once.
         if self._end_announced == (generation, step):
             return
         self._end_announced = (generation, step)

@@ -56,6 +56,7 @@ class TimeSplit:
 
     @property
     def elapsed_s(self) -> float:
+        # Not sum(), which rounds in another way since Python 3.12: a journal gives the same numbers everywhere.
         return self.useful_s + math.fsum(self.downtime_s.values())
 
     @property

@@ -159,8 +159,6 @@ class Misfit(_Excluded):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfit:
-    """It was reached, and is faulty."""
-
     cause: ClassVar[LossCause] = LossCause.UNFIT
     failure: ClassVar[Failure] = Failure.UNFIT_NODE
     fault: str

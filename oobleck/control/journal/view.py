@@ -138,6 +138,7 @@ class RunView:
 
     def apply(self, entry: JournalEntry) -> None:
         self._account.apply(entry)
+        # Entries of every step would push all others out of the list.
         if not isinstance(entry, StepDone | ProfileKnown | RecordsDealt):
             self._events.append(snapshot.EventLine(t_s=entry.t_s, level=entry.level, text=entry.sentence))
             del self._events[:-_RECENT_EVENTS]

@@ -207,6 +207,7 @@ def _from_driver(facts: GpuFacts) -> Iterator[GpuFinding]:
     if facts.repair_failed:
         yield finding(GpuProblem.REPAIR_FAILED)
     if facts.uncorrected or facts.repair_waits:
+        # Where a GPU does not report its repairs, its memory counts as bad.
         is_repaired = facts.repair_waits is False and not facts.repair_failed
         yield finding(GpuProblem.MEMORY_REPAIRED if is_repaired else GpuProblem.MEMORY_ERRORS, facts.uncorrected)
     if limits & _HEAT:

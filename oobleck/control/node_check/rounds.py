@@ -256,6 +256,7 @@ class NodeCheck:
 
     def _failed_with(self, node: str) -> list[str]:
         """The proven nodes that this one does not work with, in order."""
+        # A failed test with an unproven node shows nothing: either may be at fault.
         return [
             other
             for other in self._nodes
@@ -275,6 +276,7 @@ class NodeCheck:
             if node not in proven and not self._is_condemned_alone(node) and len(self._failed_with(node)) < 2
         ]
         again = tuple(node for node in suspects if not self._has_passed_alone(node))
+        # Without a proven node, other pairs of suspects may prove some.
         pairs = tuple(self._with_proven(suspects, proven) if proven else self._untried(suspects))
         return CheckRound(solo=again, pairs=pairs) if again or pairs else None
 

@@ -4,8 +4,7 @@
 
 It has no clock, no socket and no randomness: the same events at the same times give the same commands, in the
 real master, in the simulator and in a replay. Its parts decide which nodes take part. The derived class is the program
-that runs on them (`training/coordinator.py` or `scripts/coordinator.py`), and the parts call it. Every call passes the
-turn, which collects the commands.
+that runs on them (`training/coordinator.py` or `scripts/coordinator.py`), and the parts call it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Which nodes are in the job: each node's state, and its workers.
-
-CONNECTING -> CONNECTED -> READY -> LOST | LEFT
-     └────────────┴──────────────────^
-"""
+"""Which nodes are in the job: each node's state, and its workers."""
 
 from __future__ import annotations
 
@@ -39,7 +35,9 @@ class MemberState(StrEnum):
 _ALLOWED = {
     MemberState.CONNECTING: {MemberState.CONNECTED, MemberState.LOST},
     MemberState.CONNECTED: {MemberState.READY, MemberState.LOST, MemberState.LEFT},
+    # Back to CONNECTED, while a worker is started again, or once the node is drained.
     MemberState.READY: {MemberState.CONNECTED, MemberState.LOST, MemberState.LEFT},
+    # A node that is lost or has left comes back as another member.
     MemberState.LOST: set(),
     MemberState.LEFT: set(),
 }

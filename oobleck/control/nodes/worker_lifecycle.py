@@ -90,10 +90,7 @@ class WorkerLifecycle:
         self._nodes.give_up(turn, node, WorkerEnded(pid=message.pid, end=message.end))
 
     def _restart(self, turn: Turn, member: Member, worker_id: WorkerId, message: protocol.WorkerExited) -> None:
-        """Continue without the node until its worker is back: a fork of a warm process, not a start from nothing.
-
-        If no node survives, all wait for the restarted workers.
-        """
+        """Continue without the node until its worker is back. If no node survives, all wait for restarted workers."""
         # The node's other workers restart too. Others hold what they held, because a node has a part in one pipeline
         # alone, and the survivors may continue without what they have done.
         node, has_trained = worker_id.node, self._program.is_begun and member.is_ready

@@ -148,8 +148,6 @@ class FoundState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointsFound(FromWorker):
-    """The answer to FindCheckpoints."""
-
     needs_orders: ClassVar[bool] = False
     outlives_worker: ClassVar[bool] = True
     request: int

@@ -47,8 +47,6 @@ class ScanResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanAnswer(FromWorker):
-    """The answer to `ScanRequest`."""
-
     outlives_worker: ClassVar[bool] = True
     request: int
     found: tuple[ScanResult, ...]

@@ -228,6 +228,7 @@ def _newest_of_each_rank(directory: Path, states: Sequence[_Named], number: int)
     counts: Counter[str] = Counter()
     for each in states:
         ranks = _ranks_in(directory / each.name)
+        # Ranks need not be equally far, so the newest states of one rank may lack the parts of another.
         if any(counts[rank] < number for rank in ranks):
             kept.add(each)
             counts.update(ranks)
