@@ -185,7 +185,7 @@ class Restoring:
                 candidate = found.get(state.name)
                 if candidate is None:
                     candidate = found[state.name] = _candidate(state)
-                # Only manifests have an origin and an end. A part in memory lacks both, and does not take them back.
+                # Only manifests have `origin` and `is_final`. A state in memory lacks both, and does not undo them.
                 candidate.saved_at = max(candidate.saved_at, state.saved_at)
                 candidate.is_on_disk |= not state.in_memory
                 candidate.origin = candidate.origin or state.origin

@@ -1,13 +1,11 @@
-"""A run at one moment, for people: plain values, ready to be drawn or sent as JSON.
-
-It imports next to nothing of the package, so that commands that only show it start quickly.
-"""
+"""A run at one moment, for people: plain values, ready to be drawn or sent as JSON."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
+# Nothing else of the package is imported, so that commands that only show a run start quickly.
 from oobleck.errors import ExitCode
 
 

@@ -47,7 +47,7 @@ class Planned(Protocol):
 
 def nodes_of(planned: Planned | None) -> tuple[str, ...]:
     """Return all nodes of a plan, in the order whose places changes use: pipeline after pipeline, spares last."""
-    # By name, the nodes of a pipeline need not be neighbours, and would form no runs.
+    # In the order of their names, the nodes of a pipeline need not be neighbours, and would form no runs.
     if planned is None:
         return ()
     return (*(node for pipeline in planned.plan.pipelines for node in pipeline.nodes), *planned.plan.spares)
