@@ -158,6 +158,7 @@ class CheckpointDirectory:
         path = self.path / name / MANIFEST_NAME
         try:
             raw = load_json(path.read_bytes())
+            # Before the fields, because other versions have others, and the error must name the version.
             if not isinstance(raw, dict) or raw.get("version") != MANIFEST_VERSION:
                 raise CorruptCheckpoint(f"{path}: not a manifest of version {MANIFEST_VERSION}")
             manifest = from_builtins(Manifest, raw)

@@ -31,6 +31,7 @@ _PATIENCE_S = 1800.0
 # Without this limit a master that took over, and does not know of a lost share, would wait for it endlessly.
 _COPY_PATIENCE_S = 120.0
 """A save that is not whole in memory by then is given up."""
+# A save may be on disk this many steps after its own, and its manifest still has that step's loss.
 _LOSSES_KEPT = 64
 
 

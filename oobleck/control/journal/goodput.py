@@ -278,6 +278,7 @@ class NodeAccount:
             case NodeConnected():
                 self._there.add(entry.node)
                 self._unfit.discard(entry.node)
+            # Before the other losses, because an unfit node stays present, and idles.
             case NodeLost(loss=Unfit()):
                 self._unfit.add(entry.node)
             case NodeLost() | NodeLeft():

@@ -88,6 +88,7 @@ class Machines:
             machine, host = _machine(spec, hello), ("at", spec.host)
             shared = [machine, *(_group(spec, hello, limit.group) for limit in hello.limits)]
             device_key = _container(spec, hello)
+            # Both ways, so that a machine with two names and a name of two machines are both noticed.
             for key, name in ((machine, host), (host, machine)):
                 self._names[key][name] += sign
                 self._names[key] = +self._names[key]  # unary plus drops the names that are not used any more

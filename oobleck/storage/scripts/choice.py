@@ -63,6 +63,7 @@ def choose(holdings: Sequence[Holding]) -> Chosen | LostState | None:
         for start in sorted({holding.note.start for holding in here}):
             whole += _whole([holding for holding in here if holding.note.start == start])
     if whole:
+        # A state that is in both places is read from memory, which is faster.
         return max(whole, key=lambda each: (each.note.age, each.place == "memory"))
     # A rank saves again only after all others have saved once. So a whole state existed, and is lost.
     if any(holding.note.number > 1 for holding in holdings):

@@ -68,6 +68,7 @@ class PartNote:
     """These are as in `ScriptIdentity`; empty if unknown."""
 
     def __post_init__(self) -> None:
+        # The start is a part of a directory's name, which is split at its dots.
         is_named = self.name == state_name(self.step, self.start) and not set(self.start) & set("./\0")
         if not is_named or self.step < 0 or not 0 <= self.rank < self.world_size or self.number < 1:
             raise CorruptCheckpoint(

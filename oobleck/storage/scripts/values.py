@@ -18,6 +18,7 @@ TreeNode = None | bool | int | float | str | list["TreeNode"] | dict[str, "TreeN
 
 _PLAIN = (type(None), bool, int, float, str)
 _KEYS = (bool, int, float, str)
+# Far below Python's own limit of recursion, whose error would not name the value.
 _MOST_DEEP = 100
 _MOST_BITS = 1024
 _HEX = re.compile(r"-?0x[0-9a-f]+")
