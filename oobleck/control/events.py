@@ -162,6 +162,7 @@ class SendAll:
     message: protocol.WorkerCommand
 
     def each(self) -> Iterator[Send]:
+        # Only through relays does one message reach many nodes; the others get one each.
         for worker_id in self.worker_ids:
             yield Send(node=worker_id.node, message=replace(self.message, device=worker_id.device))
 
@@ -203,8 +204,6 @@ class Disconnect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """Append to the journal."""
-
     entry: JournalEntry
 
 
@@ -233,8 +232,6 @@ class Store:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """The run is over."""
-
     exit_code: int
     reason: str
 
@@ -264,7 +261,7 @@ class RunOver(Exception):
 class Turn:
     """The turn of one event or deadline: its time, and the commands so far. Parts pass it along in their calls."""
 
-    # A turn belongs to one call: no part keeps it, or its time.
+    # A turn belongs to one call. No part keeps it, or its time.
 
     def __init__(self, now_s: float) -> None:
         self.now_s = now_s
@@ -284,7 +281,6 @@ class Turn:
         self.commands.append(Send(node=node, message=message))
 
     def note(self, level: str, text: str) -> None:
-        """Append a text for people to the journal."""
         self.commands.append(notice(self.now_s, level, text))
 
     def end(self, reason: str, exit_code: int = ExitCode.FAILED) -> NoReturn:

@@ -45,7 +45,7 @@ class RankSetup:
 
     @property
     def attempt(self) -> int:
-        """How many generations came before this one: torchrun's number of restarts."""
+        # torchrun counts restarts from 0, and generations count from 1.
         return self.order.generation - 1
 
 
@@ -72,6 +72,7 @@ def rank_environment(setup: RankSetup, inherited: Mapping[str, str]) -> dict[str
         "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 serves the rendezvous itself
         **_visible_devices(setup, {**inherited, **run.environment}),
     }
+    # As torchrun does: with a thread for every core in each of several ranks, they would hold each other up.
     if order.num_ranks > 1 and "OMP_NUM_THREADS" not in {**inherited, **run.environment}:
         environment["OMP_NUM_THREADS"] = "1"
     return environment
@@ -79,9 +80,11 @@ def rank_environment(setup: RankSetup, inherited: Mapping[str, str]) -> dict[str
 
 def _visible_devices(setup: RankSetup, inherited: Mapping[str, str]) -> dict[str, str]:
     """A node whose line names devices sees only these; with `hides_devices`, each rank sees one of them."""
+    # The node may hide devices itself: the numbers of a plain line count among those that it leaves.
     devices = [str(device) for device in setup.devices]
     is_plain = setup.devices == tuple(range(len(setup.devices)))
     visible = inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if is_plain else devices
+    # With torchrun's --virtual-local-rank, the one device that a rank sees has the number 0, and so has the rank.
     if setup.run.hides_devices:
         own = visible[setup.local_rank] if setup.local_rank < len(visible) else ""
         return {"CUDA_VISIBLE_DEVICES": own or str(setup.local_rank), "LOCAL_RANK": "0"}
@@ -93,6 +96,7 @@ def is_shown(setup: RankSetup, *, is_error: bool) -> bool:
     run, local_rank = setup.run, setup.local_rank
     if run.shown_ranks and local_rank not in run.shown_ranks:
         return False
+    # As with torchrun: --redirects sends a stream to its file alone, and --tee also shows it.
     redirected, teed = run.redirects.of(local_rank), run.tee.of(local_rank)
     if is_error:
         return teed.stderr or not redirected.stderr
@@ -125,6 +129,7 @@ class NodeSigns:
 
         `count` grows with everything that ranks write or save; `used_s` is the processor time of each running rank.
         """
+        # The first look of a generation only notes where ranks stand: quiet time is counted from there.
         if count != self._count or not self._used_s:
             self._has_shown = self._has_shown or count > 0
             self._count, self._since_s, self._used_s = count, now_s, dict(used_s)

@@ -4,10 +4,8 @@ The tree follows from positions alone. With a fan-out of F, positions 0 to F - 1
 p is the relay of F(p + 1) to F(p + 1) + F - 1. So no message lists who is below whom, and three levels have 33,824
 positions for F = 32.
 
-A relay passes equal messages on as one. The master needs one report of a committed step, so a relay passes on the
-first. A heartbeat that wants no answer says only that its agent lives, so it becomes part of one message for all, with
-its age: leases are as exact as without relays. Other messages wait a few milliseconds for equal ones. The messages of
-an agent keep their order.
+A relay passes equal messages on as one, for which messages wait a few milliseconds. Of reports of a committed step it
+passes on the first, and heartbeats become one message for all. The messages of an agent keep their order.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ PATIENCE = 0.4
 """After this share of a lease, agents leave a silent relay, and reach the master directly before the lease lapses."""
 _GATHER_S = 0.005
 _NEWS_KEPT = 8
+# Ages are rounded up to multiples of it, so that agents heard at about the same time share a message.
 _AGE_MS = 10
-"""Ages are rounded up to multiples of it, so that agents heard at about the same time share a message."""
 
 
 def parent_of(position: int, fanout: int) -> int | None:
@@ -34,7 +32,6 @@ def parent_of(position: int, fanout: int) -> int | None:
 
 
 def children_of(position: int, fanout: int) -> range:
-    """Return the positions whose relay this one is."""
     first = fanout * (position + 1)
     return range(first, first + fanout)
 
@@ -42,6 +39,7 @@ def children_of(position: int, fanout: int) -> range:
 def child_towards(position: int, target: int, fanout: int) -> int | None:
     """Return the child of `position` that is `target` or leads to it; None if it is not below. O(depth)."""
     at: int | None = target
+    # A relay's position is smaller than those of its children, so the way up ends at or before this one.
     while at is not None and at > position:
         above = parent_of(at, fanout)
         if above == position:
@@ -75,12 +73,15 @@ class Gathering:
 
     def hear(self, position: int, message: protocol.AgentMessage, now_s: float) -> bool:
         """Take an agent's message; return whether it is to be passed on."""
+        # A heartbeat that wants no answer shows only that its agent lives. Its age travels with it, so that leases are
+        # as exact as without relays.
         if isinstance(message, protocol.Heartbeat) and message.sequence is None:
             self._note_heard((position,), now_s, now_s)
         elif isinstance(message, protocol.FromWorker):
             news = protocol.news_in(message)
             if not self._is_new(position, news):
                 return False
+            # Without their devices, equal messages of different workers are equal bytes.
             frame = self._encode(replace(message, device=0))
             self._add(_Said((position,), (message.device,), frame, news), now_s)
         else:
@@ -116,7 +117,7 @@ class Gathering:
         self._passed.clear()
 
     def _is_new(self, child: int, news: str) -> bool:
-        if news in self._passed:
+        if news in self._passed:  # the master needs one report of a committed step
             return False
         if news:
             self._passed[news] = child
@@ -130,6 +131,7 @@ class Gathering:
 
     def _note_heard(self, positions: Iterable[int], heard_s: float, now_s: float) -> None:
         for position in positions:
+            # The report of a relay below may be older than what was heard since.
             self._heard_s[position] = max(heard_s, self._heard_s.get(position, -math.inf))
         self.due_s = min(self.due_s, now_s + self._passes_s)
 
@@ -142,6 +144,7 @@ def _merged(said: Iterable[_Said]) -> Iterator[protocol.RelaySaid]:
             for position in each.positions:
                 devices_of[each.frame, each.news][position] += each.devices
         for (frame, news), found in devices_of.items():
+            # A merged message has one list of devices for all its nodes.
             alike: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
             for position, speakers in found.items():
                 alike[tuple(sorted(speakers))].append(position)
@@ -150,13 +153,11 @@ def _merged(said: Iterable[_Said]) -> Iterator[protocol.RelaySaid]:
 
 
 def _rounds(said: Iterable[_Said]) -> list[list[_Said]]:
-    """Divide messages into rounds, in each of which an agent sends one message, perhaps by several of its workers.
-
-    So merging within a round keeps the order of each agent's messages.
-    """
+    """Divide messages into rounds, in each of which an agent sends one message, perhaps by several of its workers."""
+    # Merging within a round, and only there, keeps the order of each agent's messages.
     rounds: list[list[_Said]] = []
+    # The round of the newest message of each position, that message, and the devices that sent it.
     latest: dict[int, tuple[int, bytes, tuple[int, ...]]] = {}
-    """The round of the newest message of each position, that message, and the devices that sent it."""
     for each in said:
         known = [latest[position] for position in each.positions if position in latest]
         at = max([_first_round(each, *newest) for newest in known], default=0)
@@ -179,6 +180,7 @@ def _by_age(heard_s: dict[int, float], now_s: float) -> Iterator[tuple[int, tupl
     found: defaultdict[int, list[int]] = defaultdict(list)
     for position in sorted(heard_s):
         age_ms = max(0.0, now_s - heard_s[position]) * 1000
+        # Never rounded down: a node must not appear to have been heard later than it was.
         found[_AGE_MS * math.ceil(age_ms / _AGE_MS)].append(position)
     for age_ms, positions in sorted(found.items()):
         yield age_ms, protocol.runs_of(positions)

@@ -41,6 +41,7 @@ class RunBooks:
         if replay is None:
             raise PeerError("an image of a run that never started")
         replay.learn(journal.PlanUnpacker().plans(image.plans))
+        # These fields repeat other parts of the image, which is why they are not in it.
         books.account.started, books.account.newest = replay.started, books.newest
         books.view.learn(replay.started, books.newest)
         for entry in (replay.started, *replay.profiles.values(), books.newest):
@@ -60,11 +61,9 @@ class RunBooks:
 
     @property
     def newest(self) -> journal.PlanAdopted | None:
-        """The newest plan."""
         return self._replay.plans[-1] if self._replay is not None and self._replay.plans else None
 
     def apply(self, entry: journal.JournalEntry) -> None:
-        """Take the next entry in."""
         self.account.apply(entry)
         self.view.apply(entry)
         self.metrics.apply(entry)
@@ -95,6 +94,7 @@ class RunBooks:
         if self.started is None or end is None or saved is None or end.exit_code != ExitCode.DONE:
             return None
         job = self.started.job
+        # A run that was stopped, or whose last step is not saved, has more to do.
         is_whole = saved.step >= max(self._step, job.max_steps)
         return FinishedRun(job=job, name=saved.name, step=saved.step) if is_whole else None
 
@@ -126,10 +126,5 @@ class FinishedRun:
 
     def is_all_of(self, job: JobSpec) -> bool:
         """Whether it is what `job` asks for: the same model, trained as far at least, in the same place."""
-        same = (self.job.tag, self.job.model, self.job.script, self.job.checkpoint.directory) == (
-            job.tag,
-            job.model,
-            job.script,
-            job.checkpoint.directory,
-        )
-        return same and job.checkpoint.enabled and self.step >= job.max_steps
+        ours, theirs = ((each.tag, each.model, each.script, each.checkpoint.directory) for each in (self.job, job))
+        return ours == theirs and job.checkpoint.enabled and self.step >= job.max_steps

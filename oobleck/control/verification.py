@@ -1,7 +1,6 @@
 """Whether a run trains as the script does by itself: the accounts of both, and their first difference.
 
-Within a step, differences are in the order of causes: the samples, their loss, the gradients, the learning rate, and
-the resulting parameters. So the first difference shows where to look.
+The causes within a step are, in order, its samples, their loss, the gradients, the learning rate and the parameters.
 """
 
 from __future__ import annotations
@@ -88,8 +87,6 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorsCompared:
-    """The answer to `TensorsAsked`."""
-
     tensors: tuple[TensorDifference, ...] = ()
     steps: tuple[int, ...] = ()
     problem: str = ""
@@ -164,6 +161,7 @@ def compare(
     for index, step in enumerate(theirs.steps):
         on_nodes = theirs.samples_on_nodes[index] if index < len(theirs.samples_on_nodes) else None
         differences += _differing_samples(step, on_nodes)
+        # Within a step, differences are in the order of causes, so that the first one shows where to look.
         if (found := of_run.get(step.step)) is None:
             text = f"step {step.step} was not done on the nodes"
             differences.append(Difference(step=step.step, what="step", text=text))
@@ -201,13 +199,14 @@ def _differing_numbers(theirs: StepAccount, ours: StepAccount, tolerance: Tolera
 
 
 def _is_close(own: float, found: float, bound: float) -> bool:
-    if math.isnan(own) or math.isnan(found):
+    if math.isnan(own) or math.isnan(found):  # training that diverges alike in both is no difference between them
         return math.isnan(own) and math.isnan(found)
     return own == found or abs(own - found) <= bound * max(abs(own), abs(found))
 
 
 def _times(own: float, found: float) -> str:
     """Return by which factor a number is too large, if that may be the mistake."""
+    # A wrong divisor or a sum taken twice shows as a factor far from 1.
     if not own or not math.isfinite(ratio := found / own) or abs(ratio - 1) < 0.01:
         return ""
     return f" ({ratio:.6g} times as large)"
@@ -227,6 +226,7 @@ def _is_wrong(tensor: TensorDifference, tolerance: Tolerance) -> bool:
         return True
     if tensor.is_noise:
         return False
+    # Not `>`, so that a difference that is not a number is wrong.
     return not tensor.difference <= tolerance.movement * tensor.moved + tolerance.rounding * tensor.size
 
 

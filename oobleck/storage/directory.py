@@ -34,8 +34,6 @@ _REMOVED_PREFIX = ".removed-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileFault:
-    """A fault in one file of a checkpoint."""
-
     file: Path
     problem: str
 
@@ -75,7 +73,8 @@ class CheckpointDirectory:
         slot.verify()
         layout = slot.memory.layout
         target = self.path / name
-        target.mkdir(mode=0o700, parents=True, exist_ok=True)  # only once, so that this fails if others remove it
+        # Only once, and not for each layer: if another node removes the checkpoint meanwhile, writing it must fail.
+        target.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             shards = tuple(self.write_layer(name, layer, layout, slot.data) for layer in layout.layers)
         except OSError:
@@ -85,6 +84,7 @@ class CheckpointDirectory:
                     (target / layer_file_name(layer, _part_of(layout))).unlink(missing_ok=True)
                 target.rmdir()  # fails if other nodes have written there
             raise
+        # What was read meanwhile may be a mixture of two states, although each file agrees with its checksum.
         if not slot.is_valid or slot.sequence != sequence:
             raise CorruptCheckpoint(f"{slot.memory.path}: slot {slot.number} was overwritten while it was read")
         return shards
@@ -104,7 +104,7 @@ class CheckpointDirectory:
         target = self.path / manifest.name
         text = json.dumps(to_builtins(manifest), indent=1).encode() + b"\n"
         write_file(target / MANIFEST_NAME, [memoryview(text)])
-        fsync_directory(self.path)
+        fsync_directory(self.path)  # it has the checkpoint's own name, which `write_file` has not synced
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove checkpoints. Raises OSError."""
@@ -119,7 +119,8 @@ class CheckpointDirectory:
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):  # gone, or another node is removing it
                     raise
-        for renamed in self.path.glob(f"{_REMOVED_PREFIX}*"):  # also those of nodes that were killed meanwhile
+        # Nodes that were killed in the middle of a removal have left others.
+        for renamed in self.path.glob(f"{_REMOVED_PREFIX}*"):
             shutil.rmtree(renamed, ignore_errors=True)
 
     def remove_unfinished(self, names: Iterable[str]) -> None:
@@ -141,6 +142,7 @@ class CheckpointDirectory:
     def find(self) -> tuple[FoundManifest, ...]:
         """Return all checkpoints, the newest first; reads only manifests."""
         found = [self._found(name) for name in self.names()]
+        # Unusable ones have no age: they come last.
         age = ages(each.manifest for each in found if each.manifest is not None)
         whole = sorted((each for each in found if each.name in age), key=lambda each: age[each.name], reverse=True)
         return (*whole, *(each for each in reversed(found) if each.name not in age))
@@ -156,6 +158,7 @@ class CheckpointDirectory:
         path = self.path / name / MANIFEST_NAME
         try:
             raw = load_json(path.read_bytes())
+            # Before the fields, because other versions have others, and the error must name the version.
             if not isinstance(raw, dict) or raw.get("version") != MANIFEST_VERSION:
                 raise CorruptCheckpoint(f"{path}: not a manifest of version {MANIFEST_VERSION}")
             manifest = from_builtins(Manifest, raw)
@@ -217,5 +220,4 @@ def _part_of(layout: Layout) -> int | None:
 
 
 def layer_file_name(layer: int, part: int | None = None) -> str:
-    """Return the name of the file of a layer, or of one of its parts."""
     return f"layer-{layer:04d}.safetensors" if part is None else f"layer-{layer:04d}.{part}.safetensors"

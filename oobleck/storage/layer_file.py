@@ -31,8 +31,6 @@ _METADATA = "__metadata__"
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFile:
-    """A mapped layer file."""
-
     path: Path
     tensors: Mapping[str, tuple[TensorSpec, memoryview]]
     metadata: Mapping[str, str]
@@ -62,11 +60,12 @@ def write_file(path: Path, parts: Sequence[memoryview]) -> tuple[int, str]:
                     piece = part[start : start + _WRITE_BYTES]
                     digest.update(piece)
                     size += len(piece)
-                    while piece:
+                    while piece:  # the kernel may take fewer bytes than it is given
                         piece = piece[os.write(descriptor, piece) :]
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+        # After the sync, so that a file with this name is whole even if the machine goes down in between.
         os.rename(temporary, path)
     except BaseException:
         with suppress(OSError):
@@ -77,7 +76,7 @@ def write_file(path: Path, parts: Sequence[memoryview]) -> tuple[int, str]:
 
 
 def file_digest(path: Path) -> str:
-    """Return a file's SHA-256. O(size). Raises OSError."""
+    """O(size). Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -115,6 +114,7 @@ def _parse(path: Path, mapped: memoryview) -> LayerFile:
     for name, fields in header.items():
         spec = TensorSpec(name=name, dtype=fields["dtype"], shape=tuple(fields["shape"]))
         start, stop = fields["data_offsets"]
+        # A file from elsewhere may claim anything: no view may reach beyond the data, or fit its shape badly.
         if not 0 <= start <= stop <= len(data) or stop - start != spec.size_bytes:
             raise ValueError(f"{name}: bytes {start} to {stop} of {len(data)}, for {spec.size_bytes}")
         tensors[name] = (spec, data[start:stop])
@@ -129,5 +129,5 @@ def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
         header[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offset, stop]}
         offset = stop
     raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
+    raw += b" " * (-len(raw) % 8)  # the format aligns the data to 8 bytes
     return _LENGTH.pack(len(raw)) + raw

@@ -88,6 +88,7 @@ class Layout:
         return tuple(entry for entry in self.entries if entry.layer == layer)
 
     def to_json(self) -> bytes:
+        # Offsets follow from the order of the tensors. As they are not written, they cannot contradict it.
         listed = [[entry.layer, entry.spec.name, entry.spec.dtype, list(entry.spec.shape)] for entry in self.entries]
         return json.dumps({"metadata": dict(self.metadata), "tensors": listed}, separators=(",", ":")).encode()
 

@@ -7,9 +7,8 @@ The file is in a memory file system, so it outlives the worker and its agent, un
     slot headers  state, sequence, the writer's note (JSON), a checksum of every chunk of data, a checksum of all that
     slot data     two times the same size
 
-A slot is EMPTY, WRITING or VALID. The writer marks it WRITING before the first byte, and VALID after the last byte and
-all checksums; a kill preserves this order of stores. A save renames and moves nothing, so it costs only a copy. Readers
-trust no slot whose checksums disagree.
+A slot is EMPTY, WRITING or VALID. A save renames and moves nothing, so it costs only a copy. No reader trusts a slot
+whose checksums disagree.
 """
 
 from __future__ import annotations
@@ -81,7 +80,8 @@ class FlashMemory:
         sizes = _Sizes(len(raw), layout.size_bytes)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, sizes.total_bytes)  # else a later store may be killed for lack of memory
+            # Without this a later store would be killed by SIGBUS if memory is short.
+            os.posix_fallocate(descriptor, 0, sizes.total_bytes)
             mapped = mmap.mmap(descriptor, sizes.total_bytes)
         except OSError:
             os.unlink(path)
@@ -94,6 +94,7 @@ class FlashMemory:
             mapped[start:stop:_PAGE] = bytes((stop - start) // _PAGE)
         mapped[_PAGE : _PAGE + len(raw)] = raw
         checksum = zlib.crc32(raw, zlib.crc32(_sizes_text(sizes)))
+        # The head comes last: a file whose writer was killed before has no magic, and readers pass over it.
         mapped[: _HEAD.size] = _HEAD.pack(_MAGIC, _VERSION, len(raw), sizes.data_bytes, checksum)
         return cls(path, mapped, layout, sizes)
 
@@ -165,7 +166,7 @@ class Slot:
 
     def holds(self, name: str) -> bool:
         """Whether the writer's note names the state so."""
-        return f'"{name}"'.encode() in self.note
+        return f'"{name}"'.encode() in self.note  # quoted, so that no longer name contains it
 
     @property
     def digest(self) -> str:
@@ -180,6 +181,7 @@ class Slot:
 
     def begin(self) -> None:
         """Mark the slot as being written, before its first byte is."""
+        # The sequence changes as well, by which a reader notices that the slot was overwritten under it.
         sequence = max(slot.sequence for slot in self.memory.slots()) + 1
         _SLOT.pack_into(self.memory._map, self._start, _WRITING, sequence, 0, 0)
 
@@ -192,8 +194,10 @@ class Slot:
         for index, chunk in enumerate(_chunks(self.data)):
             struct.pack_into("<I", mapped, self._checksums_start + 4 * index, zlib.crc32(chunk))
         sequence = self.sequence
+        # The length of the note is stored first, because `_checksum` reads it from the slot.
         _SLOT.pack_into(mapped, self._start, _WRITING, sequence, len(note), 0)
         _SLOT.pack_into(mapped, self._start, _WRITING, sequence, len(note), self._checksum())
+        # The state comes last, once all that it vouches for is there. A kill preserves this order of stores.
         struct.pack_into("<Q", mapped, self._start, _VALID)
 
     def verify(self) -> None:
@@ -217,11 +221,12 @@ class Slot:
         return self._note_start + _MAX_NOTE_BYTES
 
     def _fields(self) -> tuple[int, int, int, int]:
+        # A slot that is not valid may have any number here, and must not send readers out of the map.
         state, sequence, note_bytes, checksum = _SLOT.unpack_from(self.memory._map, self._start)
         return state, sequence, min(note_bytes, _MAX_NOTE_BYTES), checksum
 
     def _checksum(self) -> int:
-        """Return the checksum of the header: of sequence, note and the chunks' checksums."""
+        # It covers the sequence, the note and the chunks' checksums, but not the state, which changes after it.
         _, sequence, note_bytes, _ = self._fields()
         view = memoryview(self.memory._map)
         stop = self._checksums_start + 4 * self.memory._sizes.num_chunks

@@ -22,8 +22,8 @@ from .shapes import shape_of, tagged_shape_of
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 
 _LENGTH = struct.Struct(">I")
+# A traceback may hold lone surrogates, from file names that cannot be decoded, and must still arrive.
 _BROKEN_TEXT = "surrogatepass"
-"""A traceback may hold lone surrogates, from file names that cannot be decoded, and must still arrive."""
 
 T = TypeVar("T")
 
@@ -38,11 +38,7 @@ def encode_frame(message: object) -> bytes:
 
 
 class FrameDecoder(Generic[T]):
-    """Turns a stream of bytes into messages of the accepted classes.
-
-    After an error it is not known where the next frame starts: close the connection. The decoder raises the same error
-    again.
-    """
+    """Turns a stream of bytes into messages of the accepted classes. After an error it raises the same error again."""
 
     def __init__(self, accepts: Accepts[T], *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         """Accept a union of dataclasses, a tuple of them, or a single one, in bodies of at most `max_frame_bytes`."""
@@ -62,6 +58,7 @@ class FrameDecoder(Generic[T]):
         try:
             return self._take_messages()
         except PeerError as error:
+            # It is not known where the next frame starts, so nothing that follows on this connection can be read.
             self._error = error
             self._buffer.clear()
             raise
@@ -80,7 +77,7 @@ class FrameDecoder(Generic[T]):
             body = bytes(self._buffer[start + _LENGTH.size : stop])
             messages.append(self._decode(body))
             start = stop
-        del self._buffer[:start]
+        del self._buffer[:start]  # once for all frames, because the rest of the buffer moves
         return messages
 
     def _frame_stop(self, start: int) -> int | None:
@@ -88,6 +85,7 @@ class FrameDecoder(Generic[T]):
         if len(self._buffer) < start + _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer, start)
+        # Before the body has arrived, so that no peer can make the buffer grow without a bound.
         if length > self._max_frame_bytes:
             raise PeerError(f"a frame of {length} bytes; at most {self._max_frame_bytes} are accepted")
         stop = start + _LENGTH.size + int(length)
@@ -95,6 +93,7 @@ class FrameDecoder(Generic[T]):
 
     def _decode(self, body: bytes) -> T:
         try:
+            # Without the hook, the last of two equal keys would win silently.
             raw = msgpack.unpackb(body, object_pairs_hook=unique_keys, unicode_errors=_BROKEN_TEXT)
         except (ValueError, TypeError) as error:
             # TypeError: a key that cannot be hashed, without the C extension. All other errors are ValueErrors.
@@ -116,6 +115,7 @@ def from_builtins(expected: Accepts[T], raw: object) -> T:
 def encode_json(entry: object) -> bytes:
     """Encode one dataclass as a line of JSON, its newline included; its class's name is under "@type"."""
     written = tagged_shape_of((type(entry),), Notation.TEXT).write(entry)
+    # Shapes write a NaN as a map, so one that is left here is a bug. Lone surrogates are escaped, hence "ascii".
     return json.dumps(written, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
 
 

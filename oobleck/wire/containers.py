@@ -19,6 +19,7 @@ _Collection = list[object] | set[object] | frozenset[object] | dict[object, obje
 def sequence(part: Shape) -> Shape:
     """A tuple of any length, whose items are all of one shape."""
     name = f"a list of {part.name}"
+    # Looked up once and not for each item, because lists may have thousands.
     write_part, read_part = part.write, part.read
 
     def write(value: object) -> object:
@@ -106,6 +107,7 @@ def mapping(part: Shape) -> Shape:
 
 def record(cls: type, shapes: Mapping[str, Shape]) -> Shape:
     """A dataclass, by the shapes of all its fields. What its constructor refuses is a mismatch too."""
+    # Most fields are builtins already, and are written without the cost of a call.
     writers = tuple((name, None if shape.write is unchanged else shape.write) for name, shape in shapes.items())
     readers = tuple((name, shape.read) for name, shape in shapes.items())
 
@@ -134,6 +136,7 @@ def record(cls: type, shapes: Mapping[str, Shape]) -> Shape:
 def _construct(cls: type, values: dict[str, object]) -> object:
     try:
         return cls(**values)
+    # A constructor may compute with a peer's values, and divide by its zero, before it refuses them.
     except (OobleckError, ValueError, ArithmeticError) as error:
         raise Mismatch(str(error)) from error
 
@@ -162,6 +165,7 @@ def tagged(classes: tuple[type, ...], shapes: Mapping[str, Shape]) -> Shape:
         if shape is None:
             raise Mismatch(f"unknown type {described(name)}; expected one of {', '.join(sorted(shapes))}")
         try:
+            # A record refuses every key that is not a field.
             return shape.read({key: part for key, part in raw.items() if key != TYPE_KEY})
         except Mismatch as mismatch:
             raise mismatch.within("." + shape.name) from None

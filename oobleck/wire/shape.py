@@ -16,8 +16,6 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class Notation(Enum):
-    """What carries the builtins."""
-
     BINARY = "binary"
     TEXT = "text"
 
@@ -157,6 +155,7 @@ def literal(choices: tuple[object, ...]) -> Shape:
     classes = tuple(dict.fromkeys(type(choice) for choice in choices))
 
     def read(raw: object) -> object:
+        # The class is compared as well, because True equals 1.
         if type(raw) not in classes or raw not in choices:
             raise unexpected(expectation, raw)
         return raw

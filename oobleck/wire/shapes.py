@@ -110,7 +110,8 @@ def _union(arguments: tuple[object, ...], notation: Notation) -> Shape:
 
 MOST_BYTES = 16 * 1024 * 1024
 """The most bytes of an unpacked value."""
-_KEPT = 4  # at most this many values are sent at the same time: one for each plan that workers have
+# Few values are sent at the same time: one for each plan that workers have.
+_KEPT = 4
 _BROKEN_TEXT = "surrogatepass"
 
 
@@ -138,6 +139,7 @@ def encoded_once(part: Shape) -> Shape:
 def _unpacked(raw: bytes, name: str) -> object:
     inflater = zlib.decompressobj()
     try:
+        # The limit holds while it inflates, so that a small frame cannot fill the memory.
         packed = inflater.decompress(raw, MOST_BYTES)
         if not inflater.eof or inflater.unused_data:
             raise unexpected(f"a deflated {name} of at most {MOST_BYTES} bytes", raw)

@@ -27,6 +27,7 @@ class KnownCheckpoint:
 
 def in_order(known: Collection[KnownCheckpoint], *, run: str) -> list[KnownCheckpoint]:
     """Sort checkpoints from old to new, without repetition: first those that a run continues from, in their order."""
+    # Generations of different runs do not compare, so checkpoints of earlier runs keep the order in which they came.
     others = {each.name: each for each in known if protocol.run_of(each.name) != run}
     own = {each.name: each for each in known if protocol.run_of(each.name) == run}
     return [*others.values(), *sorted(own.values(), key=lambda each: (protocol.generation_of(each.name), each.step))]
@@ -79,7 +80,7 @@ class Restoring:
         self._send_question(turn, self._asked)
 
     def ask_again(self, turn: Turn, node: str) -> None:
-        """Repeat the question to the workers of a node that have not answered: it may be lost."""
+        # The first question may be lost with the connection over which it was sent.
         unanswered = self._asked - self._answers.keys()
         self._send_question(turn, (worker_id for worker_id in unanswered if worker_id.node == node))
 
@@ -91,11 +92,10 @@ class Restoring:
             turn.send(worker_id.node, question)
 
     def forget(self) -> None:
-        """Discard all answers."""
         self._asked, self._answers = frozenset(), {}
 
     def found(self, worker_id: WorkerId, message: protocol.CheckpointsFound) -> None:
-        if message.request == self._request:
+        if message.request == self._request:  # a late answer to an earlier question may lack newer states
             self._answers[worker_id] = message
 
     def is_asked(self, worker_ids: Collection[WorkerId]) -> bool:
@@ -134,13 +134,11 @@ class Restoring:
         return known, sorted(each.name for each in found if each.run not in past)
 
     def unfinished(self, candidate: Candidate | None, *, is_private: bool) -> tuple[str, ...]:
-        """Return the saves in the run's own directory that were never finished, and never will be.
-
-        Unless the directory is for this tag alone (`is_private`), other runs may be in the middle of a save there.
-        """
+        """Return the saves in the run's own directory that were never finished, and never will be."""
         past = self._past(candidate)
         complete = {each.name for each in self._own_directory()}  # It may be complete on another node's disk.
         names = {name for answer in self._answers.values() for name in answer.unfinished} - complete
+        # In a directory that is not for this tag alone, other runs may be in the middle of a save.
         return tuple(sorted(name for name in names if is_private or protocol.run_of(name) in past))
 
     def misfits(self) -> tuple[str, ...]:
@@ -154,6 +152,7 @@ class Restoring:
         """Return this run, and those that it continues from, one after the other."""
         found = {each.run: each for each in reversed(self._candidates())}
         past, run = {self._run}, candidate.run if candidate else None
+        # The check ends this loop even if a damaged manifest closes a circle.
         while run is not None and run not in past:
             past.add(run)
             origin = found[run].origin if run in found else None
@@ -161,13 +160,15 @@ class Restoring:
         return frozenset(past)
 
     def newest(self, num_layers: int) -> Candidate | None:
-        """Return the newest whole state for a run that begins; only from the user's directory, if there is one."""
+        """Return the newest whole state for a run that begins."""
+        # A state in memory or in the run's own directory must not win over the one that the user has named.
         there = [each for each in self._usable(num_layers) if (each.directory is not None) >= bool(self._directory)]
         return there[0] if there else None
 
     def newest_of_this_run(self, num_layers: int) -> Candidate | None:
         """Return the newest whole state of its own past, for a run that has lost its state."""
         names = [each.name for each in self._candidates()]
+        # A state newer than the origin that is not of this run belongs to a run that took another course.
         past = set(names[: names.index(self._origin) + 1]) if self._origin in names else set()
         usable = self._usable(num_layers)
         return next((each for each in usable if each.run == self._run or each.name in past), None)
@@ -184,6 +185,7 @@ class Restoring:
                 candidate = found.get(state.name)
                 if candidate is None:
                     candidate = found[state.name] = _candidate(state)
+                # Only manifests have `origin` and `is_final`. A state in memory lacks both, and does not undo them.
                 candidate.saved_at = max(candidate.saved_at, state.saved_at)
                 candidate.is_on_disk |= not state.in_memory
                 candidate.origin = candidate.origin or state.origin

@@ -14,8 +14,8 @@ _FIRST_SAVE_S = 60.0
 """The interval before the cost of a save is known."""
 _LEAST_INTERVAL_S = 10.0
 _MOST_INTERVAL_S = 1800.0
+# As if a day with one failure had passed before the run: an early failure then does not make saves incessant.
 _PRIOR_FAILURE_S = 86_400.0
-"""The time between failures that need a checkpoint, before a run has had any."""
 _DISK_SHARE = 0.5
 """The largest share of the time to spend on writing to disk."""
 
@@ -36,8 +36,7 @@ class SavePolicy:
 
     spec: CheckpointSpec
     cost_s: float | None = None
-    """The newest save's cost; None before the first. A copy during training counts, because it takes memory
-    bandwidth."""
+    """The newest save's cost; None before the first."""
     disk_s: float = 0.0
     """The time until that save was on disk."""
     num_failures: int = 0
@@ -47,7 +46,8 @@ class SavePolicy:
         """Return the step to save after, or None if time decides."""
         every = self.spec.save_steps
         if every is None and self.spec.save_interval_s is None and self.cost_s is None:
-            return last_step + 1  # Until its first save, a run has nothing to go back to.
+            # Until its first save, a run has nothing to go back to, and the cost of a save is unknown.
+            return last_step + 1
         return None if every is None else (last_step // every + 1) * every
 
     def interval_s(self, now_s: float) -> float:
@@ -70,9 +70,9 @@ def saving_shares(
     Multiprocessing Timing Anomalies", 1969: at most 4/3 of the optimum if each worker holds everything). Layers without
     a holder are in no share.
 
-    If `degree` devices share each stage, this distributes the parts of one `rank`. The result is alike for all ranks,
-    so that all parts of a layer are saved on one node.
+    If `degree` devices share each stage, this distributes the parts of one `rank`.
     """
+    # Only sizes and names decide, so all ranks choose alike, and all parts of a layer are saved on one node.
     load: dict[WorkerId, int] = {}
     dealt: dict[WorkerId, list[int]] = {}
     for layer in sorted(range(plan.num_layers), key=lambda layer: (-sizes[layer], layer)):
@@ -89,8 +89,6 @@ def saving_shares(
 
 @dataclass(slots=True)
 class Save:
-    """A save under way."""
-
     name: str
     step: int
     generation: int
@@ -100,7 +98,7 @@ class Save:
     savers: dict[WorkerId, tuple[int, ...]] = field(default_factory=dict)
     """The layers of each share that is whole in memory."""
     in_memory: set[tuple[int, int]] = field(default_factory=set)
-    """Their layers and parts: devices that share a stage save a part each."""
+    """Their (layer, part): devices that share a stage save a part each."""
     shards: dict[tuple[int, int], Shard] = field(default_factory=dict)
     """The files on disk, by layer and part."""
     pause_s: float = 0.0
@@ -128,11 +126,10 @@ class Save:
 
 
 class BrokenSaves:
-    """Saves that can never be whole in memory, known by their generation and step.
+    """Saves that can never be whole in memory, known by their generation and step."""
 
-    All save after the same step, each its own share. So the loss of a worker of its plan breaks a save, and so does a
-    worker that missed the commit of that step and caught up with it later, perhaps before any share is reported.
-    """
+    # All save after the same step, each its own share. So the loss of a worker of its plan breaks a save, and so does a
+    # worker that missed the commit of that step and caught up with it later, perhaps before any share is reported.
 
     def __init__(self) -> None:
         self._trained: dict[str, int] = {}

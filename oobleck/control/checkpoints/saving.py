@@ -28,15 +28,15 @@ _RETRY_S = 30.0
 """The least time from a failed save to the next."""
 _PATIENCE_S = 1800.0
 """A save that is not complete by then is given up."""
+# Without this limit a master that took over, and does not know of a lost share, would wait for it endlessly.
 _COPY_PATIENCE_S = 120.0
-"""A save that is not whole in memory by then is given up: a master that took over may not know of a lost share."""
+"""A save that is not whole in memory by then is given up."""
+# A save may be on disk this many steps after its own, and its manifest still has that step's loss.
 _LOSSES_KEPT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class _Idle:
-    """No save is wanted yet."""
-
     until_s: float = math.inf
 
 
@@ -60,7 +60,7 @@ class _Reached:
     """(newest step with shares in memory, their layers and parts)"""
 
     def go_back(self, boundary: int, *, is_saving: bool) -> None:
-        """Training continues from a boundary, of which a save may be under way."""
+        # A boundary without a save counts as untried, so `is_behind` has it saved even if no step follows.
         is_kept = is_saving or self.on_disk >= boundary
         self.tried = min(self.tried, boundary if is_kept else boundary - 1)
         self.on_disk = min(self.on_disk, boundary)
@@ -69,7 +69,7 @@ class _Reached:
             self._shares = (0, set())  # These steps are run again, and saved under other names.
 
     def note_share(self, step: int, parts: Iterable[tuple[int, int]], *, num_parts: int) -> None:
-        """Note layers and parts in memory, of `num_parts` in all."""
+        # Shares of older steps do not matter, because `in_memory` is only ever compared with the newest step.
         if step > self._shares[0]:
             self._shares = (step, set())
         if step == self._shares[0]:
@@ -157,6 +157,7 @@ class Saving:
     @property
     def due_s(self) -> float:
         """When to call `handle_deadline`; infinity for never."""
+        # While saves are under way only their time limits count: the next is scheduled once they are over.
         if self._saves:
             return min(save.began_s + self._patience_s(save) for save in self._saves.values())
         return self._next.until_s if isinstance(self._next, _Idle) else math.inf
@@ -165,6 +166,7 @@ class Saving:
 
     def begin_from(self, origin: str) -> None:
         """Name this checkpoint as the run's origin in its manifests."""
+        # The first one stays: a run that goes back to one of its own checkpoints still began from that origin.
         self._origin = self._origin or origin
 
     def begin(self, layer_names: Sequence[str]) -> None:
@@ -176,9 +178,10 @@ class Saving:
         self._remove(turn, [name for name in unfinished if name not in self._saves])
 
     def order_made(self, turn: Turn, update: protocol.PlanUpdate) -> None:
-        """Note an order. A worker that missed a commit or an order did not save, so that save never completes."""
+        # A commit carries the request to save. A worker that has to catch up missed it, so that save never completes.
         if update.catch_up is not None:
             self._broken.missed(update.catch_up.generation)
+        # Nor does one that the plan before began with: some workers may have missed that plan's order.
         if self._saves_first and self._ordered is not None:
             self._broken.missed(self._ordered.generation)
         self._give_up_broken(turn, "another plan came before all had saved")
@@ -200,8 +203,9 @@ class Saving:
         if self.is_enabled and not redundant:
             self._next = _Wanted(ordered.boundary + 1)
         if isinstance(self._next, _Idle):
+            # A plan never postpones a save that was scheduled: under frequent losses none would ever be due.
             self._arm(turn, by_s=self._next.until_s)
-        elif self.is_enabled:
+        elif self.is_enabled:  # its workers may not be those that were asked
             self._ask(turn, self._next.step)
 
     def step_done(self, record: protocol.CommitRecord) -> None:
@@ -261,6 +265,7 @@ class Saving:
     def _give_up_broken(self, turn: Turn, why: str) -> None:
         saves = [save for save in self._saves.values() if self._broken.has(save.generation, save.step)]
         for save in saves:
+            # One that is whole in memory completes: agents write it without its workers.
             if len(save.in_memory) < self._num_all_parts:
                 self._give_up(turn, save.name, why, soon=True)
 
@@ -271,18 +276,19 @@ class Saving:
             if any(save.unwritten(worker_id, num_parts=self._num_parts) for worker_id in here):
                 self._give_up(turn, save.name, f"{why} before it had written its layers", soon=True)
             elif save.is_committing and not save.asked | save.committed:
+                # Every node that was asked for the manifest is gone, and none reported that it has it.
                 self._give_up(turn, save.name, f"{why} before it had written its manifest", soon=True)
             else:
+                # This agent's answer may have been the only one missing.
                 self._complete_when_committed(turn, save)
 
     def handle_deadline(self, turn: Turn) -> None:
-        """Request a save when one is due; give up saves that take too long."""
         for save in list(self._saves.values()):
             patience_s = self._patience_s(save)
             if turn.now_s >= save.began_s + patience_s:
                 self._give_up(turn, save.name, f"it was not complete within {patience_s:g} s")
         if not self._saves and turn.now_s >= self.due_s:
-            self._next = _Idle()
+            self._next = _Idle()  # if nothing can be saved now, this deadline must not stay due
             self.save_now(turn)
 
     def save_now(self, turn: Turn) -> None:
@@ -296,7 +302,7 @@ class Saving:
     def saved(self, turn: Turn, worker_id: WorkerId, message: protocol.StateSaved) -> None:
         """Note that a share is whole in memory; its agent is writing it."""
         state, part = message.state, worker_id.device % self._num_parts
-        # Also of a save that was given up: its shares stay in memory.
+        # Shares of a save that was given up count too, because they stay in memory.
         shares = [(layer, part) for layer in message.layers]
         self._reached.note_share(state.step, shares, num_parts=self._num_all_parts)
         if self._is_over(state.name):
@@ -305,9 +311,11 @@ class Saving:
         if save is None:
             save = self._saves[state.name] = Save(state.name, state.step, state.generation, turn.now_s)
             self._reached.tried = max(self._reached.tried, state.step)
+            # The loss that breaks a save may be known before the first share of it is reported.
             if self._broken.has(state.generation, state.step):
                 self._give_up(turn, state.name, "a worker was lost before all layers were in memory", soon=True)
                 return
+        # A late share of an earlier step does not answer the newest request.
         if isinstance(self._next, _Idle) or state.step >= self._next.step:
             self._next = _Idle()
         save.note_share(worker_id, message.layers, num_parts=self._num_parts)
@@ -318,7 +326,6 @@ class Saving:
         self._commit_when_written(turn, save)
 
     def persisted(self, turn: Turn, message: protocol.LayersPersisted) -> None:
-        """Note that a share is on disk."""
         save = self._saves.get(message.name)
         if save is not None:
             save.shards.update(((shard.layer, shard.part), shard) for shard in message.shards)
@@ -327,7 +334,6 @@ class Saving:
             self._remove(turn, [message.name])  # It was written after the save was given up.
 
     def committed(self, turn: Turn, node: str, message: protocol.CheckpointCommitted) -> None:
-        """Note that a node has the manifest."""
         save = self._saves.get(message.name)
         if save is not None and save.is_committing:  # Otherwise an earlier master asked the node.
             save.committed.add(node)
@@ -340,6 +346,7 @@ class Saving:
             turn.note("error", f"nothing can be saved: {self._failure}; training continues")
         elif not self._is_over(message.name):
             self._reached.tried = max(self._reached.tried, message.step)
+            # A failure may be the first report of a save. As it is given up at once, its generation does not matter.
             self._saves.setdefault(message.name, Save(message.name, message.step, 0, turn.now_s))
             self._give_up(turn, message.name, f"{node}: {message.reason}")
 
@@ -386,7 +393,7 @@ class Saving:
         self._arm(turn)
 
     def _give_up(self, turn: Turn, name: str, why: str, *, soon: bool = False) -> None:
-        """Give up a save. If `soon`, nothing speaks against the next one once there is a plan."""
+        """Give up a save. `soon`: a loss is the cause, and the next save can follow at once."""
         save = self._saves.pop(name)
         self._given_up.add(name)
         self._failure = why
@@ -396,7 +403,7 @@ class Saving:
         turn.record(entry)
         if soon:
             self._next = _Wanted(self._last_step + 1)
-        else:
+        else:  # a disk that is full or too slow is not tried again at once
             self._arm(turn, not_before_s=turn.now_s + _RETRY_S)
 
     def _arm(self, turn: Turn, *, not_before_s: float = 0.0, by_s: float = math.inf) -> None:
@@ -413,6 +420,7 @@ class Saving:
     def _ask(self, turn: Turn, step: int) -> None:
         assert self._ordered is not None
         for worker_id in self._ordered.plan.worker_ids:
+            # A worker that is being restarted gets another plan first, and is asked then.
             if self._members[worker_id.node].is_ready:
                 turn.send(worker_id.node, protocol.SaveState(device=worker_id.device, step=step))
 
@@ -453,6 +461,7 @@ class Saving:
         return tuple(known.name for known in old if not known.is_final)
 
     def _manifest(self, save: Save) -> protocol.Manifest:
+        # Any digest will do: workers whose data differs never train together.
         digests = [worker.data_digest for member in self._members.ready for worker in member.ready.values()]
         return protocol.Manifest(
             version=protocol.MANIFEST_VERSION,

@@ -20,8 +20,8 @@ MAX_LEFT = 32
 """The most shards in quarantine; if there are more, the shards are not the cause."""
 _SHOWN_CHARS = 120
 """The length of a problem in a state's position."""
+# Shards are looked into before they are opened, so that no step waits for a worker to read the first records.
 _PREFETCHED = 8
-"""How many shards to look into before they are opened."""
 _SURVEY_LIMIT = 4096
 """The most records in one answer."""
 
@@ -49,8 +49,6 @@ class _Known:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """The records of one step."""
-
     runs: tuple[protocol.RecordRun, ...]
     num_items: int
     after: protocol.DataPosition
@@ -90,8 +88,7 @@ class RecordAssigner:
     at_once: int
     epochs: int
     follows: bool
-    """Shards grow, and one with nothing to give is skipped. Otherwise it is waited for, so that the records of steps
-    are a function of the shards alone."""
+    """Shards grow, and one with nothing to give is skipped."""
     items_per_record: int
     _barred: dict[int, str] = field(default_factory=dict, init=False)
     """The shards in quarantine, with the problem of each."""
@@ -106,7 +103,7 @@ class RecordAssigner:
     def go_back(self, position: protocol.DataPosition) -> None:
         """Take back all records since this position."""
         self._cursor = position
-        self._known.clear()
+        self._known.clear()  # it has only the records that follow the old position
         self._draft = _Draft()
 
     def bar(self, shard: int, problem: str) -> None:
@@ -139,6 +136,8 @@ class RecordAssigner:
         for visit, start in self._next_visits():
             known = self._known.setdefault(visit, _Known([start]))
             shard = visit % self.num_shards
+            # Two visits of one shard may be next at the end of an epoch. They are asked about one after the other,
+            # because an answer names the shard and not the visit.
             if not known.is_ended and shard not in wants:
                 wants[shard] = protocol.ScanRange(
                     shard=shard, start=known.bounds[-1], limit=min(missing, _SURVEY_LIMIT)
@@ -149,6 +148,7 @@ class RecordAssigner:
         """Note an answer; False if it does not continue what is known."""
         for visit, known in self._known.items():
             is_its = visit % self.num_shards == found.shard
+            # After `go_back` an answer to an older question begins elsewhere, and must not be appended.
             if is_its and not known.is_ended and found.bounds[0] == known.bounds[-1]:
                 known.bounds += found.bounds[1:]
                 known.items += found.items or [self.items_per_record] * (len(found.bounds) - 1)
@@ -175,6 +175,7 @@ class RecordAssigner:
             self._settle()
         is_last = self._is_read
         draft = self._draft
+        # A draft that is too small stays, and is filled up once more records are known.
         if not draft.num_records or (draft.num_records < self.batch and not is_last):
             return None
         self._draft = _Draft()
@@ -203,6 +204,7 @@ class RecordAssigner:
         count = min(wanted, known.num_records)
         bounds, num_items = known.take(count)
         self._draft.add(shard.visit, bounds, num_items)
+        # The shard goes to the end of the queue, so that the open shards take turns.
         shards.append(replace(shard, next=bounds[-1], records=shard.records + count))
         self._cursor = replace(self._cursor, open=tuple(shards), records=self._cursor.records + count)
         return True
@@ -214,6 +216,7 @@ class RecordAssigner:
             is_ended = known is not None and known.is_ended
             if count and (count >= wanted or is_ended or self.follows):
                 return at
+            # The shard is waited for, so that the records of steps are a function of the shards alone.
             if not self.follows:
                 return None
         return None
@@ -222,6 +225,7 @@ class RecordAssigner:
         """Close shards that are read, drop those in quarantine, and open the next ones."""
         cursor = self._cursor
         shards, left, opened = list(cursor.open), list(cursor.left), cursor.opened
+        # A shard that opens here may turn out to be empty or in quarantine, and then makes room for the next one.
         while True:
             for shard in list(shards):
                 known = self._known.get(shard.visit)

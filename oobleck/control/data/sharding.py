@@ -51,9 +51,10 @@ class ShardRemains:
                 self.names = names
             case DataPlaced():
                 self.placed = entry
-                self.dealt.clear()
+                self.dealt.clear()  # what was assigned in the round before is taken back
             case RecordsDealt(records=records):
                 self.dealt.append(records)
+                # At most STEPS_AHEAD are ahead of the newest committed step, whose position is needed as well.
                 del self.dealt[: -2 * STEPS_AHEAD]
             case ShardQuarantined():
                 self.barred.append(entry)
@@ -146,7 +147,6 @@ class Sharding:
         return position.opened == self._job.data.epochs * len(self._names)
 
     def restore(self, replayed: ShardRemains) -> None:
-        """Continue from a journal."""
         if not self.is_on or replayed.placed is None:
             return
         self._take_names(replayed.names)
@@ -202,6 +202,7 @@ class Sharding:
             return
         if goes_back or update.restore is not None or not self._round.version:
             start = position or protocol.DataPosition(shards=protocol.digest_of_shards(self._names))
+            # A shard that an earlier run left out may be readable by now.
             self._begin_round(turn, update, start.with_another_try())
         elif self._needs_reassignment:
             self._begin_round(turn, update, self._round.position_after(update.boundary))
@@ -212,7 +213,6 @@ class Sharding:
         self._end_announced = None
 
     def send_again(self, turn: Turn, worker_ids: Iterable[WorkerId]) -> None:
-        """Send workers the records of the next steps again."""
         targets = tuple(worker_ids)
         for step, records in sorted(self._round.steps.items()):
             if step > self._progress.last_step:
@@ -263,6 +263,7 @@ class Sharding:
         """Begin the step in flight again: a worker cannot read a record. After some attempts, leave the shard out."""
         if message.shard not in range(len(self._names)):
             raise PeerError(f"cannot read shard {message.shard} of {len(self._names)}")
+        # Several workers may fail at the same record. Only the first report counts until all begin the step again.
         if message.generation != generation or not math.isinf(self._regroups_s):
             self._note_late(turn)
             return
@@ -292,14 +293,13 @@ class Sharding:
         turn.note("info", f"a report on the data came too late to count ({self.num_late} in all)")
 
     def lost(self, node: str) -> None:
-        """Ask another worker what a lost one was asked."""
         if self._survey.asked is not None and self._survey.asked.node == node:
             self._survey.asked = None
 
     # --- continuing --------------------------------------------------------------------------------------------
 
     def committed(self, step: int) -> None:
-        """Note that a step's records are done."""
+        # A shard whose records were read is not broken: only failures in a row lead to quarantine.
         steps = self._round.steps
         for run in steps[step].runs if step in steps else ():
             self._failures.pop(run.shard, None)
@@ -365,6 +365,7 @@ class Sharding:
 
     def _announce_end(self, turn: Turn, generation: int, *, save: bool) -> None:
         step = self._progress.last_step
+        # This is called after every event. Each plan's workers learn of the end once.
         if self._end_announced == (generation, step):
             return
         self._end_announced = (generation, step)
@@ -376,7 +377,7 @@ class Sharding:
             position=self._round.position_after(step),
             save=save,
         )
-        # All are to report that they have finished.
+        # All workers have to report that they have finished.
         self._progress.expect(self._job.control.start_timeout_s, turn.now_s)
         turn.do((SendAll(worker_ids=tuple(self._worker_ids()), message=over),))
 
@@ -386,13 +387,15 @@ class Sharding:
         if survey.asked is not None and now_s >= survey.answer_due_s:
             survey.asked = None
             if self._has_no_records_left:
-                self._regroups_s = now_s  # Only a fence finds out whether that worker is stuck: no step can hang.
+                # Without records no step is due, so none can hang: only a fence shows whether that worker is stuck.
+                self._regroups_s = now_s
         if survey.asked is None:
             left = self._furthest_step - self._round.last_step
             wants = assigner.wants(left * self._job.global_batch_size) if left > 0 and not self._is_stopped else ()
             worker_ids = tuple(self._worker_ids())
             if wants and worker_ids and now_s >= survey.asks_from_s:
                 survey.request += 1
+                # Each question goes to the next worker, so that one that never answers does not hold up the survey.
                 survey.asked = worker_id = worker_ids[survey.request % len(worker_ids)]
                 survey.answer_due_s = now_s + _ANSWER_S
                 request = protocol.ScanRequest(device=worker_id.device, request=survey.request, wants=wants)

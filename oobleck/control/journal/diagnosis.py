@@ -82,7 +82,7 @@ class Diagnosis:
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
-        """All incidents so far; the last may be under way."""
+        # Copies, because an incident that is under way changes with the next entries.
         return tuple(replace(incident) for incident in self._incidents)
 
     def apply(self, entry: JournalEntry) -> None:
@@ -139,6 +139,7 @@ class Diagnosis:
                     self._close(entry.t_s)
             case StepDone():
                 self._look_at_loss(entry)
+            # A save that a loss broke is no failure of its own.
             case SaveFailed() if not entry.is_our_doing:
                 self._find(Failure.NOT_SAVED, entry)
                 self._respond(Measure.TRAINING_CONTINUED)
@@ -181,10 +182,12 @@ class Diagnosis:
 
     def _begin_recovery(self, entry: RecoveryStarted) -> None:
         slow = [node for node in entry.nodes if node in self._slow] if entry.cause is PlanCause.SLOW else []
+        # Plans for nodes that join, leave or are fast again show no failure.
         if entry.cause.is_planned and not slow:
             return
         if self._open is None and self._incidents and self._incidents[-1].ended_s == entry.t_s:
-            self._open = self._incidents[-1]  # the recovery of one loss was overtaken by this one
+            # This recovery has overtaken one that ended at the same moment: both losses are one incident.
+            self._open = self._incidents[-1]
             self._open.ended_s = None
         if (failure := _FAILURE_OF_CAUSE.get(entry.cause)) is not None:
             self._find(failure, entry)
@@ -207,6 +210,7 @@ class Diagnosis:
 
     def _find_rank(self, entry: RankDown) -> None:
         failure = failure_of_end(entry.end)
+        # The exit code of an uncaught exception says less than the exception.
         if entry.error is not None and entry.error.is_exception:
             failure = Failure.USER_EXCEPTION
         self._find(failure if entry.is_first else Failure.PEER, entry, entry.node)
@@ -214,6 +218,7 @@ class Diagnosis:
     def _look_at_loss(self, entry: StepDone) -> None:
         self._settle(entry.t_s)
         is_bad = not math.isfinite(entry.record.loss)
+        # A loss that stays bad is one finding, and not one for each step.
         if is_bad and not self._has_bad_loss:
             self._find(Failure.BAD_LOSS, entry)
             self._respond(Measure.NOTHING)
@@ -279,6 +284,7 @@ class Diagnosis:
             return
         incident.ended_s = now_s
         root = incident.root
+        # What the user asks for does not make a node suspicious.
         if root.node is not None and root.failure is not Failure.REQUESTED:
             self._recent.append((root.t_s, root.node))
             while self._recent[0][0] < root.t_s - _REPEATED_WITHIN_S:

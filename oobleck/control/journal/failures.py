@@ -12,8 +12,8 @@ from oobleck.control.protocol import ErrorKind, Exited, Killed, Raised, Unseen, 
 
 from .entry import Worded
 
+# SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: a process causes these itself. Any other signal counts as one from outside.
 _CRASHES = frozenset({4, 6, 7, 8, 11})
-"""SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: signals that a process causes itself."""
 
 
 class Remedy(Worded):

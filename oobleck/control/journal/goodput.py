@@ -1,7 +1,5 @@
 """What the time of a run, and of its nodes, went into: the states that partition it, and the goodput.
 
-Computed from the journal's entries alone, for the dashboard, the summary and the simulator.
-
 The states of a run are disjoint, and their seconds sum to the elapsed time:
 
     from                       until                        counts as
@@ -58,6 +56,7 @@ class TimeSplit:
 
     @property
     def elapsed_s(self) -> float:
+        # Not sum(), which rounds in another way since Python 3.12: a journal gives the same numbers everywhere.
         return self.useful_s + math.fsum(self.downtime_s.values())
 
     @property
@@ -85,8 +84,6 @@ class TimeSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Interval:
-    """The time between two commits."""
-
     length_s: float
     redone: bool
     degraded_share: float
@@ -149,6 +146,7 @@ class TimeAccount:
         if not self._has_begun and not self._recovering:
             return split.plus(starting_s=now_s - self._mark_s)
         if self._recovering:
+            # Until its end is known, all time since the first recovery began counts as its stall.
             stalled_since_s = min(now_s, max(self._mark_s, min(self._recovering.values())))
             reconfiguring_s = now_s - stalled_since_s
         else:
@@ -165,7 +163,7 @@ class TimeAccount:
         """Account for one step, or for several at once that took `duration_s` together."""
         length_s = max(0.0, t_s - self._mark_s)
         worked_s = min(length_s, duration_s)
-        if not self._has_begun:
+        if not self._has_begun:  # the first step itself is not a part of the start
             self._settled = self._settled.plus(starting_s=length_s - worked_s)
             self._has_begun = True
             length_s = worked_s
@@ -191,8 +189,10 @@ class TimeAccount:
             stall_s -= taken_s
             self._settled = self._settled.plus(reconfiguring_s=taken_s)
             self._open[index] = replace(interval, length_s=interval.length_s - taken_s)
+        # The rest of the stall lies between the last commit and now, and is taken from the interval to come.
         uncounted_s = max(0.0, entry.t_s - self._mark_s)
         self._stall_due_s = min(self._stall_due_s + stall_s, uncounted_s)
+        # The end of a recovery is also that of earlier ones, which it has overtaken.
         self._recovering = {g: t_s for g, t_s in self._recovering.items() if g > entry.generation}
         self._settle()
 
@@ -271,12 +271,14 @@ class NodeAccount:
         if settled is not None and settled.elapsed_s > self._shared.elapsed_s:
             self._seconds = self._share_out(settled)
             self._shared = settled
+            # The stretch that lasts at that moment stays: it counts for the time that follows as well.
             first_kept = bisect_right(self._stretches, settled.elapsed_s, lo=1, key=lambda each: each.since_s) - 1
             del self._stretches[:first_kept]
         match entry:
             case NodeConnected():
                 self._there.add(entry.node)
                 self._unfit.discard(entry.node)
+            # Before the other losses, because an unfit node stays present, and idles.
             case NodeLost(loss=Unfit()):
                 self._unfit.add(entry.node)
             case NodeLost() | NodeLeft():

@@ -77,6 +77,7 @@ class HistoryAccount:
                 self._num_nodes.append((entry.t_s, len(entry.plan.nodes)))
             case StepDone() | StepsDone():
                 _add_rate(self._rates, entry)
+                # Only once there are twice as many, so that thinning costs O(1) an entry on average.
                 if len(self._rates) > 2 * _KEPT_POINTS:
                     self._rates = list(mean_rates(self._rates, self._rates[-1][1], most=_KEPT_POINTS))
                 if isinstance(entry, StepDone) and math.isfinite(entry.record.loss):
@@ -114,6 +115,7 @@ class _Thinning:
 
     def add(self, x: float, y: float) -> None:
         """Add a point, and forget those at `x` and after it. O(1) amortised."""
+        # Steps that were lost come again, with other losses.
         for points in (self._newest, self._means):
             while points and points[-1][0] >= x:
                 points.pop()
@@ -126,6 +128,7 @@ class _Thinning:
             self._newest.clear()
         if len(self._means) > 2 * _KEPT_POINTS:
             pairs = zip(self._means[::2], self._means[1::2], strict=False)
+            # A mean without a partner has too few points for the new size.
             rest = self._means[len(self._means) // 2 * 2 :]
             self._means, self._size = [_mean(pair) for pair in pairs], 2 * self._size
             self._newest = [*rest, *self._newest]
@@ -152,9 +155,10 @@ def _add_rate(rates: list[tuple[float, float, float]], entry: StepDone | StepsDo
 def mean_rates(
     rates: Sequence[tuple[float, float, float]], elapsed_s: float, *, most: int = MAX_POINTS
 ) -> tuple[tuple[float, float, float], ...]:
-    """Return the mean rates over at most `most` equal intervals, with the same integral."""
+    """Return the mean rates over at most `most` equal intervals."""
     if len(rates) <= most or elapsed_s <= 0:
         return tuple(rates)
+    # Each rate is spread over the intervals that it overlaps, which keeps the integral: the number of tokens.
     width_s = elapsed_s / most
     amounts = [0.0] * most
     for since_s, until_s, rate in rates:

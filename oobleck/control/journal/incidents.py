@@ -14,8 +14,6 @@ _REPEATED_TIMES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that went wrong."""
-
     t_s: float
     """When it happened, as far as that is known: a frozen node is noticed late."""
     failure: Failure
@@ -97,6 +95,7 @@ class Incident:
     @property
     def root(self) -> Finding:
         """The earliest finding that no peer caused."""
+        # By when they happened: a node that froze is noticed after the failures that it caused.
         ordered = sorted(self.findings, key=lambda finding: finding.t_s)
         return next((finding for finding in ordered if not finding.is_caused_by_peer), ordered[0])
 

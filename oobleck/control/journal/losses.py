@@ -30,8 +30,6 @@ class LossCause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLost:
-    """The connection to its agent broke."""
-
     cause: ClassVar[LossCause] = LossCause.CONNECTION_LOST
     failure: ClassVar[Failure] = Failure.CONTACT_LOST
     text: ClassVar[str] = "its connection was lost"
@@ -39,8 +37,6 @@ class ConnectionLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLost:
-    """Its agent is gone."""
-
     cause: ClassVar[LossCause] = LossCause.CONNECTION_LOST
     failure: ClassVar[Failure] = Failure.CONTACT_LOST
     had_no_master: bool = False
@@ -52,8 +48,6 @@ class AgentLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotReading:
-    """It does not read its messages."""
-
     cause: ClassVar[LossCause] = LossCause.CONNECTION_LOST
     failure: ClassVar[Failure] = Failure.CONTACT_LOST
     num_unread: int
@@ -65,8 +59,6 @@ class NotReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProtocolBroken:
-    """It sent what the protocol does not allow."""
-
     cause: ClassVar[LossCause] = LossCause.CONNECTION_LOST
     failure: ClassVar[Failure] = Failure.CONTACT_LOST
     problem: str
@@ -115,8 +107,6 @@ class WorkerEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoWorkerStarts:
-    """Its agent can start no worker."""
-
     cause: ClassVar[LossCause] = LossCause.WORKER_EXITED
     failure: ClassVar[Failure] = Failure.NO_WORKER
     problem: str
@@ -128,8 +118,6 @@ class NoWorkerStarts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLeft:
-    """Its agent ended by itself."""
-
     cause: ClassVar[LossCause] = LossCause.AGENT_LEFT
     failure: ClassVar[Failure] = Failure.REQUESTED
     reason: str
@@ -141,8 +129,6 @@ class AgentLeft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutOff:
-    """It reaches the master, but its peers do not reach it."""
-
     cause: ClassVar[LossCause] = LossCause.CUT_OFF
     failure: ClassVar[Failure] = Failure.CUT_OFF
     text: ClassVar[str] = "it reaches the master, but its peers do not reach it"
@@ -150,8 +136,6 @@ class CutOff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Excluded:
-    """It cannot take part."""
-
     cause: ClassVar[LossCause] = LossCause.UNREACHABLE
     failure: ClassVar[Failure] = Failure.UNFIT_NODE
     problem: str
@@ -175,8 +159,6 @@ class Misfit(_Excluded):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfit:
-    """It was reached, and is faulty."""
-
     cause: ClassVar[LossCause] = LossCause.UNFIT
     failure: ClassVar[Failure] = Failure.UNFIT_NODE
     fault: str

@@ -120,7 +120,6 @@ class Metrics:
                 self._kinds = Counter(kind_of.get(worker_id.node, DEFAULT_KIND) for worker_id in worker_ids)
 
     def sample(self, now_s: float) -> MetricSample:
-        """Return the run's sample `now_s` seconds after its start."""
         record, split = self._record, self._account.at(now_s)
         worked_s = record.duration_s if record and record.duration_s > 0 else None
         rate = self._step_tokens / worked_s if worked_s else None
@@ -147,6 +146,7 @@ class Metrics:
     def _utilisation(self, tokens_per_s: float | None) -> float | None:
         if tokens_per_s is None or not self._kinds or not self._kinds.keys() <= self._profiles.keys():
             return None
+        # The profiles of all kinds count the same model, so any of them gives its operations.
         profiles = [self._profiles[kind] for kind in self._kinds]
         sheets = [sheet_of_product(profile.device.name) for profile in profiles]  # a CPU's peak depends on its cores
         # The embedding, which comes first, is looked up and not multiplied.
@@ -154,6 +154,7 @@ class Metrics:
         flops = sum(
             _FLOPS_PER_PARAMETER * layer.trained_bytes + _FLOPS_PER_FROZEN * layer.frozen_bytes for layer in layers
         )
+        # Without a data sheet of every device, a peak would be too low, and the utilisation too high.
         peak = 0.0
         for sheet, count in zip(sheets, self._kinds.values(), strict=True):
             if sheet is None:

@@ -13,8 +13,8 @@ from .entry import Entry
 from .failures import Failure
 from .losses import Loss, WorkerEnded
 
+# A node that the user had killed is lost in one of these ways. Any other failure came before that.
 _MAY_BE_REQUESTED = frozenset({Failure.CONTACT_LOST, Failure.UNFIT_NODE, Failure.CUT_OFF})
-"""How the loss of a node that the user had killed looks; any other failure came before that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +29,6 @@ class NodeConnected(Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerUp(Entry):
-    """A worker is ready to train."""
-
     node: str
     device: int
     pid: int
@@ -80,7 +78,6 @@ class NodeLost(Entry):
 
     @property
     def failure(self) -> Failure:
-        """What it was lost by: the user's request, unless another failure came before."""
         failure = self.loss.failure
         return Failure.REQUESTED if self.is_requested and failure in _MAY_BE_REQUESTED else failure
 
@@ -164,8 +161,6 @@ class NodeLeft(Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeAdded(Entry):
-    """The job has another node."""
-
     node: NodeSpec
 
     @property

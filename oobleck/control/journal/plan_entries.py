@@ -20,7 +20,6 @@ class PlanCause(StrEnum):
     known_by: str
     """What shows that something is wrong, where no entry of its own does."""
     happened: str
-    """What happened to the nodes concerned."""
     _begins: str
 
     def __new__(cls, value: str, begins: str = "", happened: str = "lost", known_by: str = "") -> PlanCause:
@@ -57,7 +56,6 @@ class PlanCause(StrEnum):
     """Nodes that were left out for being slow get another chance."""
 
     def begins(self, names: str) -> str:
-        """Say that a recovery for these nodes begins."""
         if self is PlanCause.NETWORK:
             return f"asking all nodes once more whether they reach each other{f'; {names} lost' if names else ''}"
         if self._begins:
@@ -76,8 +74,6 @@ class PlanCause(StrEnum):
 
 
 class Action(StrEnum):
-    """How the plan was changed."""
-
     START = "start"
     REINSTANTIATE = "reinstantiate"
     BORROW = "borrow"

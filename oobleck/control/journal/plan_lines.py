@@ -49,6 +49,7 @@ class PlanPacker:
         """Return the line for the next entry; O(nodes) for a plan, else O(1)."""
         if not isinstance(entry, PlanAdopted):
             return entry
+        # A plan that is written whole is the base of the next one as well.
         base, self._base = self._base, entry
         if len(entry.plan.pipelines) <= _FEW_PIPELINES:
             return entry
@@ -85,6 +86,7 @@ class PlanUnpacker:
 
     def _unpack(self, line: PlanLine) -> PlanAdopted:
         base = None if line.base is None else self._base
+        # Entries may be missing: a change of a plan that was never read must not be applied to another plan.
         if line.base is not None and (base is None or base.generation != line.base):
             found = "none" if base is None else f"that of generation {base.generation}"
             raise PeerError(f"changes the plan of generation {line.base}; the plan before is {found}")

@@ -93,8 +93,6 @@ class GenerationRuns(Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankDown(Entry):
-    """A rank has failed."""
-
     level: ClassVar[str] = "warning"
     generation: int
     node: str
@@ -137,8 +135,6 @@ class HungRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksHung(Entry):
-    """The ranks of a generation hang."""
-
     level: ClassVar[str] = "warning"
     generation: int
     quiet_s: float

@@ -112,8 +112,6 @@ class Notice(Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerError:
-    """The exception that ended a worker."""
-
     worker_id: WorkerId
     end: Raised
 
@@ -124,8 +122,6 @@ class WorkerError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnded(Entry):
-    """The last entry of a run."""
-
     exit_code: int
     reason: str
     error: WorkerError | None = None

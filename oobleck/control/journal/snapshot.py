@@ -1,19 +1,15 @@
-"""A run at one moment, for people: plain values, ready to be drawn or sent as JSON.
-
-It imports next to nothing of the package, so that commands that only show it start quickly.
-"""
+"""A run at one moment, for people: plain values, ready to be drawn or sent as JSON."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
+# Nothing else of the package is imported, so that commands that only show a run start quickly.
 from oobleck.errors import ExitCode
 
 
 class RunState(StrEnum):
-    """What the whole run is doing."""
-
     STARTING = "starting"
     TRAINING = "training"
     RECONFIGURING = "reconfiguring"
@@ -34,8 +30,6 @@ def state_at_end(exit_code: int, *, is_whole: bool) -> RunState:
 
 
 class WorkState(StrEnum):
-    """What a stage is doing."""
-
     STARTING = "starting"
     TRAINING = "training"
     RECONFIGURING = "reconfiguring"
@@ -44,8 +38,6 @@ class WorkState(StrEnum):
 
 
 class NodeState(StrEnum):
-    """What a node is doing."""
-
     CONNECTING = "connecting"
     CONNECTED = "connected"
     READY = "ready"

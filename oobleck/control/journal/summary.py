@@ -21,8 +21,6 @@ _CALM = frozenset(cause.value for cause in PlanCause if cause.is_calm)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Seconds of a committed step."""
-
     median: float
     p95: float
 
@@ -200,6 +198,7 @@ class RunAccount:
             case SaveFailed():
                 self._saves_failed += 1
             case JournalGap():
+                # A gap that has ended without a loss leaves the journal complete: its entries only came late.
                 self._gap = entry if entry.is_open or entry.num_lost else None
             case JobEnded():
                 self._end = entry
@@ -211,10 +210,10 @@ class RunAccount:
         if restored is not None:
             self._tally.begin_after(restored)
             self._saved_step = restored
+            # Evaluations of steps that were lost are of a model that no longer exists.
             self._evaluations = {step: loss for step, loss in self._evaluations.items() if step <= restored}
 
     def summary(self, losses: tuple[float, ...] = ()) -> Summary:
-        """Return the summary so far, with the losses of the committed steps."""
         job, end, plan, gap, tally = self.started, self._end, self.newest, self._gap, self._tally
         split = self._nodes.time.at(self._elapsed_s)
         batch = job.job.global_batch_size if job else 0
@@ -228,6 +227,7 @@ class RunAccount:
             max_steps=job.job.max_steps if job else 0,
             steps_committed=tally.num_steps,
             samples_committed=tally.num_samples,
+            # The recovery's count has lost steps that are not run again yet, but its entry may be missing.
             steps_lost=max(self._steps_lost, tally.num_committed_again),
             samples_repeated=tally.samples_repeated,
             samples_missing=tally.samples_missing + batch * tally.num_missing,

@@ -47,6 +47,7 @@ class StepTally:
 
     def begin_after(self, step: int) -> None:
         """Note that the run continues from another run's checkpoint of this step."""
+        # A run that goes back to a checkpoint later still began where it did.
         if not self._alike:
             self._first_step = step + 1
 
@@ -65,12 +66,14 @@ class StepTally:
             missing=record.samples_missing,
             tokens=entry.tokens if isinstance(entry, StepDone) else entry.tokens_per_step,
         )
-        self._cut(new.first)  # a step that comes again shows that all from it on were lost
+        # A step that comes again shows that all steps from it on were lost.
+        self._cut(new.first)
         if self._alike and self._alike[-1].is_followed_by(new):
             self._alike[-1] = replace(new, first=self._alike[-1].first)
         else:
             self._alike.append(new)
         self.last_s = entry.t_s
+        # Rounded, because millions of steps take as many different durations, and would need as many counts.
         rounded_s = float(f"{record.duration_s:.3e}")
         self._durations[rounded_s] = self._durations.get(rounded_s, 0) + new.num_steps
 
@@ -120,6 +123,7 @@ class LossTally:
     """The losses of the committed steps, 16 bytes each; steps that share an entry have none."""
 
     def __init__(self) -> None:
+        # Arrays, because lists of Python's numbers would take four times as much room.
         self._steps = array("q")
         self._losses = array("d")
 

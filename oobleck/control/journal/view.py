@@ -48,7 +48,6 @@ class DataView:
                 self._quarantined.append(shard)
 
     def commit(self, step: int) -> None:
-        """Note that a step is committed, and its records are read."""
         while self._dealt and self._dealt[0][0] <= step:
             _, self._placed, self._is_last = self._dealt.pop(0)
 
@@ -139,6 +138,7 @@ class RunView:
 
     def apply(self, entry: JournalEntry) -> None:
         self._account.apply(entry)
+        # Entries of every step would push all others out of the list.
         if not isinstance(entry, StepDone | ProfileKnown | RecordsDealt):
             self._events.append(snapshot.EventLine(t_s=entry.t_s, level=entry.level, text=entry.sentence))
             del self._events[:-_RECENT_EVENTS]
@@ -169,6 +169,7 @@ class RunView:
             case RecoveryStarted():
                 self._recovering.add(entry.generation)
             case RecoveryDone():
+                # It has overtaken the recoveries before it, which have no end of their own.
                 self._recovering = {g for g in self._recovering if g > entry.generation}
                 self._num_recoveries += not entry.cause.is_calm
                 self._changing.clear()
@@ -180,6 +181,7 @@ class RunView:
                 self._ended = entry
             case _:
                 pass
+        # Steps are nearly all entries of a long run, and no script has any.
         if not isinstance(entry, StepDone):
             self._ranks.apply(entry)
 
@@ -248,7 +250,6 @@ class RunView:
                 self._nodes[name] = snapshot.NodeState.READY
 
     def _form(self, entry: GenerationFormed) -> None:
-        """Nodes with ranks take part; other present nodes are spares."""
         part = {each.node for each in entry.nodes}
         for name, state in self._nodes.items():
             if name in part:
@@ -264,6 +265,7 @@ class RunView:
         if record.duration_s > 0:
             self._recent.append((record.duration_s, entry.tokens))
             del self._recent[:-_RECENT_STEPS]
+        # A step of an earlier generation says nothing about the stages of the new plan.
         if record.generation == self._generation:
             self._changing.clear()
 

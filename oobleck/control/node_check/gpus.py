@@ -11,7 +11,6 @@ with the GPU's abilities by its driver, and with its maker's data sheet.
     product, memory       under a share of the data sheet                        slow
     clocks set, PCIe generation, no data sheet, nothing read                     as healthy as it is otherwise: a note
 
-The shares are judgement, not measured, with room for clocks that follow the power limit.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from oobleck.planner import DeviceSheet, sheet_of_product
 
 from .rounds import Health, NodeVerdict
 
+# The shares are judgement, not measured, with room for clocks that follow the power limit.
 _LEAST_PRODUCT = 0.5
 """The least share of the data sheet's rate of matrix products in bfloat16."""
 _LEAST_MEMORY = 0.65
@@ -147,8 +147,6 @@ _UNREAD = {NvmlState.LOST: GpuProblem.LOST, NvmlState.RESET_NEEDED: GpuProblem.R
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFinding:
-    """Something about a GPU that is worth knowing."""
-
     gpu: int
     problem: GpuProblem
     health: Health
@@ -160,7 +158,6 @@ class GpuFinding:
     nvml: NvmlState = NvmlState.READ
     error: str = ""
     name: str = ""
-    """The GPU's name, if it matters."""
 
 
 def findings_about(gpus: Iterable[GpuFacts]) -> tuple[GpuFinding, ...]:
@@ -203,18 +200,20 @@ def _from_driver(facts: GpuFacts) -> Iterator[GpuFinding]:
             error=facts.error,
         )
 
-    if facts.nvml is not NvmlState.READ:
+    if facts.nvml is not NvmlState.READ:  # without NVML the other facts are all unknown
         yield finding(_UNREAD.get(facts.nvml, GpuProblem.NOT_READ))
         return
     limits = frozenset(facts.clock_limits)
     if facts.repair_failed:
         yield finding(GpuProblem.REPAIR_FAILED)
     if facts.uncorrected or facts.repair_waits:
+        # Where a GPU does not report its repairs, its memory counts as bad.
         is_repaired = facts.repair_waits is False and not facts.repair_failed
         yield finding(GpuProblem.MEMORY_REPAIRED if is_repaired else GpuProblem.MEMORY_ERRORS, facts.uncorrected)
     if limits & _HEAT:
         yield finding(GpuProblem.HOT, facts.sm_mhz, facts.max_sm_mhz)
-    if limits & _POWER and not limits & _HEAT:  # the hardware also slows down for heat, and then reports both
+    # The hardware also slows down for heat, and then reports both.
+    if limits & _POWER and not limits & _HEAT:
         yield finding(GpuProblem.POWER, facts.sm_mhz, facts.max_sm_mhz)
     if limits & _SET:
         yield finding(GpuProblem.CLOCKS_SET, facts.sm_mhz, facts.max_sm_mhz)
@@ -222,7 +221,8 @@ def _from_driver(facts: GpuFacts) -> Iterator[GpuFinding]:
         yield finding(GpuProblem.PCIE_WIDTH, facts.pcie_width, facts.max_pcie_width)
     if _is_less(facts.pcie_generation, facts.max_pcie_generation):
         yield finding(GpuProblem.PCIE_GENERATION, facts.pcie_generation, facts.max_pcie_generation)
-    if facts.num_nvlinks_up and _is_less(facts.num_nvlinks_up, facts.num_nvlinks):  # none: it has no bridge
+    # A GPU that can have links, of which none is up, has no bridge.
+    if facts.num_nvlinks_up and _is_less(facts.num_nvlinks_up, facts.num_nvlinks):
         yield finding(GpuProblem.NVLINK, facts.num_nvlinks_up, facts.num_nvlinks)
 
 

@@ -21,7 +21,6 @@ class MeasurePair:
     """Exchange data with a peer, which does the same."""
 
     key: str
-    """Identifies this test."""
     nodes: tuple[str, str]
     address: str
     timeout_s: float
@@ -82,8 +81,6 @@ class PairDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeFailed:
-    """The probe itself failed, and ends."""
-
     reason: str
 
 

@@ -20,8 +20,6 @@ _MOST_CLOCK_OFFSET_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedNode:
-    """A node with everything that is known of it."""
-
     verdict: NodeVerdict
     warnings: tuple[str, ...] = ()
     facts: NodeFacts | None = None
@@ -48,13 +46,13 @@ class CheckReport:
         return CheckVerdict(nodes=tuple(node.verdict for node in self.nodes), links=self.links).is_healthy
 
     def to_dict(self) -> dict[str, object]:
-        """Return the report as JSON-able values."""
         return {"healthy": self.is_healthy, **asdict(self)}
 
 
 def misfit(facts: NodeFacts, spec: NodeSpec, versions: Mapping[str, str]) -> str | None:
     """Return why a node cannot take part, and what to change; None if it can. `versions` are the master's."""
     python, ours = facts.versions.get("python", ""), versions["python"]
+    # Patch releases are compatible; another minor version may lack syntax and packages.
     if python.split(".")[:2] != ours.split(".")[:2]:
         return f"Python {python} there, {ours} here; name an interpreter of the same version with --python"
     for package in ("oobleck", "torch"):

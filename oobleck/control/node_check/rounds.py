@@ -12,8 +12,6 @@ in DLRover's check, double the median of a small cluster, or condemn partners.)
     3  suspects    alone again, and with a proven node  proven; condemned when twice at fault alone
     4  suspects    with a second proven node            condemned when at fault with both
 
-With up to a quarter of the nodes or links at fault, the lower medians belong to healthy ones, and these rounds are
-enough.
 """
 
 from __future__ import annotations
@@ -23,11 +21,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+# More than four rounds are only needed if no pair works at first.
 _MAX_ROUNDS = 6
-"""More than four are only needed if no pair works at first."""
 
+# These vary more between healthy nodes than other measures do, so they may be this many times slower.
 _TOLERANCE = {"loopback": 2.0, "disk": 4.0}
-"""How many times slower than other measures these may be, because they vary more between healthy nodes."""
 
 _PAIR_TOLERANCE = 1.5
 
@@ -42,8 +40,6 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoloResult:
-    """A node's test alone."""
-
     node: str
     seconds: Mapping[str, float] = field(default_factory=dict)
     """The times of equal work on every node, keyed by measure (compute, memory, loopback, disk)."""
@@ -137,7 +133,6 @@ class NodeCheck:
         return self._test_suspects()
 
     def take(self, solo: Iterable[SoloResult], pairs: Iterable[PairResult]) -> None:
-        """Take the results of a round in. The first of each kind set the median for the later ones."""
         self._num_rounds += 1
         for alone in solo:
             self._solo[alone.node].append(alone)
@@ -145,6 +140,7 @@ class NodeCheck:
         for pair in together:
             self._pairs[_key(*pair.nodes)].append(pair)
         self._note_usual()
+        # Later rounds test suspects, whose times must not become the measure of others.
         if self._pair_median_s is None:
             times_s = [pair.seconds for pair in together if pair.seconds is not None]
             self._pair_median_s = _lower_median(times_s) if times_s else None
@@ -158,12 +154,12 @@ class NodeCheck:
                 self._solo_median_s[device] = medians
 
     def verdict(self) -> CheckVerdict:
-        """Return the verdict by the results so far."""
         nodes = tuple(self._judge(node) for node in self._nodes)
         healthy = {verdict.node for verdict in nodes if verdict.health is Health.HEALTHY}
         links = tuple(
             LinkVerdict(nodes=pair, reason=self._pair_reason(pair), factor=self._pair_factor(pair))
             for pair in sorted(self._pairs)
+            # Where one of the nodes is at fault, its links are not to blame.
             if healthy.issuperset(pair) and not self._works(pair)
         )
         return CheckVerdict(nodes=nodes, links=links)
@@ -200,7 +196,7 @@ class NodeCheck:
         return NodeVerdict(node=node, health=Health.SLOW, reason=reason, factor=min(factors))
 
     def _is_proven(self, node: str) -> bool:
-        if len(self._nodes) == 1:
+        if len(self._nodes) == 1:  # there is no other node to prove it with
             return self._has_passed_alone(node)
         return self._has_passed_alone(node) and any(node in pair and self._works(pair) for pair in self._pairs)
 
@@ -211,6 +207,7 @@ class NodeCheck:
         results = self._solo[node]
         if self._has_passed_alone(node):
             return False
+        # One bad result may be due to a load that has passed by the second test.
         return len(results) >= 2 or any(result.is_final for result in results)
 
     def _is_good(self, result: SoloResult) -> bool:
@@ -259,6 +256,7 @@ class NodeCheck:
 
     def _failed_with(self, node: str) -> list[str]:
         """The proven nodes that this one does not work with, in order."""
+        # A failed test with an unproven node shows nothing: either may be at fault.
         return [
             other
             for other in self._nodes
@@ -278,11 +276,13 @@ class NodeCheck:
             if node not in proven and not self._is_condemned_alone(node) and len(self._failed_with(node)) < 2
         ]
         again = tuple(node for node in suspects if not self._has_passed_alone(node))
+        # Without a proven node, other pairs of suspects may prove some.
         pairs = tuple(self._with_proven(suspects, proven) if proven else self._untried(suspects))
         return CheckRound(solo=again, pairs=pairs) if again or pairs else None
 
     def _with_proven(self, suspects: Sequence[str], proven: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Pair each suspect with a proven node that it has not met, and that has the fewest tests."""
+        """Pair each suspect with a proven node that it has not met."""
+        # The pairs of one node are tested one after the other, so suspects are spread over the proven nodes.
         load = dict.fromkeys(proven, 0)
         for suspect in suspects:
             unmet = [node for node in proven if _key(suspect, node) not in self._pairs]
@@ -316,4 +316,6 @@ def _medians(results: Iterable[SoloResult]) -> dict[str, float]:
 
 
 def _lower_median(values: Sequence[float]) -> float:
+    # Of two values the faster is the measure. With up to a quarter of the nodes or links at fault, the lower median is
+    # that of a healthy one.
     return sorted(values)[(len(values) - 1) // 2]

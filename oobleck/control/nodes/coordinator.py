@@ -4,8 +4,7 @@
 
 It has no clock, no socket and no randomness: the same events at the same times give the same commands, in the
 real master, in the simulator and in a replay. Its parts decide which nodes take part. The derived class is the program
-that runs on them (`training/coordinator.py` or `scripts/coordinator.py`), and the parts call it. Every call passes the
-turn, which collects the commands.
+that runs on them (`training/coordinator.py` or `scripts/coordinator.py`), and the parts call it.
 """
 
 from __future__ import annotations
@@ -110,6 +109,7 @@ class BaseCoordinator(Program):
     def handle_deadline(self, now_s: float) -> list[events.Command]:
         """Act on what has not happened in time. Early calls do nothing."""
         turn = Turn(now_s)
+        # `due_s` may be too early, because nodes that were heard since the last count do not move it.
         self._silence.recount()
         late_s = now_s - self.next_deadline()
         if late_s < 0 or self.is_over:
@@ -117,7 +117,7 @@ class BaseCoordinator(Program):
         self._silence.note_call(now_s)
         try:
             held_up_s = self._silence.forgive(now_s, late_s)
-            if held_up_s:
+            if held_up_s:  # what nodes have sent meanwhile waits to be read, so no lease may lapse before
                 self._members.forgive(now_s)
             self.act(turn, held_up_s)
             self.follow_up(turn)
@@ -126,7 +126,7 @@ class BaseCoordinator(Program):
         return self._up_to_end(turn)
 
     def _up_to_end(self, turn: Turn) -> list[events.Command]:
-        """Return a turn's commands; nothing follows the end of the run, in the journal neither."""
+        # Nothing follows the end of the run, neither on the wire nor in the journal.
         if not self.is_over:
             return turn.commands
         ends = [index for index, command in enumerate(turn.commands) if isinstance(command, events.End)]
@@ -163,7 +163,7 @@ class BaseCoordinator(Program):
 
     def _hear(self, turn: Turn, node: str, message: protocol.AgentMessage) -> None:
         if node not in self._members or self._members[node].state not in (MemberState.CONNECTED, MemberState.READY):
-            return  # late messages of a node that was given up
+            return  # a node that was given up may still send for a while
         self._members.hear_node(node, turn.now_s)
         self._note_heard(turn)
         try:
@@ -181,7 +181,6 @@ class BaseCoordinator(Program):
             self.heard_again(turn)
 
     def _give_up_silent(self, turn: Turn) -> None:
-        """Give up the nodes that are silent for too long."""
         for node, silent_s in self._silence.take_silent(turn).items():
             self._lifecycle.give_up(turn, node, journal.Silent(silent_s=silent_s))
 

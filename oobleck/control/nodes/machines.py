@@ -29,6 +29,7 @@ class Machines:
 
     def __init__(self) -> None:
         self._placed: dict[str, tuple[NodeSpec, Hello | None]] = {}
+        # Dicts in place of sets: their order is that of insertion, so `touched_by` is the same in every process.
         self._nodes: defaultdict[_Key, dict[str, None]] = defaultdict(dict)
         """The nodes whose agents have spoken, keyed by machine and by host."""
         self._names: defaultdict[_Key, Counter[_Key]] = defaultdict(Counter)
@@ -47,6 +48,7 @@ class Machines:
         """Return the share of each worker of a node whose agent has spoken; at least a core."""
         spec, hello = self._placed[node]
         assert hello is not None
+        # Nodes whose agents have not spoken may be on this machine: their workers count until that is known.
         guessed = self._workers["guessed", spec.host]
         sharing = self._workers[_machine(spec, hello)] + guessed
         cores, memory = [hello.num_cores // sharing], [hello.memory_bytes // sharing]
@@ -86,9 +88,10 @@ class Machines:
             machine, host = _machine(spec, hello), ("at", spec.host)
             shared = [machine, *(_group(spec, hello, limit.group) for limit in hello.limits)]
             device_key = _container(spec, hello)
+            # Both ways, so that a machine with two names and a name of two machines are both noticed.
             for key, name in ((machine, host), (host, machine)):
                 self._names[key][name] += sign
-                self._names[key] = +self._names[key]
+                self._names[key] = +self._names[key]  # unary plus drops the names that are not used any more
                 if sign > 0:
                     self._nodes[key][spec.name] = None
                 else:

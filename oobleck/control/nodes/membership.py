@@ -1,8 +1,4 @@
-"""Which nodes are in the job: each node's state, and its workers.
-
-CONNECTING -> CONNECTED -> READY -> LOST | LEFT
-     └────────────┴──────────────────^
-"""
+"""Which nodes are in the job: each node's state, and its workers."""
 
 from __future__ import annotations
 
@@ -21,10 +17,8 @@ from oobleck.planner import WorkerId
 from .machines import Machines
 
 _RESTARTS_KEPT = 16
+# More ends than a node can have before all of them are reported.
 _ENDS_KEPT = 8
-"""How many ends of each device's workers are kept: more than a node can have before all are reported."""
-
-
 _DERIVED = ("living_names", "ready_names", "ready_worker_ids", "all_save")
 """The cached properties of `Membership`, which any change of a member outdates."""
 
@@ -41,7 +35,9 @@ class MemberState(StrEnum):
 _ALLOWED = {
     MemberState.CONNECTING: {MemberState.CONNECTED, MemberState.LOST},
     MemberState.CONNECTED: {MemberState.READY, MemberState.LOST, MemberState.LEFT},
+    # Back to CONNECTED, while a worker is started again, or once the node is drained.
     MemberState.READY: {MemberState.CONNECTED, MemberState.LOST, MemberState.LEFT},
+    # A node that is lost or has left comes back as another member.
     MemberState.LOST: set(),
     MemberState.LEFT: set(),
 }
@@ -117,7 +113,8 @@ class Membership:
     _members: dict[str, Member] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._heard_s: dict[str, float] = {}  # not a field of `Member`, because it changes with every message
+        # Not a field of `Member`: it changes with every message, and must not discard everything that is derived.
+        self._heard_s: dict[str, float] = {}
         self.machines = Machines()
         self._kinds: dict[str, str] = {}
         # What follows from the members is remembered until one of them changes: thousands of them, asked for often.
@@ -171,7 +168,8 @@ class Membership:
             self.__dict__.pop(derived, None)
 
     def relocate(self, specs: Mapping[str, NodeSpec]) -> None:
-        """Reach nodes by these specs, which may have changed; their devices stay as they were."""
+        """Reach nodes by these specs, which may have changed."""
+        # Running workers and the plans of earlier masters count on the devices, so these stay as they were.
         for name, member in self._members.items():
             spec = specs.get(name, member.spec)
             spec = replace(spec, device=member.spec.device, devices=member.spec.devices)
@@ -200,7 +198,7 @@ class Membership:
         self._heard_s[node] = now_s
 
     def note_connected(self, node: str, *, agent_pid: int) -> None:
-        """Note that an earlier master took a node in."""
+        # The pid shows later whether the agent that answers is still the one that the earlier master had.
         self._put(replace(_moved(self._members[node], MemberState.CONNECTED), agent_pid=agent_pid))
 
     def note_ready(self, worker: WorkerUp, *, generation: int) -> None:
@@ -218,6 +216,7 @@ class Membership:
         `step` is the newest that was ever committed.
         """
         member = self._members[worker_id.node]
+        # The workers of `also` live until they obey. Their pids are noted now, so that their exits are recognized.
         ended = {worker_id.device: pid} | {device: member.ready[device].pid for device in also}
         member = replace(
             member,
@@ -241,7 +240,6 @@ class Membership:
         self._put(replace(self._members[node], has_notice=True))
 
     def note_leaving(self, node: str, *, is_leaving: bool) -> None:
-        """Note whether a node with notice is to be drained as soon as it trains."""
         self._put(replace(self._members[node], is_leaving=is_leaving))
 
     def drain(self, node: str, *, is_draining: bool = True) -> None:
@@ -259,7 +257,7 @@ class Membership:
         self._put(_moved(self._members[node], MemberState.LOST))
 
     def leave(self, node: str) -> None:
-        """Note that a drained node is gone. Raises PeerError for one that was not connected."""
+        """Raises PeerError for a node that was not connected."""
         self._put(_moved(self._members[node], MemberState.LEFT))
 
     # --- when they were last heard -----------------------------------------------------------------------------
@@ -287,6 +285,7 @@ class Membership:
     def hear_nodes(self, heard: Iterable[tuple[str, float]]) -> None:
         heard_s = self._heard_s
         for node, at_s in heard:
+            # A relay's report may be older than what was heard since; a lease never moves back.
             if at_s > heard_s[node]:
                 heard_s[node] = at_s
 
@@ -317,7 +316,6 @@ class Membership:
 
     @property
     def are_all_ready(self) -> bool:
-        """Whether no node is on its way."""
         coming = (MemberState.CONNECTING, MemberState.CONNECTED)
         return all(member.state not in coming for member in self._members.values())
 

@@ -20,6 +20,7 @@ from .membership import Member, Membership, MemberState
 from .node_retry import QUARANTINE_LOSSES, NodeRetry
 from .program import Program
 
+# Another connection may mend these losses. After any other the user has to add the node again.
 _MAY_COME_BACK = frozenset(
     {journal.LossCause.CONNECTION_LOST, journal.LossCause.LEASE_EXPIRED, journal.LossCause.UNREACHABLE}
 )
@@ -55,6 +56,7 @@ class NodeLifecycle:
     def node_up(self, turn: Turn, event: events.NodeUp) -> None:
         """A node answers: it is new or back, or has a new master."""
         node, hello = event.node, event.hello
+        # A lost node that was tried again becomes a new member: its old agent and workers are gone.
         if (spec := self._node_retry.forget(node)) is not None:
             self._members.add(spec)
             turn.record(journal.NodeAdded(t_s=turn.now_s, node=spec))
@@ -68,7 +70,7 @@ class NodeLifecycle:
             # Another agent was started there, so the workers that the plan counts on are gone.
             self.give_up(turn, node, journal.AgentLost(had_no_master=True))
         elif hello.generation > self._program.generation:
-            # The journal lost its last entries: without that plan nothing can be known of what the worker holds.
+            # The journal has lost its last entries. Without that plan it is unknown what the workers hold.
             turn.end(
                 f"{node} trains in generation {hello.generation}, and the journal knows none after "
                 f"{self._program.generation}: its end is lost; start from scratch with --resume never"
@@ -85,7 +87,8 @@ class NodeLifecycle:
         """Take another node in; one that arrives again before its loss is known, as soon as the loss is."""
         node = event.spec.name
         is_here = node in self._members and self._members[node].state not in (MemberState.LOST, MemberState.LEFT)
-        if event.has_arrived and is_here:  # its connection will break, or its lease lapse; until then it counts
+        if event.has_arrived and is_here:
+            # Its old connection is about to break, or its lease to lapse. Until then the node counts as present.
             self._back[node] = event
         else:
             self.add(turn, event.spec, by_itself=event.by_itself)
@@ -118,7 +121,7 @@ class NodeLifecycle:
         if self._most_kinds is None:
             return
         if known.get(spec.name, spec.kind) != spec.kind:
-            # Plans that it has a part in, and by which layers are read, are for the node that it was.
+            # Plans that the node has had a part in, from which layers may still be read, hold for its old devices.
             raise UsageError(
                 f"{spec.name} is of kind {spec.kind}, and was of kind {known[spec.name]} before; "
                 "add it under another name"
@@ -150,8 +153,8 @@ class NodeLifecycle:
             turn.record(journal.NodeUnfit(t_s=turn.now_s, node=node, fault=loss.fault, is_tried_again=True))
 
     def give_up(self, turn: Turn, node: str, loss: journal.Loss) -> None:
-        """Give a node up, unless it was given up before."""
         member, is_begun = self._members[node], self._program.is_begun
+        # Several things show the same loss: the connection breaks, the lease lapses, a peer reports it.
         if member.state in (MemberState.LOST, MemberState.LEFT):
             return
         self._members.lose(node)
@@ -183,7 +186,6 @@ class NodeLifecycle:
             self.add(turn, back.spec, by_itself=back.by_itself)
 
     def ban(self, node: str) -> None:
-        """Do not try a node again: the user has it killed."""
         self._node_retry.forget(node)
         self._members.ban(node)
 
@@ -219,12 +221,14 @@ class NodeLifecycle:
 
     def drain_noticed(self, turn: Turn) -> None:
         """Drain the nodes that had notice before they could be drained."""
+        # This runs after every event, so it looks at the nodes only if one of them waits.
         if not self._num_leaving or not self._program.is_begun:
             return
         leaving = [member for member in self._members.living if member.is_leaving]
         ready = [member for member in leaving if self._program.is_at_work(member)]
         self._num_leaving = len(leaving) - len(ready)
-        for member in ready:  # mark all of them before the program plans without the first
+        # All of them are marked before the program plans without the first, so that one plan serves for all.
+        for member in ready:
             self._members.note_leaving(member.spec.name, is_leaving=False)
             self._members.drain(member.spec.name)
         for member in ready:
@@ -237,15 +241,14 @@ class NodeLifecycle:
             turn.note("warning", f"{node} stays: the job cannot continue without it")
 
     def dismiss_drained(self, turn: Turn) -> None:
-        """End the agents of drained nodes, which are not needed any more."""
         for member in self._members.ready:
             if member.is_draining:
                 self._members.dismiss(member.spec.name)
                 turn.send(member.spec.name, protocol.StopAgent(reason="drained", is_dismissal=True))
 
     def agent_stopped(self, turn: Turn, member: Member, message: protocol.AgentStopped) -> None:
-        """An agent has ended, on request or by itself."""
         node, reason = member.spec.name, message.reason
+        # A node that ends before it has handed its state over is lost, although it was to leave.
         if not member.is_draining or self._program.needs(node):
             loss = journal.NoWorkerStarts(problem=reason) if message.is_failure else journal.AgentLeft(reason=reason)
             self.give_up(turn, node, loss)

@@ -55,7 +55,7 @@ class NodeRetry:
         losses = (*self._recent_losses(spec.name, now_s), now_s)
         self._losses[spec.name] = losses
         if not self._first_wait_s:
-            return True
+            return True  # without retries there is no quarantine to enter
         if len(losses) >= QUARANTINE_LOSSES:
             return False
         self._lost[spec.name] = _Lost(spec, self._first_wait_s, now_s + self._first_wait_s)
@@ -71,12 +71,13 @@ class NodeRetry:
             self.forget(spec.name)
             return True
         if self._first_wait_s:
+            # Quarantine is over once this loss no longer counts, and fewer than the limit are left.
             due_s = losses[-QUARANTINE_LOSSES] + _QUARANTINE_WITHIN_S
             self._lost[spec.name] = _Lost(spec, self._first_wait_s, due_s)
         return False
 
     def forgive(self, node: str) -> None:
-        """The user wants a node back: its losses do not count any more."""
+        """The user wants a node back: its losses no longer count."""
         self.forget(node)
         self._losses.pop(node, None)
 

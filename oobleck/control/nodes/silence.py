@@ -24,9 +24,9 @@ from .time_limits import reading_s
 
 _LOOK_S = 0.1
 """Within this time, messages that arrived before the lease lapsed are read; `reading_s` allows more for many nodes."""
+# Networks retry with doubled waits: a node that was cut off for a minute may be heard again only after two.
 _MOST_SILENT_S = 120.0
-"""How long most nodes may be silent while others are not. Networks retry with doubled waits: a node that was cut off
-for a minute may be heard again only after two."""
+"""How long most nodes may be silent while others are not."""
 
 
 def are_most(num_silent: int, num_all: int) -> bool:
@@ -64,7 +64,6 @@ class Silence:
         """How long it did neither before the newest call, where that was longer than a lease."""
 
     def note_call(self, now_s: float) -> None:
-        """Note that this master acts: it is not held up."""
         if now_s - self._called_s > self._control.lease_s:
             self._unheard_s = now_s - self._called_s
         self._called_s = now_s
@@ -72,7 +71,7 @@ class Silence:
     def forgive(self, now_s: float, late_s: float) -> float:
         """Return how long this master was held up, if it acts `late_s` after it should have; else 0."""
         unheard_s, self._unheard_s = self._unheard_s, 0.0
-        if late_s <= self._control.heartbeat_interval_s:
+        if late_s <= self._control.heartbeat_interval_s:  # leases have room for that
             return 0.0
         self._looks.clear()  # the messages of that time are still to be read: no lease has lapsed
         return max(late_s, unheard_s)
@@ -124,6 +123,7 @@ class Silence:
         living, heard_s = self._members.living_names, self._members.heard_s
         if self._looks:
             heard = {node: heard_s[node] for node in living}
+            # A node that was heard since its lease lapsed starts over, and so does one that was lost and is back.
             self._looks = {node: look for node, look in self._looks.items() if heard.get(node) == look[0]}
         self.recount()
         if not self.is_suspicious and now_s < self.due_s:
@@ -150,6 +150,7 @@ class Silence:
         self._waited_for_s = self._first_of(silent) + limit_s
         if now_s < self._waited_for_s:
             return {}
+        # The silent nodes are given up here. The others get one more lease, and not all the time of the silence.
         self._trust_again(now_s, 0.0)
         return {node: now_s - heard_s[node] for node in silent if now_s >= heard_s[node] + self._control.lease_s}
 
@@ -162,7 +163,6 @@ class Silence:
         return [node for node in self._members.living_names if heard_s[node] <= since_s]
 
     def _suspects(self, silent: Sequence[str]) -> bool:
-        """Whether this master suspects itself."""
         # Nodes that have notice of their end fall silent together for a reason of their own.
         silent = [node for node in silent if not self._members[node].has_notice]
         return are_most(len(silent), sum(not member.has_notice for member in self._members.living))
@@ -183,7 +183,8 @@ class Silence:
         return False
 
     def _trust_again(self, now_s: float, silent_s: float) -> None:
-        """Spare all nodes for as long as most were silent: when some are heard again, the others are about to be."""
+        """Spare all nodes for as long as most were silent, but no longer than a node needs to connect again."""
+        # When some are heard again, the others are about to be: what kept them away has ended for all.
         longest_s = self._control.lease_s + self._control.connect_timeout_s
         self._spared_until_s = now_s + max(self._control.lease_s, min(silent_s, longest_s))
         self._silent_since_s = self._waited_for_s = math.inf

@@ -14,9 +14,9 @@ from .node_lifecycle import NodeLifecycle
 from .program import WorkerProgram
 
 _MAX_RESTARTS = 3
+# A node is given up if its workers end again after `_MAX_RESTARTS` within this time, or without a new step committed in
+# between: something there, or in the job, ends them.
 _RESTARTS_WITHIN_S = 600.0
-"""A node is given up if its workers end again after `_MAX_RESTARTS` within this time, or without a new step committed
-in between: something there, or in the job, ends them."""
 
 
 class WorkerLifecycle:
@@ -48,8 +48,9 @@ class WorkerLifecycle:
             turn.send(node, protocol.KillWorker(device=device))
 
     def worker_up(self, member: Member, message: protocol.WorkerReady, now_s: float) -> WorkerUp | None:
-        """Return the entry of a worker that is ready; None if it repeats this to a new master."""
+        """Return the entry of a worker that is ready; None if it was reported before."""
         known = member.ready.get(message.device)
+        # An agent repeats its reports to a new master, even those of workers that have ended since.
         if (known is not None and known.pid == message.pid) or message.pid in member.gone.get(message.device, ()):
             return None
         return WorkerUp(
@@ -66,17 +67,19 @@ class WorkerLifecycle:
     def worker_exited(self, turn: Turn, member: Member, message: protocol.WorkerExited) -> None:
         """A worker has ended: restart it, or give its node up."""
         node, known = member.spec.name, member.ready.get(message.device)
+        # A drained node ends its workers itself; and the end of a worker that was replaced is old news.
         if member.is_dismissed or (known is not None and known.pid != message.pid):
             return
         worker_id = WorkerId(node=node, device=message.device)
-        if message.pid in (gone := member.gone.get(message.device, ())):  # repeated to a new master
+        # The end of this worker is known: it was asked to end, or its agent repeats this to a new master.
+        if message.pid in (gone := member.gone.get(message.device, ())):
             if message.device in member.shutdown and message.pid == gone[-1]:
                 self._start(turn, worker_id)
             return
         if isinstance(message.end, protocol.Raised):
             self._program.worker_raised(worker_id, message.end)
         num_restarts = member.num_restarts(turn.now_s, within_s=_RESTARTS_WITHIN_S, step=self._program.furthest_step)
-        # Before training, only a worker that was ended from outside is restarted.
+        # Before training, an error is most likely the job's own, and would end every worker that is started again.
         is_worth_it = not member.is_draining and (self._program.is_begun or message.was_ended_from_outside)
         if is_worth_it and num_restarts < _MAX_RESTARTS:
             self._restart(turn, member, worker_id, message)
@@ -87,10 +90,7 @@ class WorkerLifecycle:
         self._nodes.give_up(turn, node, WorkerEnded(pid=message.pid, end=message.end))
 
     def _restart(self, turn: Turn, member: Member, worker_id: WorkerId, message: protocol.WorkerExited) -> None:
-        """Continue without the node until its worker is back: a fork of a warm process, not a start from nothing.
-
-        If no node survives, all wait for the restarted workers.
-        """
+        """Continue without the node until its worker is back. If no node survives, all wait for restarted workers."""
         # The node's other workers restart too. Others hold what they held, because a node has a part in one pipeline
         # alone, and the survivors may continue without what they have done.
         node, has_trained = worker_id.node, self._program.is_begun and member.is_ready

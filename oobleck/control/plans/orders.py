@@ -31,8 +31,7 @@ def orders_of(
 
     `bases` says which plan a worker has, if any; only those in `known`, by generation, can be used. `in_force` is the
     plan under which the step in flight is finished. `addresses` are where workers listen, with the generation in which
-    each became ready: a worker that was ordered a later plan knows them. O(nodes) for each base, and O(1) for each
-    worker.
+    each became ready. O(nodes) for each base, and O(1) for each worker.
     """
     ordered = update.ordered
     commons: dict[protocol.PlanId | None, protocol.CommonOrder] = {}
@@ -41,8 +40,9 @@ def orders_of(
     for worker_id in worker_ids:
         said = bases.get(worker_id)
         base = None if said is None else known.get(said.generation)
-        if base is not None and base.id != said:
+        if base is not None and base.id != said:  # the worker has another plan of that generation: send the whole one
             base = None
+        # One object serves all workers with the same base: the codec recognizes it by identity, and encodes it once.
         key = None if base is None else base.id
         if key not in commons:
             commons[key] = _common(update, ordered, base, addresses, places)
@@ -103,6 +103,7 @@ def _common(
     addresses: Iterable[tuple[int, protocol.WorkerAddress]],
     places: Mapping[str, int],
 ) -> protocol.CommonOrder:
+    # Regrouped workers without a part in the plan have no place in it, and are named by their nodes.
     worker_places = {worker_id: place for place, worker_id in enumerate(update.plan.worker_ids)}
     others = (worker_id for worker_id in update.regrouped if worker_id not in worker_places)
     return protocol.CommonOrder(
@@ -122,6 +123,7 @@ def _common(
             sorted(others, key=lambda each: (each.device, places.get(each.node, len(places)), each.node)), places
         ),
         assignment_version=update.assignment_version,
+        # A worker that became ready in the base's generation was too late for the base's order, hence not `>`.
         addresses=tuple(address for since, address in addresses if base is None or since >= base.generation),
     )
 

@@ -2,8 +2,7 @@
 
 What stays is named by its place in the base, in runs, and so is each node that the base has. So the size of a change is
 proportional to the pipelines that change, and a plan without a base names each template once. The journal writes plans
-like this, too. An order includes a digest of the resulting plan: a worker that has another base, or rebuilds it
-wrongly, finds out before it acts.
+like this, too.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Planned(Protocol):
 
 def nodes_of(planned: Planned | None) -> tuple[str, ...]:
     """Return all nodes of a plan, in the order whose places changes use: pipeline after pipeline, spares last."""
-    # Not in the order of their names, in which the nodes of a pipeline need not be neighbours, and form no runs.
+    # In the order of their names, the nodes of a pipeline need not be neighbours, and would form no runs.
     if planned is None:
         return ()
     return (*(node for pipeline in planned.plan.pipelines for node in pipeline.nodes), *planned.plan.spares)
@@ -65,6 +64,7 @@ def change_between(base: Planned | None, now: Planned) -> protocol.PlanChange:
     known = _templates_of(before)
     templates = tuple(dict.fromkeys([*known, *_templates_of(pipelines)]))
     place = {template: index for index, template in enumerate(templates)}
+    # Thousands of pipelines share a few templates. By identity, each template is hashed once and not for each of them.
     distinct = {id(each.template): each.template for each in (*before, *pipelines)}
     place_of = {key: place[template] for key, template in distinct.items()}
     added, order = _edits(
@@ -159,6 +159,7 @@ def rebuild(base: protocol.OrderedPlan | None, delta: protocol.PlanDelta, genera
         partial=_partial(base, delta),
         num_sections=delta.num_sections,
     )
+    # A worker that has another base, or rebuilds the plan wrongly, finds that out here, before it acts.
     if rebuilt.id.digest != delta.digest:
         raise WrongBase(f"the plan of generation {generation} has the digest {rebuilt.id.digest}, not {delta.digest}")
     return rebuilt
@@ -171,6 +172,7 @@ def _committed(base: protocol.OrderedPlan | None, ordered: protocol.OrderedPlan)
     """Return the microbatches committed before a plan; None if they follow from its base."""
     partial = ordered.partial
     section = (partial.generation, partial.number)
+    # Workers compute them from the base by the same rule, so an order has no list of thousands of microbatches.
     if base is not None and _follows(base, section, ordered.boundary) == partial.microbatches:
         return None
     return protocol.runs_of(partial.microbatches)
@@ -222,6 +224,7 @@ def _each(counted: Iterable[tuple[int, T]]) -> list[T]:
 
 
 def _changed(now: Sequence[T], before: Sequence[T], origins: Sequence[int], *, same: S) -> Iterator[T | S]:
+    # A plan from a journal may lack these values altogether.
     for value, origin in zip(now, origins, strict=False):
         yield same if origin < len(before) and before[origin] == value else value
 

@@ -23,6 +23,7 @@ def profile_key(
     and torch.
     """
     script = job.script
+    # A script that makes neither model nor optimizer may change without changing what was measured.
     counts = script is not None and not {"model", "optimizer"}.isdisjoint(script.provides)
     depends_on = {
         "model": asdict(job.model),
@@ -33,6 +34,7 @@ def profile_key(
         "sequence_length": job.data.sequence_length,
         "dtype": job.dtype,
         "activation_checkpointing": job.activation_checkpointing,
+        # Options that came later are written only where they are set, so the keys of other jobs stay the same.
         **({"compile": True} if job.compile else {}),
         **({"split": True} if job.may_split_backward else {}),
         "optim": [job.optimizer.optim, dict(job.optimizer.optim_args)],

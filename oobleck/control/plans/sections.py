@@ -4,8 +4,7 @@ A long step may reduce its gradients several times. At the end of each section b
 get the sum of its gradients so far: they are committed, and no failure can undo that. A plan that comes into force in
 the middle of a step assigns the uncommitted microbatches again.
 
-All of this follows from a plan, the microbatches committed before it, and the number of sections in a whole step, so
-all workers and the coordinator agree without talking.
+All of this follows from a plan, the microbatches committed before it, and the number of sections in a whole step.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Pipeline
 from oobleck.schedule import SECTIONED_KINDS, ScheduleKind, section_stops
 
+# The target length of a section: long compared to a reduction, while a failure costs about half of it.
 _SECTION_S = 8.0
-"""The target length of a section. It is long compared to a reduction, and a failure costs about half of it."""
 _MOST_SECTIONS = 32
 PARTIAL_COMMIT_COPIES = 2
 """The copies of the gradients that partial commits need: the committed sums, and the section on its way."""
@@ -91,6 +90,7 @@ def _fewest_rounds(plan: ExecutionPlan, counts: Sequence[int]) -> int:
 
 def apportion(total: int, weights: Sequence[int]) -> list[int]:
     """Split `total` in proportion to `weights`, by largest remainders; ties go to the earlier."""
+    # Integers alone, so that all workers and the coordinator come to the same shares on any machine.
     weight = sum(weights)
     shares = [total * each // weight for each in weights]
     by_remainder = sorted(range(len(weights)), key=lambda index: (-(total * weights[index] % weight), index))

@@ -15,8 +15,6 @@ from .worker_messages import WorkerReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStarted(FromWorker):
-    """A worker process exists."""
-
     needs_orders: ClassVar[bool] = False
     outlives_worker: ClassVar[bool] = True
     pid: int
@@ -76,7 +74,7 @@ class WorkerExited(FromWorker):
 
     @property
     def was_ended_from_outside(self) -> bool:
-        """Whether nothing indicates an error of its own."""
+        # If how it ended is unknown, nothing indicates an error of its own.
         return isinstance(self.end, Killed | Unseen)
 
 

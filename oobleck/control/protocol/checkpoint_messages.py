@@ -121,8 +121,6 @@ class CheckpointCommitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindCheckpoints(ForWorker):
-    """Look for states to restore, in memory and on disk."""
-
     request: int
     directory: str | None
     """Another place to look: a checkpoint, or a directory of checkpoints."""
@@ -150,8 +148,6 @@ class FoundState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointsFound(FromWorker):
-    """The answer to FindCheckpoints."""
-
     needs_orders: ClassVar[bool] = False
     outlives_worker: ClassVar[bool] = True
     request: int

@@ -18,8 +18,6 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenShard:
-    """A shard that is being read."""
-
     visit: int
     next: int = 0
     """Where its first untaken record lies: a row, a byte, an entry's number."""
@@ -73,6 +71,7 @@ def _order(num_shards: int, seed: int, epoch: int) -> tuple[int, ...]:
     """Order shards by the digests of (seed, epoch, shard). O(n·log n), once an epoch."""
 
     def key(shard: int) -> bytes:
+        # A hash gives the same order in every version of Python, which a seeded shuffle does not promise.
         return hashlib.blake2b(f"shards:{seed}:{epoch}:{shard}".encode(), digest_size=16).digest()
 
     return tuple(sorted(range(num_shards), key=key))
@@ -91,4 +90,5 @@ def merged(intervals: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 def digest_of_shards(names: Sequence[str]) -> str:
     """Return sixteen hexadecimal digits that identify a list of shards."""
+    # Names of files may hold bytes that are not text, which Python keeps as lone surrogates.
     return hashlib.sha256("\n".join(names).encode(errors="surrogatepass")).hexdigest()[:16]

@@ -30,8 +30,6 @@ class ErrorKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Killed:
-    """A signal ended it."""
-
     signal: int
     is_out_of_memory: bool = False
     """Whether the kernel sent it, because the group of processes had no memory left."""
@@ -39,8 +37,6 @@ class Killed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exited:
-    """It ended by itself."""
-
     exit_code: int
 
 
@@ -61,8 +57,6 @@ class Raised:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotStarted:
-    """It could not even be started."""
-
     problem: str
 
 

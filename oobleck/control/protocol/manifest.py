@@ -1,11 +1,8 @@
 """A checkpoint as a value, which its manifest file and messages hold, and which saved state is the newest.
 
-A checkpoint's name is unique: step, run and generation. Nothing is written twice under one name, because a step is
-committed once in a generation.
-
-Within a run, a state of a later generation is newer, then one of a later step. A run that continues from another run's
-checkpoint is newer than all of that run, whose master has ended by then. Only runs that begin from nothing are compared
-by clocks: by when they saved last.
+A checkpoint's name is unique: step, run and generation. Within a run, a state of a later generation is newer, then one
+of a later step. A run that continues from another run's checkpoint is newer than all of that run. Only runs that begin
+from nothing are compared by clocks: by when they saved last.
 """
 
 from __future__ import annotations
@@ -23,8 +20,8 @@ from .data_position import DataPosition
 MANIFEST_VERSION = 1
 
 _TIME = re.compile(r"\d{4}-\d{2}-\d{2}(T\d{2}:\d{2}(:\d{2}(\.\d+)?)?([+-]\d{2}:\d{2}|Z)?)?")
+# A peer's manifest must not lead out of the checkpoint's directory, and file systems allow at most 255 characters.
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
-"""Fewer characters than file systems allow, so that no other name reaches one."""
 _MOST_DIGITS = 18
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -103,7 +100,7 @@ def run_digest(tag: str, started_at: str) -> str:
 
 
 def checkpoint_name(run: str, *, step: int, generation: int) -> str:
-    """Return the name of the checkpoint after a step that a run committed in a generation."""
+    # A generation commits each step once, so nothing is ever written twice under one name.
     return f"step-{step:08d}.{run}.{generation}"
 
 
@@ -116,6 +113,7 @@ def run_of(name: str) -> str:
 def generation_of(name: str) -> int:
     """Return the generation in a checkpoint's name; 0 for any other name."""
     last = name.split(".")[-1]
+    # Any directory may have a name like this, and Python refuses to read numbers of thousands of digits.
     return int(last) if last.isdecimal() and len(last) <= _MOST_DIGITS else 0
 
 
@@ -182,7 +180,8 @@ def ages(states: Iterable[Aged]) -> Mapping[str, Age]:
         last_of_root[line[-1]] = max(last_of_root.get(line[-1], ""), saved_at[run])
     found: dict[str, Age] = {}
     for each in listed:
-        # Runs with the same root continue from each other: their depth decides, and no clock.
+        # Runs with the same root continue from each other, each after the master of the one before had ended. So their
+        # depth decides, and no clock.
         *ancestors, root = lines[each.run]
         run_age = (last_of_root[root], root, len(ancestors), saved_at[each.run], each.run)
         found[each.name] = (*run_age, generation_of(each.name), each.step, each.name)

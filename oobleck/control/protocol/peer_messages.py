@@ -27,6 +27,7 @@ class Tally:
     def of(cls, microbatches: Iterable[int]) -> Tally:
         count = digest = 0
         for microbatch in microbatches:
+            # Hashed, because with plain numbers a missing microbatch and a repeated one could cancel each other out.
             count += 1
             digest += _mixed(microbatch)
         return cls(count, digest % _WORD)
@@ -47,8 +48,6 @@ def _mixed(number: int) -> int:
 
 
 class Topic(StrEnum):
-    """The kinds of agreement."""
-
     STEP = "step"
     SECTION = "section"
     EVALUATION = "evaluation"

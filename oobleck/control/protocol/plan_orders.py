@@ -25,12 +25,11 @@ WorkerNames = tuple[tuple[int, Names], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanId:
-    """Names a plan that was ordered."""
-
     generation: int
     digest: str
 
 
+# Without slots, because `id` is kept in the instance's dict: its digest costs O(nodes).
 @dataclass(frozen=True, kw_only=True)
 class OrderedPlan:
     """A plan that was ordered, with everything that the next one may be a change of."""
@@ -46,7 +45,6 @@ class OrderedPlan:
     partial: records.PartialStep
     """What is committed of the step after the boundary then."""
     num_sections: int
-    """How many sections a step has under this plan."""
 
     @cached_property
     def id(self) -> PlanId:
@@ -57,14 +55,15 @@ class OrderedPlan:
         return self.partial if step == self.boundary + 1 else records.NOTHING
 
     def _digest(self) -> str:
-        """Return a digest that is equal for equal plans, on any machine; O(nodes)."""
         found = hashlib.blake2s(digest_size=8)
         texts: dict[int, str] = {}
         for pipeline in self.plan.pipelines:
             template = pipeline.template
-            if id(template) not in texts:  # thousands of pipelines share a few
+            # Thousands of pipelines share a few templates, whose texts are long.
+            if id(template) not in texts:
                 texts[id(template)] = repr(template)
             found.update(f"{texts[id(template)]} {pipeline.nodes} {pipeline.num_microbatches}\n".encode())
+        # Texts of dataclasses and enums are the same on any machine, unlike Python's own hashes of strings.
         rest = (self.plan.spares, self.pipeline_generations, tuple(map(str, self.schedules)))
         found.update(repr((rest, self.boundary, self.partial, self.num_sections)).encode())
         return found.hexdigest()
@@ -135,7 +134,6 @@ class CommonOrder:
     saves: bool
     restore: Restore | None
     moving: Runs
-    """The layers that change hands."""
     regrouped: Runs
     """By their places among the plan's workers."""
     others_regrouped: WorkerNames

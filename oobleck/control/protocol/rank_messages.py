@@ -23,8 +23,9 @@ from oobleck.job.ranks import RanksSpec
 
 from .ends import ProcessEnd
 
+# A real-time signal, because scripts and libraries have handlers of their own for the common ones.
 TRACE_SIGNAL = 59
-"""An unused real-time signal, at which a rank writes its threads' stacks."""
+"""At this signal a rank writes its threads' stacks."""
 
 OVERFLOW_HEAD = struct.Struct(">BIQ")
 """The head of what a rank could not write: the descriptor, the error number, and the file's size by then."""
@@ -127,8 +128,6 @@ class RankFailed(FromRanks):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksFinished(FromRanks):
-    """All ranks of the node have ended with status 0."""
-
     generation: int
 
 

@@ -102,5 +102,6 @@ class WorkerAddress:
     worker_id: WorkerId
     host: str
     port: int
+    # Not in the text of this value, which may end up in a log.
     ticket: bytes = field(default=b"", repr=False)
-    """Random. The master tells it to the peers, and each side of a link proves to the other that it knows it."""
+    """Random. The master sends it to the peers, and each side of a link proves to the other that it knows it."""

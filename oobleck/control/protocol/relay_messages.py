@@ -72,8 +72,6 @@ RelayOrder = BecomeRelay | JoinRelay | UseRelay | LeaveRelay | Relayed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayOpen:
-    """The agent listens."""
-
     host: str
     port: int
     ticket: bytes
@@ -113,6 +111,7 @@ class RelaySaid:
 
 def news_in(message: object) -> str:
     """Return a name that is equal for messages with the same news, that a step is committed; else empty."""
+    # The generation is part of it, because a step that was lost is committed again in a later one.
     return f"{message.record.generation} {message.record.step}" if isinstance(message, StepCommitted) else ""
 
 

@@ -36,6 +36,7 @@ def named(names: Iterable[str], places: Mapping[str, int]) -> Names:
     follows = -1
     for name in names:
         place = places.get(name)
+        # A node that joined after the list was made; a run does not continue past it.
         if place is None:
             placed.append(name)
             follows = -1
@@ -57,6 +58,7 @@ def names_in(placed: Names, known: Sequence[str]) -> tuple[str, ...]:
             names.append(each)
             continue
         first, count = each if isinstance(each, tuple) else (each, 1)
+        # A negative index would count from the list's end, and name another node.
         if first < 0 or count < 1 or first + count > len(known):
             raise ValueError(f"{count} names from place {first}, of {len(known)} that are known")
         names.extend(known[first : first + count])

@@ -18,8 +18,6 @@ from .records import ForWorker, FromWorker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanRange:
-    """Where to look in a shard."""
-
     shard: int
     start: int
     limit: int
@@ -49,8 +47,6 @@ class ScanResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanAnswer(FromWorker):
-    """The answer to `ScanRequest`."""
-
     outlives_worker: ClassVar[bool] = True
     request: int
     found: tuple[ScanResult, ...]

@@ -71,11 +71,9 @@ class LinkTimed(FromWorker):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCommitted(FromWorker):
-    """A worker has applied a step.
+    """A worker has applied a step."""
 
-    The first and the last stage of each pipeline report it, so that the record survives f failures.
-    """
-
+    # The first and the last stage of each pipeline report it, so that the record survives f failures.
     record: CommitRecord
 
 
@@ -142,10 +140,9 @@ class Activity(FromWorker):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessorUse(FromWorker):
-    """How much processor time a worker's process and its children used, as its agent reports.
+    """How much processor time a worker's process and its children used, as its agent reports."""
 
-    It shows that a worker computes that cannot answer: a call into a compiler or a kernel may hold the interpreter.
-    """
+    # A worker that computes may be unable to answer: a call into a compiler or a kernel holds the interpreter.
 
     inquiry: int
     used_s: float

@@ -26,8 +26,6 @@ class Holding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """The state to load."""
-
     name: str
     place: Literal["memory", "disk"]
     notes: Mapping[int, PartNote]
@@ -61,10 +59,13 @@ def choose(holdings: Sequence[Holding]) -> Chosen | LostState | None:
     whole: list[Chosen] = []
     for place in ("memory", "disk"):
         here = [holding for holding in holdings if holding.place == place]
+        # Parts of different starts are never mixed: a step may have been computed twice, and differently.
         for start in sorted({holding.note.start for holding in here}):
             whole += _whole([holding for holding in here if holding.note.start == start])
     if whole:
+        # A state that is in both places is read from memory, which is faster.
         return max(whole, key=lambda each: (each.note.age, each.place == "memory"))
+    # A rank saves again only after all others have saved once. So a whole state existed, and is lost.
     if any(holding.note.number > 1 for holding in holdings):
         return LostState(problem=_missing(holdings))
     return None
@@ -102,6 +103,7 @@ def sources(
 
     A rank prefers its own part, then one that it can read itself, then the lowest rank's.
     """
+    # With another number of ranks, no rank has a part of its own.
     is_same = chosen.note.world_size == world_size
     values = _nearest(chosen, chosen.notes, rank, is_same=is_same)
     pieces: dict[tuple[int, tuple[int, ...]], Source] = {}

@@ -44,6 +44,7 @@ class ScriptIdentity:
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """Return the variables for a rank; a script that the user names in `inherited` counts."""
         script = inherited.get(SCRIPT_VARIABLE) or self.script
+        # A user who names another script's states continues from them on purpose, whatever its arguments were.
         default_tag = self.default_tag if script == self.script else ""
         return {SCRIPT_VARIABLE: script, _ARGUMENTS_VARIABLE: self.arguments, _DEFAULT_TAG_VARIABLE: default_tag}
 

@@ -50,8 +50,6 @@ Tensors = Mapping[str, tuple[TensorSpec, memoryview]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartNote:
-    """Describes a part."""
-
     name: str
     step: int
     start: str
@@ -70,6 +68,7 @@ class PartNote:
     """These are as in `ScriptIdentity`; empty if unknown."""
 
     def __post_init__(self) -> None:
+        # The start is a part of a directory's name, which is split at its dots.
         is_named = self.name == state_name(self.step, self.start) and not set(self.start) & set("./\0")
         if not is_named or self.step < 0 or not 0 <= self.rank < self.world_size or self.number < 1:
             raise CorruptCheckpoint(
@@ -172,7 +171,8 @@ def _read_note(raw: bytes) -> _PartFile:
     try:
         part = load_json(raw)
         if isinstance(part, dict) and isinstance(part.get("note"), dict):
-            part["note"] = {"script": "", "arguments": "", **part["note"]}  # older versions lack these
+            # Parts that older versions saved lack these fields, and the decoder requires all of them.
+            part["note"] = {"script": "", "arguments": "", **part["note"]}
         text = json.dumps(part)
     except ValueError as error:
         raise PeerError(f"it is not JSON: {error}") from error
@@ -191,6 +191,7 @@ def write_part(directory: Path, note: PartNote, layout: Layout, data: memoryview
         try:
             size, digest = write_layer_file(file, layout.entries, data, metadata={"format": "pt"})
             part = encode_json(_PartFile(note=note, size_bytes=size, sha256=digest))
+            # The note follows the file that it describes: without a note, a part does not count.
             write_file(file.with_suffix(".json"), [memoryview(part)])
         except FileNotFoundError:  # the agent of a rank that is far ahead has removed the still empty directory
             if attempt == _WRITES - 1:
@@ -228,6 +229,7 @@ def _newest_of_each_rank(directory: Path, states: Sequence[_Named], number: int)
     counts: Counter[str] = Counter()
     for each in states:
         ranks = _ranks_in(directory / each.name)
+        # Ranks need not be equally far, so the newest states of one rank may lack the parts of another.
         if any(counts[rank] < number for rank in ranks):
             kept.add(each)
             counts.update(ranks)
@@ -273,6 +275,7 @@ def make_room_for_taken(memory: FlashMemory) -> None:
 
 def note_taken(slot: Slot) -> None:
     """Note that a slot may be overwritten, because its state is on its way to the disk."""
+    # In a file of its own, because only the rank writes to its slots.
     _write_taken(slot.memory.path, slot.sequence)
 
 

@@ -57,6 +57,7 @@ class Sharding:
 
     def box(self, rank: int, shape: tuple[int, ...]) -> Box:
         starts, sizes = [0] * len(shape), list(shape)
+        # Several mesh dimensions may cut one dimension of the tensor: each cuts the piece that the one before left.
         for place, parts, cut in zip(self.place(rank), self.mesh, self.cut, strict=True):
             if cut >= 0:
                 chunk = -(-sizes[cut] // parts)

@@ -18,6 +18,7 @@ TreeNode = None | bool | int | float | str | list["TreeNode"] | dict[str, "TreeN
 
 _PLAIN = (type(None), bool, int, float, str)
 _KEYS = (bool, int, float, str)
+# Far below Python's own limit of recursion, whose error would not name the value.
 _MOST_DEEP = 100
 _MOST_BITS = 1024
 _HEX = re.compile(r"-?0x[0-9a-f]+")
@@ -32,6 +33,7 @@ def to_tree(value: object, leaf: Callable[[object, str], TreeNode], *, path: str
         raise UsageError(f"{path}: nested more than {_MOST_DEEP} deep")
     if type(value) is int and value.bit_length() > _MOST_BITS:
         return {"int": hex(value)}
+    # Exact classes alone: a value of a subclass, such as numpy's float64, would come back as another class.
     if type(value) in _PLAIN:
         return value  # type: ignore[return-value]  # mypy does not narrow by `type(...) in`
     if isinstance(value, Mapping):
