@@ -2,9 +2,7 @@
 
 Two kinds of trouble leave no process dead. The network between two nodes may be cut: both reach the master, but not
 each other. If too many are cut off, the network has failed and not the nodes, and it comes back. Or a worker computes
-or sleeps endlessly: all wait for it, and it waits for none. But one that is only slow, on a machine that is busy or was
-suspended, makes progress within seconds, and one whose process or compilers use the processor does so later. Ending
-those would help no one.
+or sleeps endlessly: all wait for it, and it waits for none.
 """
 
 from __future__ import annotations
@@ -54,6 +52,8 @@ def stuck_workers(
 
     The processes of `busy` workers use the processor.
     """
+    # A worker that is only slow, on a machine that is busy or was suspended, makes progress within seconds, and one
+    # whose process or compilers use the processor does so later. Ending those would help no one.
     awaited = {other for answer in answers.values() for other in answer.waits_for}
     return tuple(
         sorted(

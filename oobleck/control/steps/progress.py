@@ -11,8 +11,8 @@ from oobleck.control.protocol import CommitRecord, EvaluationDone
 from oobleck.job import JobSpec
 
 HANG_FLOOR_S = 10.0
+# A step hangs if it takes this many times as long as the slowest of the latest, or as the plan predicts.
 _HANG_FACTOR = 10
-"""A step hangs if it takes this many times as long as the slowest of the latest, or as the plan predicts."""
 _ADOPTIONS_TIMED = 5
 STEPS_TIMED = 20
 """How many of the newest steps say how long a step takes."""
@@ -47,6 +47,7 @@ class Progress:
 
     def commit(self, turn: Turn, record: CommitRecord) -> bool:
         """Note and record a committed step; False if it was reported before."""
+        # A late report may be of a step that the run has gone back behind since.
         if record.step <= self.last_step or record.generation < self._base_generation:
             return False
         self.restore(record)
@@ -76,7 +77,7 @@ class Progress:
         return self._job.is_evaluated(step) and step > self._evaluated_step
 
     def go_back(self, step: int, *, generation: int) -> None:
-        """Take the state of a checkpoint for the newest; steps that older generations committed since do not count."""
+        """Take the state of a checkpoint for the newest."""
         self._evaluated_step = min(self._evaluated_step, step)
         self.last_record = None
         self._base_step, self._base_generation = step, generation

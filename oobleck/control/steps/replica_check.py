@@ -14,8 +14,8 @@ from oobleck.control.journal import ReplicasDiffer
 from oobleck.control.protocol import ReplicaDigests
 from oobleck.planner import WorkerId
 
+# After this many failed checks in a row, machines are taken to compute differently by nature.
 _MOST_IN_A_ROW = 3
-"""Failed checks in a row, after which machines are taken to compute differently by nature."""
 
 
 def odd_ones(digests: Mapping[WorkerId, int]) -> tuple[frozenset[WorkerId], bool]:

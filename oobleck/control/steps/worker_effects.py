@@ -169,9 +169,7 @@ class Evaluate:
     step: int
     committee: Committee
     stage_key: GroupKey
-    """The group of the devices that share the stage."""
     lane_key: GroupKey
-    """The group that links the pipeline's stages."""
 
     @property
     def subject(self) -> protocol.Subject:

@@ -94,6 +94,7 @@ class Decider:
         recovery = answers.recovery
         may_wait = bool(self._members.returning) and turn.now_s < recovery.returns_by_s
         if not recovery.asked:
+            # Without any worker, nodes that are still being connected are worth waiting for, too.
             if may_wait or (bool(self._members.connecting) and turn.now_s < recovery.returns_by_s):
                 return WorkersWanted()
             self._end_without_nodes(turn, recovery.control.start_timeout_s)
@@ -133,6 +134,8 @@ class Decider:
         """Take a plan for adopted only if all of its living workers have adopted it."""
         if verdict.adopted is None:
             return verdict
+        # The verdict is of those that hold layers. A newcomer that has not adopted the plan cannot finish a step under
+        # it, either.
         plan, lost = generations.plans[verdict.adopted], frozenset(self._members.without_part(verdict.adopted))
         others = [worker_id for worker_id, status in statuses.items() if status.adopted != verdict.adopted]
         is_in_force = all(worker_id not in plan.layers_at or worker_id.node in lost for worker_id in others)
@@ -194,6 +197,7 @@ class Decider:
         what = f"no checkpoint: all {step} steps are run again, from the model's initial values"
         reason = f"{error}; {what}: {decision.reason}"
         return Choice(
+            # Nothing moves: each worker makes its own layers' initial values.
             decision=replace(decision, action=Action.BEGIN_AGAIN, reason=reason, transfers=()),
             verdict=Verdict(applied=0, catch_up=None, adopted=None, held={}),
             goes_back=True,

@@ -27,10 +27,10 @@ from .replayed_run import ReplayedRun
 if TYPE_CHECKING:
     from oobleck.planner import Planner
 
+# A step is run again only if that saves more than this, because finished work is certain and predictions are not.
 _WORTH_FORGETTING_S = 1.0
-"""A step is run again only if that saves more than this, because finished work is certain and predictions are not."""
+# A master that takes over looks for its nodes this long before it plans, since loading a planner takes time.
 _FINDING_S = 2.0
-"""How long a master that takes over looks for its nodes before it plans."""
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -205,9 +205,8 @@ class Replanning:
     def choose(self, after: Aftermath, generations: PlanHistory) -> tuple[Decision, int | None]:
         """Find a plan for the remaining nodes, and the step in flight if it is finished first.
 
-        Finish the step in flight whenever possible, except when (a) all survivors would run its uncommitted part again
-        in clearly less time than the whole pipelines need to finish it, (b) the new plan starts with an evaluation, or
-        (c) an unexplained hang preceded it: the same groups would hang again. Raises PlanningError or Unrecoverable.
+        It is finished whenever possible, unless all survivors would run its uncommitted part again in clearly less time
+        than the whole pipelines need to finish it. Raises PlanningError or Unrecoverable.
         """
         verdict, base, lost = after.verdict, after.base, after.lost
         finish = generations.step_to_finish(verdict, after.statuses, lost) if self._may_finish(after) else None
@@ -222,6 +221,7 @@ class Replanning:
         again_s = self._rest_s(decision, partial)
         if finish_s <= again_s + _WORTH_FORGETTING_S:
             return decision, finish
+        # If the step is not finished, copies kept from the plan before are not behind, and may be read.
         decision = self.replan(base, self._held(after, None), lost=lost)
         what = f"{len(partial)} of {base.num_microbatches} microbatches of step {finish} are committed, the others are"
         again = f"{what if partial else f'step {finish} is'} run again, in {again_s:.1f} s"
@@ -230,8 +230,10 @@ class Replanning:
     def _may_finish(self, after: Aftermath) -> bool:
         """Whether all can have begun the step in flight, and the groups that began it may end it."""
         verdict = after.verdict
+        # An evaluation that is due comes before the step.
         evaluates_first = verdict.section == NO_SECTION and self._progress.owes_evaluation(verdict.applied)
         has_records = self._sharding.can_finish(verdict.applied + 1, verdict.adopted or 0)
+        # After a hang that nothing explains, the same groups would hang again.
         return has_records and not evaluates_first and not after.is_unexplained
 
     def _rest_s(self, decision: Decision, partial: Collection[int]) -> float:

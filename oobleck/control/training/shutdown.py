@@ -83,7 +83,8 @@ class Shutdown:
         self._asked_to_finish = 0
 
     def worker_finished(self, worker_id: WorkerId, generations: PlanHistory, now_s: float) -> None:
-        """Note that a worker has finished. Workers repeat this after a fence."""
+        """Note that a worker has finished."""
+        # Workers repeat their report after a fence, so those of older generations do not count.
         if self._finished[0] != generations.current:
             self._finished = generations.current, set()
         finished, awaited = self._finished[1], generations.plan.worker_ids
