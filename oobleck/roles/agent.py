@@ -28,8 +28,8 @@ from .way import Way
 
 _UNSAID_LIMIT = 100_000  # messages kept for a master that is away
 _UNREAD_LIMIT = 10_000  # messages queued for a worker; one that reads none of them is stuck for good
+# A worker's socket may stay open this long after its process ended, because a child process may hold it.
 _WORKER_LAST_WORDS_S = 2.0
-"""How long a worker's socket may stay open after its process ended; a child process may hold it."""
 _GREETING_S = 10.0
 _HEARTBEAT_POLL_S = 0.1  # how often to check for the master's heartbeat interval
 _FIRST_CONTACT_S = 60.0  # how long a new agent waits for its master
@@ -390,6 +390,7 @@ class Agent:
         began_s, before_s = trio.current_time(), worker.handle.processor_s()
         await trio.sleep(asked.patience_s)
         used_s, within_s = worker.handle.processor_s() - before_s, trio.current_time() - began_s
+        # Another one may have taken its place, about which the master has asked nothing.
         if self._workers.get(asked.device) is worker:
             use = protocol.ProcessorUse(device=asked.device, inquiry=asked.inquiry, used_s=used_s, within_s=within_s)
             self._resend_queue.add(use)

@@ -137,6 +137,7 @@ class Master:
             await self._say_farewell()
             nursery.cancel_scope.cancel()
         farewell_s = saying_farewell_s(_FAREWELL_S, len(self._nodes))
+        # Even if this is cancelled, nodes are cleaned: what is left there would keep their devices in use.
         with trio.CancelScope(shield=True), trio.move_on_after(farewell_s):
             async with trio.open_nursery() as nursery:
                 for spec in self._nodes.values():
@@ -306,6 +307,7 @@ class _Tunnel:
         try:
             connection = await cluster.reach(self._spec, attach=self._attach)
         except NodeUnreachable as error:
+            # An agent lives there as far as is known, so perhaps only the way to it is lost.
             if self._attach and not isinstance(error, AgentGone | FaultyNode):
                 return True
             raise
@@ -329,6 +331,7 @@ class _Tunnel:
             self._events.send_nowait(
                 control_events.NodeUp(node=self._spec.name, hello=hello, address=connection.address)
             )
+            # From now on a new connection is to this agent: another start would end it, and its workers.
             self._attach = True
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._write, connection)

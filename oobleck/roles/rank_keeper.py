@@ -195,6 +195,7 @@ class RankKeeper:
     async def _end(self, number: int, grace_s: float) -> None:
         """End a generation: ask its ranks, and kill those that take too long."""
         generation = self._current
+        # An order to start it may still be under way, and is dropped when it comes.
         if generation is None or generation.number > number:
             self._cleared = max(self._cleared, number)
             if generation is None:

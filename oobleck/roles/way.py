@@ -121,6 +121,7 @@ class Way:
             if messages:
                 await self._connection.send(messages)
             return
+        # RelayJoined is the last direct message, and UseRelay the last one back: none through the relay overtakes them.
         uplink.is_announced = True
         await self._connection.send([*messages, protocol.RelayJoined(attempt=uplink.attempt)])
         await uplink.settled.wait()  # the master always answers, or the conversation ends
@@ -196,6 +197,7 @@ class Way:
         except (*CLOSED, PeerError, OSError) as error:
             uplink.problem = str(error) or type(error).__name__
         self._uplink = None
+        # `_say_directly` may be waiting for UseRelay, which has no use once the link has ended.
         uplink.settled.set()
         self._reports.append(protocol.RelayLeft(heard=self._number, problem=uplink.problem))
         self._say_again()

@@ -18,8 +18,8 @@ from oobleck.planner import WorkerId
 
 from .tree import RelayTree
 
+# Messages are kept for this many leases: a relay that delays one for longer has been left before.
 _KEPT = 2.0
-"""For how many leases messages are kept: a relay that delays one for longer has been left before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +86,7 @@ class RelayMail:
         for kept in reversed(self._kept):
             if kept.number <= heard:
                 break
+            # What was sent before a node's conversation began was for its predecessor.
             missed = [each for each in kept.nodes if each in below and kept.number > self._since.get(each, 0)]
             if missed:
                 sends.append(Send(node=node, message=self._relayed(kept, missed)))

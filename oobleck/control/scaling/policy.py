@@ -18,10 +18,10 @@ from typing import assert_never
 from oobleck.job import ScalingSpec
 
 WORTHWHILE = 0.2
+# The margin of a deadline, which leaves time for failures.
 _SLACK = 1.1
-"""The margin of a deadline, which leaves time for failures."""
+# Above this number, counts are considered in steps of 1/64: a node more or less makes no difference there.
 _EVERY_COUNT_UP_TO = 64
-"""Above this number, counts are considered in steps of 1/64: a node more or less makes no difference there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

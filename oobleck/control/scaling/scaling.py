@@ -83,7 +83,7 @@ class Scaling:
         self.look_later(now_s)
 
     def plan_adopted(self, decision: Decision) -> None:
-        """Note an ordered plan: its steps are timed apart from those of earlier plans."""
+        # The plan's steps are timed apart from those of earlier plans on as many nodes.
         self._plan = (len(decision.plan.nodes), decision.predicted_step_s)
         self._timed.pop(self._plan[0], None)
 
@@ -194,6 +194,7 @@ class Scaling:
             step_s=lambda count: self._step_s(planner, nodes[:count]),
             steps_left=self._job.max_steps - self._progress.last_step,
             elapsed_s=now_s,
+            # The mean time between changes so far, as if the assumed time and one change had come before the run.
             horizon_s=(_PRIOR_HORIZON_S + now_s) / (1 + self._num_changes),
             change_s=median(changes_s) if changes_s else _UNMEASURED_CHANGE_S,
         )

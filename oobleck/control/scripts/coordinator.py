@@ -21,8 +21,8 @@ from . import states
 from .hang import HangWatch
 from .machine import deadline, start, step
 
+# An agent may take this long to kill its ranks: a process may be stuck in the kernel.
 _PATIENCE_S = 30.0
-"""How long an agent may take to kill its ranks: a process may be stuck in the kernel."""
 _MOST_CULPRITS = 4
 """How many ranks an entry names, with their stacks."""
 
@@ -40,7 +40,7 @@ class _Formed:
     warm: dict[str, bool] = field(default_factory=dict)
     """Keyed by node whose ranks exist."""
     down: set[int] = field(default_factory=set)
-    """Process ids of failed ranks: an agent that is reached again may repeat its reports."""
+    """Process ids of failed ranks."""
 
 
 class RanksCoordinator(BaseCoordinator):
@@ -161,6 +161,7 @@ class RanksCoordinator(BaseCoordinator):
 
     def _note_failed(self, turn: Turn, node: str, message: protocol.RankFailed) -> None:
         formed = self._formed_in(message.generation)
+        # An agent that is reached again may repeat its reports.
         if formed is None or message.pid in formed.down:
             return
         entry = journal.RankDown(
@@ -220,6 +221,7 @@ class RanksCoordinator(BaseCoordinator):
             t_s=turn.now_s,
             generation=formed.begin.generation,
             quiet_s=self._run.hang_timeout_s,
+            # While some wait, the ranks that are elsewhere are what they wait for. If none waits, none can be named.
             culprits=others[:_MOST_CULPRITS] if num_waiting else (),
             num_waiting=num_waiting,
         )
@@ -340,6 +342,7 @@ class RanksCoordinator(BaseCoordinator):
                 world_size=sum(node.num_ranks for node in nodes),
                 master_address=formed.address,
                 master_port=formed.port,
+                # Saved states are ordered by this text, so it grows from start to start.
                 start=f"{self._run_digits}-{formed.begin.generation:06d}",
             )
             for number, each in enumerate(nodes)

@@ -10,8 +10,8 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
+# Both are multiples of the time in which a slow node is found out, which is what a try costs if it is still slow.
 _FIRST_WAIT = 20
-"""The wait before the first try, as a multiple of the time in which a slow node is found out."""
 _LONGEST_WAIT = 160
 
 

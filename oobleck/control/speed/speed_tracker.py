@@ -2,8 +2,7 @@
 
 A node counts as slow if it has taken clearly longer than its peers for some time. Its peers are those that hold the
 same layers, or all if these are few. A slow-down of all alike is no reason to replan. How much longer is clear depends
-on how much the reports of one worker vary. A node counts as normal again only once it is clearly faster than that, so
-that no node is moved back and forth.
+on how much the reports of one worker vary.
 """
 
 from __future__ import annotations
@@ -19,19 +18,20 @@ from oobleck.planner import ExecutionPlan, Profile, Stage, WorkerId
 
 REPORTS_NEEDED = 5
 """How many reports have to agree."""
+# Among fewer workers it is not clear which is the slow one.
 _FEWEST = 3
-"""Among fewer workers it is not clear which is the slow one."""
+# This multiple of the usual time is slow, whatever the noise and the comparison: the profile's times for other layers
+# may be wrong by that much.
 _SLOW = 1.5
-"""This multiple of the usual time is slow, whatever the noise and the comparison."""
+# This multiple is slow if reports hardly vary, and peers do the same work.
 _SLOWER_THAN_PEERS = 1.25
-"""This multiple is slow if reports hardly vary, and peers do the same work."""
+# A slow node exceeds this multiple of the variation of one worker's reports.
 _NOISES = 3.0
-"""A slow node exceeds this multiple of the variation of one worker's reports."""
 _NORMAL_SHARE, _CHANGED_SHARE = 0.4, 0.6
 """Shares of what makes a node slow: below the first it is normal again; changes above the second are planned for."""
 _SHORTEST_INTERVAL_S = 1.0
+# Of all workers together: each report costs the master time, because no two are equal.
 _REPORTS_PER_S = 1000.0
-"""Of all workers together: each report costs the master time, because no two are equal."""
 
 
 class SpeedTracker:
@@ -99,6 +99,8 @@ class SpeedTracker:
             if before is None:
                 if worst.least > worst.limit:
                     slow[node] = now
+            # A slow node is normal again only once it is clearly faster than the limit, so that none is moved back and
+            # forth.
             elif worst.most >= worst.beyond(_NORMAL_SHARE):
                 agree = worst.most < worst.limit * worst.least
                 is_other = max(before, now) > worst.beyond(_CHANGED_SHARE) * min(before, now)
