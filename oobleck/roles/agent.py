@@ -201,6 +201,7 @@ class Agent:
         if self._ranks is not None:
             await self._ranks.all_gone()
         for keeper in self._keepers:
+            # A slow disk leaves half of the time to the last messages.
             with trio.move_on_after(_LEAVE_S / 2):
                 await keeper.settle()
             keeper.leave()

@@ -243,11 +243,7 @@ class Master:
 
 
 class _Tunnel:
-    """The conversation with one agent (`agent.py`): a task reads, a task writes, and its end becomes an event.
-
-    If only the connection is lost, and not the agent, it tries to connect again until the coordinator has waited long
-    enough, and keeps messages meanwhile.
-    """
+    """The conversation with one agent (`agent.py`): a task reads, a task writes, and its end becomes an event."""
 
     def __init__(
         self,
@@ -289,6 +285,8 @@ class _Tunnel:
         """Talk to the agent until its end, or until `scope` is cancelled."""
         try:
             with self.scope:
+                # If only the connection is lost, and not the agent, it connects again until the coordinator has waited
+                # long enough, and keeps messages meanwhile.
                 for wait_s in chain(_AGAIN_S, repeat(_AGAIN_S[-1])):
                     if not await self._is_only_out_of_reach(cluster, hello_timeout_s):
                         break
@@ -315,6 +313,7 @@ class _Tunnel:
         try:
             with trio.CancelScope() as self._conversation:
                 return await self._talk(connection, hello_timeout_s)
+            # `begin_again` has ended the conversation, and not the agent.
             return True
         finally:
             self._connection = None
@@ -364,6 +363,7 @@ class _Tunnel:
     async def _write(self, connection: AgentConnection) -> None:
         while True:
             messages = [await self._outgoing.receive()]
+            # One write for all that waits: a tunnel's packets cost more than their contents.
             with suppress(trio.WouldBlock):
                 while True:
                     messages.append(self._outgoing.receive_nowait())

@@ -182,6 +182,7 @@ class RankKeeper:
             await self._finish(generation)
 
     async def _finish(self, generation: _Generation) -> None:
+        # Before the node is ready for the next generation, whose ranks may need these states.
         await self._host.keep_states(is_planned=generation.is_asked)
         await self._show_rest(generation)  # before their end is reported, because the run may end over it
         if generation.is_ending:
@@ -229,7 +230,6 @@ class RankKeeper:
             await trio.sleep(min(timeout_s / _LOOKS_EACH_TIMEOUT, _LONGEST_LOOK_S))
 
     async def _trace(self, number: int) -> None:
-        """Report where ranks are."""
         generation = self._current
         if generation is None or generation.number != number:
             return
@@ -243,7 +243,6 @@ class RankKeeper:
     # --- output ------------------------------------------------------------------------------------------------------
 
     async def _show_output(self, generation: _Generation) -> None:
-        """Show the ranks' output until they are gone."""
         while not generation.gone.is_set():
             self._take_output(generation, is_last=False)
             await trio.sleep(_LOOK_S)

@@ -168,6 +168,7 @@ class Relay:
                     raise PeerError(f"sent {type(message).__name__}, which is for the master")
                 case _:
                     is_passed_on = self._gathering.hear(position, message, now_s)
+            # Another child has sent the same news, so this one need not keep or repeat its own.
             if not is_passed_on:
                 news = message.news if isinstance(message, protocol.RelaySaid) else protocol.news_in(message)
                 child.post(protocol.RelayBeat(known=news))

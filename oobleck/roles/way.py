@@ -128,6 +128,7 @@ class Way:
 
     async def _say_through(self, uplink: _Uplink) -> None:
         reports, self._reports = self._reports, []
+        # A relay passes on nothing that is about relays.
         if reports:
             await self._connection.send(reports)
         messages = self._queue.take()
@@ -211,6 +212,7 @@ class Way:
                 raise PeerError("began with another message than RelayBeat")
         uplink.channel = channel
         self._queue.wake()
+        # Before UseRelay, a message through the relay could overtake a direct one.
         await uplink.settled.wait()
         while True:
             with trio.fail_after(patience_s):

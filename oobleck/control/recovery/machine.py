@@ -102,10 +102,7 @@ def deadline(state: states.State) -> float:
 
 
 def step(state: states.State, given: states.Input, now_s: float) -> states.Step:
-    """Return the next state, and the effects in the order in which to carry them out.
-
-    An answer costs O(1), and the last one O(workers).
-    """
+    """Return the next state, and the effects in their order. An answer costs O(1), and the last one O(workers)."""
     if isinstance(given, states.TimePassed) and now_s < deadline(state):
         return state, ()
     known = learn(state, given, now_s)

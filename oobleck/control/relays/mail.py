@@ -37,7 +37,6 @@ class RelayMail:
     """Finds the way of each message. It changes no tree."""
 
     def __init__(self, control: ControlSpec, tree: RelayTree, encode: Callable[[MasterMessage], bytes]) -> None:
-        """`encode` makes a message's frame."""
         self._tree = tree
         self._encode = encode
         self._keeps_s = _KEPT * control.lease_s

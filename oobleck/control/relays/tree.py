@@ -139,7 +139,6 @@ class RelayTree:
         return sends
 
     def note_heard(self, node: str, heard_s: float) -> None:
-        """An agent sent something, directly or through others."""
         agent = self._agents.get(node)
         if agent is not None and heard_s > agent.heard_s:
             agent.heard_s = heard_s

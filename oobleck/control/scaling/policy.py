@@ -45,7 +45,6 @@ class ScalingState:
     """The seconds without training that a change costs."""
 
     def left_s(self, num_nodes: int) -> float:
-        """Return the expected seconds to the end of the run."""
         return self.steps_left * self.step_s(num_nodes)
 
 

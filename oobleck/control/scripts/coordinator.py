@@ -182,7 +182,7 @@ class RanksCoordinator(BaseCoordinator):
         self._give(turn, states.Failed(node=node, generation=message.generation, reason=reason))
 
     def _formed_in(self, generation: int) -> _Formed | None:
-        """The newest generation, if it is this one: reports of older ones come late."""
+        # Reports of older generations come late.
         formed = self._formed
         return formed if formed is not None and formed.begin.generation == generation else None
 
@@ -273,6 +273,7 @@ class RanksCoordinator(BaseCoordinator):
             ready = self._ready.get(member.spec.name)
             if member.is_draining:
                 continue
+            # That no rank of an older generation runs there says nothing of the newest.
             if ready is not None and ready.generation >= self.generation:
                 candidates.append(states.Candidate(node=member.spec.name, num_ranks=ready.num_ranks))
             else:
@@ -282,7 +283,6 @@ class RanksCoordinator(BaseCoordinator):
     # --- generations -------------------------------------------------------------------------------------------------
 
     def _give(self, turn: Turn, given: states.Input) -> None:
-        """Give the machine an input, and carry out its effects."""
         before = self._state
         self._state, effects = step(self._state, given, turn.now_s, roster=self._roster, rules=self._rules)
         for effect in effects:
@@ -342,7 +342,7 @@ class RanksCoordinator(BaseCoordinator):
                 world_size=sum(node.num_ranks for node in nodes),
                 master_address=formed.address,
                 master_port=formed.port,
-                # Saved states are ordered by this text, so it grows from start to start.
+                # No other generation of any run has this name, so no saved state mixes the parts of two.
                 start=f"{self._run_digits}-{formed.begin.generation:06d}",
             )
             for number, each in enumerate(nodes)

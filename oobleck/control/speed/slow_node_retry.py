@@ -52,7 +52,6 @@ class SlowNodeRetry:
         self._waiting.pop(node, None)
 
     def take_due(self, now_s: float) -> list[str]:
-        """Return the nodes to try now."""
         due = [node for node, each in self._waiting.items() if not each.is_tried and each.due_s <= now_s]
         for node in due:
             self._waiting[node].due_s, self._waiting[node].is_tried = now_s, True

@@ -47,7 +47,6 @@ class SpeedTracker:
         self._is_round_over = False
 
     def restore(self, slow: Mapping[str, float]) -> None:
-        """Continue with an earlier master's slow nodes."""
         self.slow = slow
 
     def note(self, worker_id: WorkerId, pace: Pace, plan: ExecutionPlan, profile: Profile) -> None:
@@ -68,11 +67,7 @@ class SpeedTracker:
         self.slow = {name: factor for name, factor in self.slow.items() if name != node}
 
     def take_change(self, plan: ExecutionPlan) -> bool:
-        """Judge the reports, once in a round of them; returns whether the slow nodes have changed, or their speeds have
-        much.
-
-        O(workers log workers) once in a round.
-        """
+        """Whether a round of reports changes which nodes are slow, or clearly how slow; O(workers log workers)."""
         if not self._is_round_over:
             return False
         self._is_round_over = False

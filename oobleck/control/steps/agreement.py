@@ -58,7 +58,6 @@ class Agreements:
         self._known: tuple[Committee, Neighbours] | None = None
 
     def neighbours(self, committee: Committee) -> Neighbours:
-        """Return the worker's neighbours in a committee."""
         # The tree costs O(N), and stays for as long as the committee. Only the training thread asks for it.
         if self._known is None or self._known[0] is not committee:
             self._known = committee, neighbours_in_tree(committee.members, self._worker_id)

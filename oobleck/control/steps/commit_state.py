@@ -166,7 +166,6 @@ class CommitState:
             self.is_broken = True
 
     def begin_forming(self) -> None:
-        """Note that groups for sums are forming in the background."""
         with self._lock:
             self.is_forming = True
 

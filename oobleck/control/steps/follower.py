@@ -48,10 +48,7 @@ class RecordBoard(Protocol):
 
 
 class Follower:
-    """The course of the training thread. Its state is the plan in force and the work on the step in flight.
-
-    During programs the driver advances `partial_commit`.
-    """
+    """The course of the training thread. Its state is the plan in force and the work on the step in flight."""
 
     def __init__(
         self, job: JobSpec, commit_state: CommitState, *, records: RecordBoard | None, evaluates: bool
@@ -64,6 +61,7 @@ class Follower:
         self._records = records
         self._evaluates = evaluates
         self._whole = protocol.Tally.of(range(job.num_microbatches))
+        # The driver advances it during programs.
         self.partial_commit = PartialCommit(commit_state)
         self._seat: PlaceInPlan | None = None
         """The place in the plan in force; None for a spare."""
@@ -164,7 +162,6 @@ class Follower:
         self._share_done = True
 
     def _begin(self, step: int) -> worker_effects.WorkerEffects:
-        """Begin a step with nothing done of it but what is committed."""
         yield from self._forget()
         yield worker_effects.BeginStep(step)
         self._step = step

@@ -102,10 +102,7 @@ class Progress:
         self._ordered, self._predicted_s = (generation, now_s), step_s
 
     def expect(self, least_s: float, now_s: float) -> None:
-        """Allow the next step this many seconds from now, or more if steps usually take long.
-
-        Infinity says that no step can be committed now.
-        """
+        """Allow the next step this many seconds, or more if steps usually take long; infinity if none can come now."""
         self.progressed_s = now_s
         usual_s = max([self._predicted_s, *self._step_times_s])
         self.hangs_s = now_s + max(least_s, _HANG_FACTOR * usual_s)

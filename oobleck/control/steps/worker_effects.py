@@ -292,8 +292,7 @@ class PostTotals:
 
 @dataclass(frozen=True, slots=True)
 class TakeTotals:
-    """Take the total of that agreement, a `SectionTotals`, or None if it is not here. Fails with a peer; never
-    waits."""
+    """Take that agreement's total, a `SectionTotals`, or None if it is not here. Fails with a peer; never waits."""
 
     number: int
 

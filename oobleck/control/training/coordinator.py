@@ -191,6 +191,7 @@ class Coordinator(BaseCoordinator):
                 parts.hang_watch.due_s,
                 parts.saving.due_s,
                 parts.shutdown.due_s,
+                # Else it would be due again and again while no regrouping can begin.
                 parts.sharding.due_s if self.phase is Phase.TRAINING else math.inf,
                 self.reviews_s,
             ]
@@ -203,7 +204,6 @@ class Coordinator(BaseCoordinator):
 
     @property
     def _retries_s(self) -> float:
-        """When to try a slow node again that was left out; infinity for never."""
         return math.inf if self._parts.reconfiguration.is_fencing else self._parts.replanning.retries_s
 
     def act(self, turn: Turn, held_up_s: float) -> None:

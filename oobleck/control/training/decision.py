@@ -182,12 +182,10 @@ class Decider:
     def _begin_again(
         self, turn: Turn, base: ExecutionPlan, error: Unrecoverable, recovery: Recovery, lineage: Lineage
     ) -> Choice:
-        """Start again from the model's initial values, as nothing is saved.
-
-        End the run instead if a lost node held the last copy of a layer, or if the run began from a checkpoint.
-        """
+        """Start again from the model's initial values, as nothing is saved, or end the run."""
         living = {member.spec.name for member in self._members.living}
         here = {layer for worker_id, layers in base.layers_at.items() if worker_id.node in living for layer in layers}
+        # The run ends if a lost node held the last copy of a layer, or if it began from a checkpoint.
         if not lineage.began_from_scratch or not here.issuperset(error.layers):
             nothing = ", and there is no checkpoint to go back to" if self._saving.is_enabled else ""
             self._end(turn, recovery, error, nothing)

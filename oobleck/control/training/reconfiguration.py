@@ -300,12 +300,10 @@ class Reconfiguration:
         )
 
     def order_again(self, turn: Turn, worker_id: WorkerId, generation: int) -> None:
-        """Send the whole plan to a worker that has another one than its order changes.
-
-        If an earlier master gave the orders, fence all instead.
-        """
+        """Send the whole plan to a worker that has another one than its order changes."""
         if self.is_fencing or generation != self.generations.current:
             return
+        # The orders of an earlier master are not known here, so all get others.
         if self._newest is None or self._newest.update.generation != generation:
             self.begin(turn, states.BeginRecovery(cause=PlanCause.MASTER_LOST))
         else:

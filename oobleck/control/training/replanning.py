@@ -68,7 +68,6 @@ class Replanning:
     """Layers that differ from their other copies, by holder, until they are replaced."""
 
     def take_over(self, replayed: ReplayedRun, now_s: float) -> None:
-        """Continue from an earlier master's journal."""
         self.kinds, self._from_s = replayed.kinds, now_s + _FINDING_S
         self._paces.restore(replayed.slow)
         self._leave_out(replayed.generations.plan, replayed.predicted_step_s, now_s)
@@ -197,7 +196,6 @@ class Replanning:
         return BeginRecovery(cause=PlanCause.SCALED, nodes=tuple(sorted(changed)))
 
     def wants_more(self, num_used: int) -> bool:
-        """Whether a new node should train at once, in addition to the `num_used` that do."""
         return self._scaling.wants_more(self.planner, num_used)
 
     # --- plans ---------------------------------------------------------------------------------------------
