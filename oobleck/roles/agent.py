@@ -391,7 +391,7 @@ class Agent:
         began_s, before_s = trio.current_time(), worker.handle.processor_s()
         await trio.sleep(asked.patience_s)
         used_s, within_s = worker.handle.processor_s() - before_s, trio.current_time() - began_s
-        # Another one may have taken its place, about which the master has asked nothing.
+        # Another worker may have taken its place, about which the master has asked nothing.
         if self._workers.get(asked.device) is worker:
             use = protocol.ProcessorUse(device=asked.device, inquiry=asked.inquiry, used_s=used_s, within_s=within_s)
             self._resend_queue.add(use)

@@ -182,7 +182,7 @@ class RankKeeper:
             await self._finish(generation)
 
     async def _finish(self, generation: _Generation) -> None:
-        # Before the node is ready for the next generation, whose ranks may need these states.
+        # The next generation needs these states, so they are kept before the node reports that it is ready for it.
         await self._host.keep_states(is_planned=generation.is_asked)
         await self._show_rest(generation)  # before their end is reported, because the run may end over it
         if generation.is_ending:

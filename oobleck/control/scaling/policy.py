@@ -18,7 +18,7 @@ from typing import assert_never
 from oobleck.job import ScalingSpec
 
 WORTHWHILE = 0.2
-# The margin of a deadline, which leaves time for failures.
+# A deadline has this margin, which leaves time for failures.
 _SLACK = 1.1
 # Above this number, counts are considered in steps of 1/64: a node more or less makes no difference there.
 _EVERY_COUNT_UP_TO = 64

@@ -28,7 +28,7 @@ LINK_KEYS = "link-"
 
 # One link may be a bad one, but not the median of three.
 _NUM_PAIRS = 3
-# The limit for a pair on any network. Two processes of one machine need 0.1 s.
+# This limits a pair on any network. Two processes of one machine need 0.1 s.
 _TIMEOUT_S = 5.0
 _SLACK_S = 2.0
 _LEAST_SIZES, _MOST_SIZES = 2, 16

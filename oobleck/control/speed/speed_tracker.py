@@ -30,7 +30,7 @@ _NOISES = 3.0
 _NORMAL_SHARE, _CHANGED_SHARE = 0.4, 0.6
 """Shares of what makes a node slow: below the first it is normal again; changes above the second are planned for."""
 _SHORTEST_INTERVAL_S = 1.0
-# Of all workers together: each report costs the master time, because no two are equal.
+# This limits all workers together: each report costs the master time, because no two are equal.
 _REPORTS_PER_S = 1000.0
 
 

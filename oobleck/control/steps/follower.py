@@ -195,7 +195,7 @@ class Follower:
         # This fails once fenced: the worker may have left out a section, for which others wait.
         self._commit_state.begin_sums()
         yield worker_effects.Reduce(step, committee)
-        # Before this worker's part is posted: whoever has the total relies on it that all have passed this moment.
+        # This precedes the worker's part in the agreement: a total means that all have passed this moment.
         self._commit_state.note_reduced(step)
         stop = self._commit_state.is_stop_wanted or (self._records is not None and self._records.is_last(step))
         agreed = yield worker_effects.Agree(step, committee, stop)

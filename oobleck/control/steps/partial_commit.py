@@ -184,7 +184,7 @@ class PartialCommit:
             if not (yield worker_effects.TakeSums(section.number)):
                 return
             section.has_sums = True
-            # Before this worker's part is posted: a total means that all have passed this moment.
+            # This precedes the worker's part in the agreement: a total means that all have passed this moment.
             self._commit_state.note_section_reduced(section.number)
             yield worker_effects.PostTotals(section.number)
         totals = yield worker_effects.TakeTotals(section.number)

@@ -47,7 +47,7 @@ class Progress:
 
     def commit(self, turn: Turn, record: CommitRecord) -> bool:
         """Note and record a committed step; False if it was reported before."""
-        # A late report may be of a step that the run has gone back behind since.
+        # The run may have gone back to a checkpoint before the step of a late report.
         if record.step <= self.last_step or record.generation < self._base_generation:
             return False
         self.restore(record)
@@ -83,7 +83,7 @@ class Progress:
         self._base_step, self._base_generation = step, generation
 
     def restore(self, record: CommitRecord) -> None:
-        """Note a step from the journal."""
+        """Note a committed step, without an entry in the journal."""
         self.last_record = record
         self.furthest_step = max(self.furthest_step, record.step)
         self._step_times_s.append(record.duration_s)

@@ -191,7 +191,7 @@ class Coordinator(BaseCoordinator):
                 parts.hang_watch.due_s,
                 parts.saving.due_s,
                 parts.shutdown.due_s,
-                # Else it would be due again and again while no regrouping can begin.
+                # Outside of training no regrouping can begin, and it would be due again and again.
                 parts.sharding.due_s if self.phase is Phase.TRAINING else math.inf,
                 self.reviews_s,
             ]

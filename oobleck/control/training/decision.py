@@ -185,7 +185,7 @@ class Decider:
         """Start again from the model's initial values, as nothing is saved, or end the run."""
         living = {member.spec.name for member in self._members.living}
         here = {layer for worker_id, layers in base.layers_at.items() if worker_id.node in living for layer in layers}
-        # The run ends if a lost node held the last copy of a layer, or if it began from a checkpoint.
+        # The run ends if it began from a checkpoint, or if a lost node held the last copy of a layer.
         if not lineage.began_from_scratch or not here.issuperset(error.layers):
             nothing = ", and there is no checkpoint to go back to" if self._saving.is_enabled else ""
             self._end(turn, recovery, error, nothing)

@@ -50,7 +50,7 @@ def take_over(parts: Parts, turn: Turn, job: JobSpec, nodes: tuple[NodeSpec, ...
 
 def _restore_steps(parts: Parts, replayed: ReplayedRun) -> None:
     progress, restored = parts.progress, replayed.restored
-    # First, because going back forgets the newest step.
+    # This comes first, because going back forgets the newest step.
     if restored is not None and restored.restored_step is not None:
         progress.go_back(restored.restored_step, generation=restored.generation)
     for record in replayed.records:
