@@ -151,6 +151,7 @@ class Agent:
         try:
             workers = tuple(worker.started(device) for device, worker in sorted(self._workers.items()))
             await connection.send([self._hello(self._generation, workers)])
+            # The master before may have died with the reports of the last saves.
             reported = () if self._persister is None else self._persister.reports
             self._resend_queue.repeat_unheard(also=reported)
             async with trio.open_nursery() as talk:
@@ -238,6 +239,7 @@ class Agent:
                 if is_first:  # the master repeats it where it may have been lost with a connection
                     self._open_storage(message)
                     nursery.start_soon(self._host.prepare, message.job, self._cache_dir)
+                # Other nodes of the machine may have joined or left, which changes each worker's share.
                 for device in self._workers:
                     self._give_share(device)
                 self._watch_notice(message.job.control, nursery)

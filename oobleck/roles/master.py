@@ -124,6 +124,7 @@ class Master:
 
         Returns False if nothing ran there, or still does.
         """
+        # This comes first: when the connection ends, the coordinator has to know that the node stays away.
         self.submit(control_events.KillRequested(node=node))
         return await self._cluster.kill(self._nodes[node])
 

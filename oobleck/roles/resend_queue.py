@@ -78,6 +78,7 @@ class ResendQueue:
 
     def heard(self, sequence: int | None) -> None:
         """Forget the messages up to the heartbeat of this number."""
+        # After `repeat_unheard` the heartbeat is gone, and a late answer to it forgets nothing.
         if protocol.Heartbeat(sequence=sequence) in self._unheard:
             while self._unheard.popleft() != protocol.Heartbeat(sequence=sequence):
                 pass

@@ -144,7 +144,6 @@ class RelayTree:
             agent.heard_s = heard_s
 
     def open(self, node: str, door: protocol.RelayOpen, now_s: float) -> None:
-        """An agent listens for others."""
         if node in self._agents:
             self._agents[node].listening_at = door
             self._arrange_by(now_s)

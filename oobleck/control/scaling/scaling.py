@@ -97,7 +97,6 @@ class Scaling:
             self._ratio = median(timed) / predicted_s
 
     def recovery_done(self, done: RecoveryDone) -> None:
-        """Note what a change cost."""
         self._num_changes += 1
         (self._planned_s if done.cause.is_planned else self._forced_s).append(done.stall_s)
 

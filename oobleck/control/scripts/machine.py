@@ -69,7 +69,6 @@ _ANSWERS_S = 5.0
 
 
 def start(now_s: float) -> states.State:
-    """Return the state of a run that begins."""
     cause = GenerationCause.START
     return Gathering(past=states.Past(), cause=cause, since_s=now_s, tells_s=now_s + _CONNECTING_S)
 

@@ -108,7 +108,6 @@ class Progress:
         self.hangs_s = now_s + max(least_s, _HANG_FACTOR * usual_s)
 
     def allow(self, until_s: float) -> None:
-        """Let the step in flight take until then."""
         self.hangs_s = until_s
 
     def give_time(self, now_s: float) -> None:

@@ -156,6 +156,7 @@ class Preparation:
         if wanted is None or kind in self._known:
             return
         wanted.workers.discard(worker_id)
+        # All workers of a node start again together, so a request is lost with any of them.
         if wanted.measures is not None and wanted.measures.node == worker_id.node:
             self._have_measured(turn, kind)
 

@@ -201,6 +201,7 @@ class ReplayedRun:
         for node in entry.nodes:
             if entry.cause is journal.PlanCause.DRAINED:
                 self.members.drain(node)
+            # It counts as a node of usual speed until its reports show otherwise.
             if entry.cause is journal.PlanCause.RETRIED:
                 self.slow.pop(node, None)
 
