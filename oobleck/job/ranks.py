@@ -54,8 +54,7 @@ class RanksSpec:
     """The type of the command's first word: a Python file, a Python module, or any program."""
     command: tuple[str, ...]
     directory: str
-    """The working directory of ranks on every node, which is the command line's, so that relative names mean the
-    same."""
+    """The working directory of ranks on every node: the command line's, so that relative names mean the same."""
     is_tag_given: bool = True
     """Whether the user has named the run; otherwise a run of other arguments does not resume from its states."""
     ranks_per_node: str = "slots"

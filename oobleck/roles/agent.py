@@ -28,8 +28,8 @@ from .way import Way
 
 _UNSAID_LIMIT = 100_000  # messages kept for a master that is away
 _UNREAD_LIMIT = 10_000  # messages queued for a worker; one that reads none of them is stuck for good
+# A worker's socket may stay open this long after its process ended, because a child process may hold it.
 _WORKER_LAST_WORDS_S = 2.0
-"""How long a worker's socket may stay open after its process ended; a child process may hold it."""
 _GREETING_S = 10.0
 _HEARTBEAT_POLL_S = 0.1  # how often to check for the master's heartbeat interval
 _FIRST_CONTACT_S = 60.0  # how long a new agent waits for its master
@@ -151,6 +151,7 @@ class Agent:
         try:
             workers = tuple(worker.started(device) for device, worker in sorted(self._workers.items()))
             await connection.send([self._hello(self._generation, workers)])
+            # The master before may have died with the reports of the last saves.
             reported = () if self._persister is None else self._persister.reports
             self._resend_queue.repeat_unheard(also=reported)
             async with trio.open_nursery() as talk:
@@ -201,6 +202,7 @@ class Agent:
         if self._ranks is not None:
             await self._ranks.all_gone()
         for keeper in self._keepers:
+            # A slow disk leaves half of the time to the last messages.
             with trio.move_on_after(_LEAVE_S / 2):
                 await keeper.settle()
             keeper.leave()
@@ -237,6 +239,7 @@ class Agent:
                 if is_first:  # the master repeats it where it may have been lost with a connection
                     self._open_storage(message)
                     nursery.start_soon(self._host.prepare, message.job, self._cache_dir)
+                # Other nodes of the machine may have joined or left, which changes each worker's share.
                 for device in self._workers:
                     self._give_share(device)
                 self._watch_notice(message.job.control, nursery)
@@ -390,6 +393,7 @@ class Agent:
         began_s, before_s = trio.current_time(), worker.handle.processor_s()
         await trio.sleep(asked.patience_s)
         used_s, within_s = worker.handle.processor_s() - before_s, trio.current_time() - began_s
+        # Another worker may have taken its place, about which the master has asked nothing.
         if self._workers.get(asked.device) is worker:
             use = protocol.ProcessorUse(device=asked.device, inquiry=asked.inquiry, used_s=used_s, within_s=within_s)
             self._resend_queue.add(use)

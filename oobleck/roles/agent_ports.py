@@ -35,10 +35,7 @@ class RelayListener(Protocol):
         """Wait for the next caller, which may be anyone."""
 
     async def greet(self, caller: trio.abc.Stream) -> trio.abc.Stream:
-        """Return a stream to a caller that has proved to know the ticket.
-
-        Raises trio.BrokenResourceError or trio.TooSlowError.
-        """
+        """Return a stream to a caller that knows the ticket. Raises trio.BrokenResourceError or trio.TooSlowError."""
 
     async def aclose(self) -> None: ...
 

@@ -124,6 +124,7 @@ class Master:
 
         Returns False if nothing ran there, or still does.
         """
+        # This comes first: when the connection ends, the coordinator has to know that the node stays away.
         self.submit(control_events.KillRequested(node=node))
         return await self._cluster.kill(self._nodes[node])
 
@@ -137,6 +138,7 @@ class Master:
             await self._say_farewell()
             nursery.cancel_scope.cancel()
         farewell_s = saying_farewell_s(_FAREWELL_S, len(self._nodes))
+        # Even if this is cancelled, nodes are cleaned: what is left there would keep their devices in use.
         with trio.CancelScope(shield=True), trio.move_on_after(farewell_s):
             async with trio.open_nursery() as nursery:
                 for spec in self._nodes.values():
@@ -242,11 +244,7 @@ class Master:
 
 
 class _Tunnel:
-    """The conversation with one agent (`agent.py`): a task reads, a task writes, and its end becomes an event.
-
-    If only the connection is lost, and not the agent, it tries to connect again until the coordinator has waited long
-    enough, and keeps messages meanwhile.
-    """
+    """The conversation with one agent (`agent.py`): a task reads, a task writes, and its end becomes an event."""
 
     def __init__(
         self,
@@ -288,6 +286,8 @@ class _Tunnel:
         """Talk to the agent until its end, or until `scope` is cancelled."""
         try:
             with self.scope:
+                # If only the connection is lost, and not the agent, it connects again until the coordinator has waited
+                # long enough, and keeps messages meanwhile.
                 for wait_s in chain(_AGAIN_S, repeat(_AGAIN_S[-1])):
                     if not await self._is_only_out_of_reach(cluster, hello_timeout_s):
                         break
@@ -306,6 +306,7 @@ class _Tunnel:
         try:
             connection = await cluster.reach(self._spec, attach=self._attach)
         except NodeUnreachable as error:
+            # An agent lives there as far as is known, so perhaps only the way to it is lost.
             if self._attach and not isinstance(error, AgentGone | FaultyNode):
                 return True
             raise
@@ -313,6 +314,7 @@ class _Tunnel:
         try:
             with trio.CancelScope() as self._conversation:
                 return await self._talk(connection, hello_timeout_s)
+            # `begin_again` has ended the conversation, and not the agent.
             return True
         finally:
             self._connection = None
@@ -329,6 +331,7 @@ class _Tunnel:
             self._events.send_nowait(
                 control_events.NodeUp(node=self._spec.name, hello=hello, address=connection.address)
             )
+            # From now on a new connection is to this agent: another start would end it, and its workers.
             self._attach = True
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._write, connection)
@@ -361,6 +364,7 @@ class _Tunnel:
     async def _write(self, connection: AgentConnection) -> None:
         while True:
             messages = [await self._outgoing.receive()]
+            # One write for all that waits: a tunnel's packets cost more than their contents.
             with suppress(trio.WouldBlock):
                 while True:
                     messages.append(self._outgoing.receive_nowait())

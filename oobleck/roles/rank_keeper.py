@@ -182,6 +182,7 @@ class RankKeeper:
             await self._finish(generation)
 
     async def _finish(self, generation: _Generation) -> None:
+        # The next generation needs these states, so they are kept before the node reports that it is ready for it.
         await self._host.keep_states(is_planned=generation.is_asked)
         await self._show_rest(generation)  # before their end is reported, because the run may end over it
         if generation.is_ending:
@@ -195,6 +196,7 @@ class RankKeeper:
     async def _end(self, number: int, grace_s: float) -> None:
         """End a generation: ask its ranks, and kill those that take too long."""
         generation = self._current
+        # An order to start it may still be under way, and is dropped when it comes.
         if generation is None or generation.number > number:
             self._cleared = max(self._cleared, number)
             if generation is None:
@@ -228,7 +230,6 @@ class RankKeeper:
             await trio.sleep(min(timeout_s / _LOOKS_EACH_TIMEOUT, _LONGEST_LOOK_S))
 
     async def _trace(self, number: int) -> None:
-        """Report where ranks are."""
         generation = self._current
         if generation is None or generation.number != number:
             return
@@ -242,7 +243,6 @@ class RankKeeper:
     # --- output ------------------------------------------------------------------------------------------------------
 
     async def _show_output(self, generation: _Generation) -> None:
-        """Show the ranks' output until they are gone."""
         while not generation.gone.is_set():
             self._take_output(generation, is_last=False)
             await trio.sleep(_LOOK_S)

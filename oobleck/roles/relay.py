@@ -82,13 +82,14 @@ class Relay:
         self._strangers = trio.Semaphore(_MAX_STRANGERS)
 
     def hand_on(self, message: protocol.Relayed) -> None:
-        """Pass a message on to all that it is for, but this agent. The master looks after a child that is gone."""
+        """Pass a message on to all that it is for, but this agent."""
         targets: defaultdict[int, list[int]] = defaultdict(list)
         for position in protocol.numbers_in(message.to):
             child = child_towards(self._position, position, self._fanout)
             if child is not None:
                 targets[child].append(position)
         for child, positions in targets.items():
+            # The master looks after a child that is gone.
             if child in self._children:
                 self._children[child].post(replace(message, to=protocol.runs_of(positions)))
 
@@ -134,6 +135,7 @@ class Relay:
 
     async def _speak_for(self, child: _Child, channel: MessageChannel[FromRelay, ToRelay], position: int) -> None:
         """Pass on messages from and to a child until its link ends."""
+        # The newest caller has the position now; an older link is one that it has lost.
         if position in self._children:
             self._children[position].scope.cancel()
         self._children[position] = child
@@ -144,6 +146,7 @@ class Relay:
                     nursery.start_soon(child.write, self._beats_s)
                     await self._listen(child, channel, position)
         finally:
+            # A newer link of the position may have taken its place.
             if self._children.get(position) is child:
                 del self._children[position]
 
@@ -165,6 +168,7 @@ class Relay:
                     raise PeerError(f"sent {type(message).__name__}, which is for the master")
                 case _:
                     is_passed_on = self._gathering.hear(position, message, now_s)
+            # Another child has sent the same news, so this one need not keep or repeat its own.
             if not is_passed_on:
                 news = message.news if isinstance(message, protocol.RelaySaid) else protocol.news_in(message)
                 child.post(protocol.RelayBeat(known=news))

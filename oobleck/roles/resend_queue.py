@@ -78,6 +78,7 @@ class ResendQueue:
 
     def heard(self, sequence: int | None) -> None:
         """Forget the messages up to the heartbeat of this number."""
+        # After `repeat_unheard` the heartbeat is gone, and a late answer to it forgets nothing.
         if protocol.Heartbeat(sequence=sequence) in self._unheard:
             while self._unheard.popleft() != protocol.Heartbeat(sequence=sequence):
                 pass
@@ -88,10 +89,8 @@ class ResendQueue:
             self._unheard.remove(message)
 
     def repeat_unheard(self, also: Iterable[protocol.AgentMessage] = ()) -> None:
-        """Queue all messages again that no master has surely processed; heartbeats were for the master before.
-
-        Those of `also` come first, unless they are among the rest.
-        """
+        """Queue all messages again that no master has surely processed, and before them those of `also`."""
+        # Heartbeats were for the master before.
         unheard = [message for message in (*self._unheard, *self._unsaid) if not isinstance(message, _ONCE)]
         waiting = [*(message for message in also if message not in unheard), *unheard]
         self._unheard.clear()
@@ -117,6 +116,7 @@ class ResendQueue:
 
     def note_sent(self) -> None:
         """Note that the messages of `take` are on their way."""
+        # A message that was added while these were sent is not on its way yet.
         if not self._is_pressing:
             self._is_sent = True
             self._sent.unpark_all()

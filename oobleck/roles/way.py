@@ -121,12 +121,14 @@ class Way:
             if messages:
                 await self._connection.send(messages)
             return
+        # RelayJoined is the last direct message, and UseRelay the last one back: none through the relay overtakes them.
         uplink.is_announced = True
         await self._connection.send([*messages, protocol.RelayJoined(attempt=uplink.attempt)])
         await uplink.settled.wait()  # the master always answers, or the conversation ends
 
     async def _say_through(self, uplink: _Uplink) -> None:
         reports, self._reports = self._reports, []
+        # A relay passes on nothing that is about relays.
         if reports:
             await self._connection.send(reports)
         messages = self._queue.take()
@@ -196,6 +198,7 @@ class Way:
         except (*CLOSED, PeerError, OSError) as error:
             uplink.problem = str(error) or type(error).__name__
         self._uplink = None
+        # `_say_directly` may be waiting for UseRelay, which has no use once the link has ended.
         uplink.settled.set()
         self._reports.append(protocol.RelayLeft(heard=self._number, problem=uplink.problem))
         self._say_again()
@@ -209,6 +212,7 @@ class Way:
                 raise PeerError("began with another message than RelayBeat")
         uplink.channel = channel
         self._queue.wake()
+        # Before UseRelay, a message through the relay could overtake a direct one.
         await uplink.settled.wait()
         while True:
             with trio.fail_after(patience_s):

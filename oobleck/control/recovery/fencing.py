@@ -20,10 +20,10 @@ from .gathered import Gathered
 
 MAX_REGROUPS = 3
 """How often all may regroup without a loss and without a committed step, before the run ends."""
+# It takes this long to read the answers that still wait unread when their time is over.
 _LOOK_S = 0.1
-"""How long it takes to read the answers that still wait unread when their time is over."""
+# While the network is down, all are asked again after this share of the time so far: often at first, then rarely.
 _LOOK_SHARE = 0.1
-"""While the network is down, all are asked again after this share of the time so far."""
 _LONGEST_LOOK_S = 30.0
 
 _Begun = states.Training | states.Adopting | states.Suspecting | states.AwaitingNetwork | states.Deciding
@@ -64,6 +64,7 @@ def _begin(
     started = RecoveryStarted(
         t_s=now_s, generation=recovery.generation, nodes=recovery.nodes, cause=recovery.cause, loss=recovery.loss
     )
+    # A new master has to reach the workers first: until then `heard_s` lies in the future.
     until_s = max(now_s, begun.heard_s) + begun.control.lease_s
     fencing = states.Fencing(recovery=recovery, statuses=Gathered(), until_s=until_s)
     return fencing, (*closed, Record(entry=started))
@@ -72,6 +73,7 @@ def _begin(
 def _recovery(begun: states.RecoveryBegun, now_s: float, *, is_cut: bool = False) -> states.Recovery:
     wanted = begun.wanted
     is_hang = wanted.cause in (PlanCause.HANG, PlanCause.NETWORK)
+    # One failed collective is no hang. All have to say what they wait for only if regrouping did not help.
     explains = is_cut or is_hang or (wanted.cause is PlanCause.PEER_FAILED and begun.num_regroups > 1)
     return states.Recovery(
         began_s=now_s,
@@ -102,6 +104,7 @@ def _again(known: states.Recovery, begun: states.Recovery) -> states.Recovery:
         cause=first.cause,
         loss=first.loss,
         nodes=tuple(dict.fromkeys((*known.nodes, *begun.nodes))),
+        # No later fence extends the wait for workers: some may end again and again.
         returns_by_s=known.returns_by_s,
         cut_off=known.cut_off,
         cut_since_s=known.cut_since_s,
@@ -121,10 +124,7 @@ def learn(
     given: states.Answered | states.MoreLost | states.NodeDrained | states.TimePassed,
     now_s: float,
 ) -> states.Fencing | None:
-    """Return the state with an answer, or without workers that will not answer; None for an answer to an older fence.
-
-    The last answer starts the time in which losses settle. When that is over, the answers are read together, once.
-    """
+    """Return the state with an answer, or without workers that send none; None for an answer to an older fence."""
     was_complete, until_s = state.is_complete, state.until_s
     match given:
         case states.Answered():
@@ -142,21 +142,24 @@ def learn(
     recovery = state.recovery
     if not state.is_complete:
         return replace(state, until_s=until_s)
+    # The last answer starts the time in which losses settle. When that is over, the answers are read together, once.
     if not was_complete or isinstance(given, states.MoreLost):
         until_s = recovery.settles_s
     elif isinstance(given, states.Answered):
+        # An answer that is repeated extends nothing: none is awaited any more.
         until_s = state.until_s
     reads = recovery.explains and (isinstance(given, states.TimePassed) or now_s >= recovery.settles_s)
     return replace(state, until_s=until_s, finding=_finding(state) if reads else None)
 
 
 def _with_more_lost(recovery: states.Recovery, lost: states.MoreLost, now_s: float) -> states.Recovery:
-    """Continue without these nodes; if a hang was unexplained, they are now its explanation."""
     return replace(
         without(recovery, lost.nodes),
         nodes=tuple(dict.fromkeys((*recovery.nodes, *lost.nodes))),
+        # Workers that are asked again get this fence; the others learn of these nodes by their orders.
         fence=replace(recovery.fence, lost=lost.fence.lost),
         lost_s=now_s,
+        # If a hang was unexplained, these nodes are now its explanation.
         explains=recovery.awaits_network,
     )
 
@@ -167,6 +170,7 @@ def without(recovery: states.Recovery, nodes: Collection[str]) -> states.Recover
 
 
 def become_overdue(state: states.Fencing, _passed: states.TimePassed, now_s: float) -> states.Step:
+    # Answers may wait unread while this master is busy: no node is given up before it has read them.
     until_s = now_s + reading_s(_LOOK_S, len(state.recovery.asked))
     return replace(state, is_overdue=True, until_s=until_s), ()
 
@@ -194,7 +198,9 @@ def _finding(state: states.Fencing) -> states.Finding:
     cut_off = cut_off_nodes(statuses)
     return states.Finding(
         cut_off=cut_off,
+        # Workers that do not reach each other wait for each other, and none of them is stuck.
         stuck=() if cut_off else stuck_workers(statuses, recovery.busy),
+        # While fewer nodes are cut off than before, the network is coming back, and the rest is not given up either.
         is_network_down=0 < len(cut_off) < len(recovery.cut_off)
         or is_network_down(statuses, cut_off, recovery.fault_threshold),
     )

@@ -68,10 +68,10 @@ class Phase(StrEnum):
     ENDED = "ended"
 
 
+# A failed collective waits this long for its cause, usually the loss of a node, and then all regroup.
 _SUSPICION_S = 0.2
-"""How long a failed collective waits for its cause, usually the loss of a node; then all regroup."""
+# Workers may look for checkpoints this long. Both times are longer if more workers report.
 _FIND_S = 30.0
-"""How long workers may look for checkpoints. Both times are longer if more workers report."""
 
 _PHASES: Mapping[type[states.State], Phase] = {
     states.Preparing: Phase.PREPARING,
@@ -102,10 +102,7 @@ def deadline(state: states.State) -> float:
 
 
 def step(state: states.State, given: states.Input, now_s: float) -> states.Step:
-    """Return the next state, and the effects in the order in which to carry them out.
-
-    An answer costs O(1), and the last one O(workers).
-    """
+    """Return the next state, and the effects in their order. An answer costs O(1), and the last one O(workers)."""
     if isinstance(given, states.TimePassed) and now_s < deadline(state):
         return state, ()
     known = learn(state, given, now_s)
@@ -235,6 +232,7 @@ def _adopt(state: states.Deciding, ordered: states.PlanOrdered, now_s: float) ->
 
 def _await_workers(state: states.Deciding, _wanted: states.WorkersWanted, now_s: float) -> states.Step:
     answers, control = fencing.answers_in(state), state.recovery.control
+    # The limit of the first wait stays: each worker that becomes ready begins the recovery again.
     by_s = min(state.recovery.returns_by_s, now_s + control.start_timeout_s)
     recovery, said = replace(state.recovery, returns_by_s=by_s), answers.statuses
     return states.AwaitingWorkers(recovery=recovery, statuses=said, is_unexplained=answers.is_unexplained), ()
@@ -258,6 +256,7 @@ def _train(state: states.Adopting | states.Suspecting, given: states.WorkersResu
         assert isinstance(state.training, states.Adopting)
         training, effects = _train(state.training, given, now_s)
         assert isinstance(training, states.Training)
+        # The failed collective has no explanation yet, so the suspicion outlives the recovery.
         return replace(state, training=training), effects
     ended = states.RecoveryEnded(recovery=state.recovery, adopting=state)
     return states.Training(generation=state.generation), (ended, states.PlanInForce())
@@ -298,6 +297,7 @@ _ANSWERS = (states.Answered, states.MoreLost, states.NodeDrained)
 _COMPLETED = (states.Answered, states.NodeDrained, states.TimePassed)
 _SAME = None
 
+# For one state and one kind of input, the order of the rows counts: the first whose guard holds is taken.
 TRANSITIONS = (
     Transition(states.Preparing, states.TrainingBegun, states.Training, _begin_training, "the first plan is ordered"),
     # Training
@@ -376,8 +376,8 @@ TRANSITIONS = (
     Transition(TRAINED, states.RunEnded, states.Ended, _end, "all steps are committed, or a stop was asked for"),
     Transition(FENCED, states.RunEnded, states.Ended, _end, "there is no way on"),
 )
-"""For one state and one kind of input, the order of the rows counts: the first whose guard holds is taken."""
 
+# The answers of thousands of workers come one by one, so each looks only at the rows of its own state and kind.
 _ROWS: Mapping[tuple[type[states.State], type[states.Input]], tuple[Transition, ...]] = {
     (source, given): tuple(row for row in TRANSITIONS if source in row.sources and given in row.inputs)
     for source in (states.Preparing, *_BEGUN)

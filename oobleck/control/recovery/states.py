@@ -17,17 +17,13 @@ from oobleck.planner import WorkerId
 
 from .gathered import Gathered
 
+# Losses within this time count as one: nodes that are killed together disappear within milliseconds.
 _SETTLE_S = 0.01
-"""Losses within this time count as one: nodes that are killed together disappear within milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """What a recovery is about. Each state hands it to the next until the recovery is over.
-
-    It lasts until its orders, however often all are fenced again. `fence`, `fenced_s` and `asked` are those of the
-    newest fence.
-    """
+    """What a recovery is about. Each state hands it to the next until the recovery is over."""
 
     began_s: float
     detect_s: float
@@ -38,6 +34,7 @@ class Recovery:
     control: ControlSpec
     fault_threshold: int
     """How many nodes may be lost at once."""
+    # All may be fenced again before the orders; `fence`, `fenced_s` and `asked` are those of the newest fence.
     fence: Fence
     fenced_s: float
     lost_s: float
@@ -55,7 +52,7 @@ class Recovery:
     found_by_s: float = math.inf
     """Until when workers may look for checkpoints; infinity before any is asked."""
     returns_by_s: float = math.inf
-    """Until when the run waits for restarting workers. No later fence extends it."""
+    """Until when the run waits for restarting workers."""
 
     @property
     def generation(self) -> int:
@@ -67,7 +64,7 @@ class Recovery:
 
     @property
     def settles_s(self) -> float:
-        """Until when complete answers wait: losses with one cause arrive within moments of each other."""
+        """Until when complete answers wait for further losses with the same cause."""
         return self.lost_s + _SETTLE_S
 
 
@@ -143,7 +140,7 @@ class Fencing:
     statuses: Gathered[WorkerId, Status]
     until_s: float
     is_overdue: bool = False
-    """The time for answers is over. Some may still wait to be read, or the fence was lost."""
+    """The time for answers is over."""
     finding: Finding | None = None
     """None until all have answered, and if there is no hang to explain."""
 
@@ -203,8 +200,8 @@ State = (
     | LocatingCheckpoint
     | Ended
 )
+# These ask for a decision. Its answer follows within the same event, so no state waits for it.
 Deciding = Fencing | Accusing | AwaitingWorkers | LocatingCheckpoint
-"""The states that ask for a decision. Its answer follows within the same event, so no state waits for it."""
 
 
 # --- inputs ----------------------------------------------------------------------------------------------------------
@@ -228,18 +225,14 @@ class RecoveryBegun:
     """Contains the addresses of all workers if the cause may need them."""
     asked: tuple[WorkerId, ...]
     heard_s: float
-    """When a message from any of them last arrived. A master that takes over has to reach them first."""
+    """When a message from any of them last arrived; for a master that takes over, when it has reached them."""
     num_regroups: int
     """How often all regrouped without a known cause since the newest committed step, including this time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoreLost:
-    """Other nodes are lost while all are asked where they stand.
-
-    No survivor is asked again: each answer stays true until that worker's next orders, whichever other node is lost,
-    and the orders tell those who still wait for the lost nodes.
-    """
+    """Other nodes are lost while all are asked where they stand."""
 
     nodes: tuple[str, ...]
     fence: Fence

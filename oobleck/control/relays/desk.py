@@ -87,6 +87,7 @@ class RelayDesk:
             case protocol.RelayLeft():
                 was_direct = self._tree.is_direct(node)
                 self._tree.leave(node, report, now_s)
+                # An agent that is direct already was sent nothing through a relay.
                 again = [] if was_direct else self._mail.say_again(node, report.heard)
                 if again is None:
                     return Heard(events=(spoke,), is_lost=tuple(self._tree.below(node)))
@@ -116,6 +117,7 @@ class RelayDesk:
         nodes = self._speakers(through, said.by)
         for node in nodes:
             self._tree.note_heard(node, now_s)
+        # Every worker sends one of these, and the coordinator takes in equal ones of thousands as one event.
         if isinstance(message, protocol.Status | protocol.Resumed | protocol.Pace):
             worker_ids = tuple(WorkerId(node=node, device=device) for node in nodes for device in said.devices)
             yield control_events.BatchReceived(worker_ids=worker_ids, message=message)

@@ -18,8 +18,8 @@ from oobleck.planner import WorkerId
 
 from .tree import RelayTree
 
+# Messages are kept for this many leases: a relay that delays one for longer has been left before.
 _KEPT = 2.0
-"""For how many leases messages are kept: a relay that delays one for longer has been left before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,6 @@ class RelayMail:
     """Finds the way of each message. It changes no tree."""
 
     def __init__(self, control: ControlSpec, tree: RelayTree, encode: Callable[[MasterMessage], bytes]) -> None:
-        """`encode` makes a message's frame."""
         self._tree = tree
         self._encode = encode
         self._keeps_s = _KEPT * control.lease_s
@@ -86,6 +85,7 @@ class RelayMail:
         for kept in reversed(self._kept):
             if kept.number <= heard:
                 break
+            # What was sent before a node's conversation began was for its predecessor.
             missed = [each for each in kept.nodes if each in below and kept.number > self._since.get(each, 0)]
             if missed:
                 sends.append(Send(node=node, message=self._relayed(kept, missed)))

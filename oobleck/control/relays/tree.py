@@ -7,9 +7,6 @@ The master keeps its own connection to every agent, by which it started it. That
 and is the way to fall back on. So a relay is only a shorter way: losses, starts and takeovers work as without relays,
 and the master at once speaks directly to an agent whose relay fails.
 
-An agent keeps its position while it lives. A lost one leaves a hole, and its children are direct until the hole is
-filled: by a node that joins, else by the agent of the last position. So a loss changes at most as many edges as a relay
-has children, however many agents there are.
 """
 
 from __future__ import annotations
@@ -28,9 +25,9 @@ _LOOKS = 8
 """How often the master looks at relays in each lease."""
 _RESTS = 10
 """For how many leases no agent joins a relay that was silent, or that it could not reach."""
+# After this many leases a free position is taken again: messages in its name have arrived by then, or come from a relay
+# that was left.
 _REUSED_AFTER = 1.0
-"""After how many leases a free position is taken again: messages in its name have arrived by then, or come from a
-relay that was left."""
 
 
 class _Stage(StrEnum):
@@ -107,6 +104,7 @@ class RelayTree:
     def speaker(self, position: int, *, through: str) -> str | None:
         """Return the node that spoke through the agent of `through`; None where it speaks another way by now."""
         node = self._seats[position] if 0 <= position < len(self._seats) else None
+        # A relay that was left may go on passing messages on, for nodes that speak another way by now.
         return node if node is not None and node != through and self.root_of(node) == through else None
 
     def below(self, node: str) -> Iterator[str]:
@@ -141,13 +139,11 @@ class RelayTree:
         return sends
 
     def note_heard(self, node: str, heard_s: float) -> None:
-        """An agent sent something, directly or through others."""
         agent = self._agents.get(node)
         if agent is not None and heard_s > agent.heard_s:
             agent.heard_s = heard_s
 
     def open(self, node: str, door: protocol.RelayOpen, now_s: float) -> None:
-        """An agent listens for others."""
         if node in self._agents:
             self._agents[node].listening_at = door
             self._arrange_by(now_s)
@@ -259,6 +255,9 @@ class RelayTree:
 
     def _fill_holes(self, now_s: float) -> list[Send]:
         """Move agents of the last positions to those of lost relays that had children."""
+        # An agent keeps its position while it lives. A lost one leaves a hole, and its children are direct until the
+        # hole is filled: by a node that joins, else by the agent of the last position. So a loss changes at most as
+        # many edges as a relay has children, however many agents there are.
         sends: list[Send] = []
         for position in sorted(self._free(now_s)):
             if not any(self._at(child) for child in children_of(position, self.fanout)):
@@ -288,7 +287,7 @@ class RelayTree:
         return [send for child in sorted(relay.children) for send in self._call(self._agents[child])]
 
     def _call(self, agent: _Agent) -> list[Send]:
-        """Have an agent leave its relay; until it reports that it has, the mail keeps its messages."""
+        # Until the agent reports that it has left, neither way is sure, and the mail keeps its messages.
         self._detach(agent, _Stage.LEAVING)
         return [Send(node=agent.node, message=protocol.LeaveRelay())]
 

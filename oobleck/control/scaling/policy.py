@@ -18,10 +18,10 @@ from typing import assert_never
 from oobleck.job import ScalingSpec
 
 WORTHWHILE = 0.2
+# A deadline has this margin, which leaves time for failures.
 _SLACK = 1.1
-"""The margin of a deadline, which leaves time for failures."""
+# Above this number, counts are considered in steps of 1/64: a node more or less makes no difference there.
 _EVERY_COUNT_UP_TO = 64
-"""Above this number, counts are considered in steps of 1/64: a node more or less makes no difference there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,6 @@ class ScalingState:
     """The seconds without training that a change costs."""
 
     def left_s(self, num_nodes: int) -> float:
-        """Return the expected seconds to the end of the run."""
         return self.steps_left * self.step_s(num_nodes)
 
 

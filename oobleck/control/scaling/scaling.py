@@ -78,12 +78,11 @@ class Scaling:
         return tuple(planner.best_first(nodes)[self._limit(planner, nodes) :])
 
     def restore(self, target: int | None, now_s: float) -> None:
-        """Continue with an earlier master's target."""
         self._target = target
         self.look_later(now_s)
 
     def plan_adopted(self, decision: Decision) -> None:
-        """Note an ordered plan: its steps are timed apart from those of earlier plans."""
+        # The plan's steps are timed apart from those of earlier plans on as many nodes.
         self._plan = (len(decision.plan.nodes), decision.predicted_step_s)
         self._timed.pop(self._plan[0], None)
 
@@ -98,7 +97,6 @@ class Scaling:
             self._ratio = median(timed) / predicted_s
 
     def recovery_done(self, done: RecoveryDone) -> None:
-        """Note what a change cost."""
         self._num_changes += 1
         (self._planned_s if done.cause.is_planned else self._forced_s).append(done.stall_s)
 
@@ -113,7 +111,6 @@ class Scaling:
             self.due_s = now_s
 
     def look_later(self, now_s: float) -> None:
-        """Review again after the usual interval."""
         if self._spec.policy != "all":
             often_s, seldom_s = _LOOKS_EVERY_S
             self.due_s = now_s + max(often_s, min(seldom_s, self._spec.hysteresis_s))
@@ -121,10 +118,7 @@ class Scaling:
     # --- decisions ---------------------------------------------------------------------------------------------
 
     def consider(self, turn: Turn, planner: Planner) -> bool:
-        """Decide again; returns whether to change the number of nodes now.
-
-        A change needs a decision that has kept its direction for `hysteresis_s`.
-        """
+        """Decide again; returns whether to change the number of nodes now."""
         now_s, available = turn.now_s, self._available
         self.look_later(now_s)
         if len(available) < len(self._members.ready):
@@ -140,6 +134,7 @@ class Scaling:
         grows = wanted.num_nodes > used
         if self._since is None or self._since[0] is not grows:
             self._since = (grows, now_s)
+        # A change needs a decision that has kept its direction for a while.
         settled_s = self._since[1] + self._spec.hysteresis_s
         if now_s < settled_s:
             self.due_s = min(self.due_s, settled_s)
@@ -154,10 +149,7 @@ class Scaling:
     def choices(
         self, planner: Planner, plan: ExecutionPlan, *, lost: Collection[str], slow: Collection[str]
     ) -> list[tuple[str, ...]]:
-        """Return the sets of nodes that may rest, of which the planner takes the best.
-
-        Nodes that train continue, as far as they are wanted. Slow ones rest first, and of several kinds the slowest.
-        """
+        """Return the sets of nodes that may rest, of which the planner takes the best."""
         nodes = self._available
         number = len(nodes) - self._limit(planner, nodes)
         if number <= 0:
@@ -166,7 +158,8 @@ class Scaling:
         others = [node for node in nodes if node not in used]
 
         def resting(ordered: Sequence[str]) -> tuple[str, ...]:
-            # The last ones, after slow nodes are sorted behind all others.
+            # Nodes that train come first, so they continue as far as they are wanted. Slow nodes come last and rest
+            # first; of several kinds it is the slowest.
             return tuple(sorted(planner.best_first([*ordered, *others]), key=lambda node: node in slow)[-number:])
 
         together, spread = resting(used), resting(_by_position(plan, used))
@@ -194,6 +187,7 @@ class Scaling:
             step_s=lambda count: self._step_s(planner, nodes[:count]),
             steps_left=self._job.max_steps - self._progress.last_step,
             elapsed_s=now_s,
+            # The mean time between changes so far, as if the assumed time and one change had come before the run.
             horizon_s=(_PRIOR_HORIZON_S + now_s) / (1 + self._num_changes),
             change_s=median(changes_s) if changes_s else _UNMEASURED_CHANGE_S,
         )

@@ -21,8 +21,8 @@ from . import states
 from .hang import HangWatch
 from .machine import deadline, start, step
 
+# An agent may take this long to kill its ranks: a process may be stuck in the kernel.
 _PATIENCE_S = 30.0
-"""How long an agent may take to kill its ranks: a process may be stuck in the kernel."""
 _MOST_CULPRITS = 4
 """How many ranks an entry names, with their stacks."""
 
@@ -40,7 +40,7 @@ class _Formed:
     warm: dict[str, bool] = field(default_factory=dict)
     """Keyed by node whose ranks exist."""
     down: set[int] = field(default_factory=set)
-    """Process ids of failed ranks: an agent that is reached again may repeat its reports."""
+    """Process ids of failed ranks."""
 
 
 class RanksCoordinator(BaseCoordinator):
@@ -161,6 +161,7 @@ class RanksCoordinator(BaseCoordinator):
 
     def _note_failed(self, turn: Turn, node: str, message: protocol.RankFailed) -> None:
         formed = self._formed_in(message.generation)
+        # An agent that is reached again may repeat its reports.
         if formed is None or message.pid in formed.down:
             return
         entry = journal.RankDown(
@@ -181,7 +182,7 @@ class RanksCoordinator(BaseCoordinator):
         self._give(turn, states.Failed(node=node, generation=message.generation, reason=reason))
 
     def _formed_in(self, generation: int) -> _Formed | None:
-        """The newest generation, if it is this one: reports of older ones come late."""
+        # Reports of older generations come late.
         formed = self._formed
         return formed if formed is not None and formed.begin.generation == generation else None
 
@@ -220,6 +221,7 @@ class RanksCoordinator(BaseCoordinator):
             t_s=turn.now_s,
             generation=formed.begin.generation,
             quiet_s=self._run.hang_timeout_s,
+            # While some wait, the ranks that are elsewhere are what they wait for. If none waits, none can be named.
             culprits=others[:_MOST_CULPRITS] if num_waiting else (),
             num_waiting=num_waiting,
         )
@@ -271,6 +273,7 @@ class RanksCoordinator(BaseCoordinator):
             ready = self._ready.get(member.spec.name)
             if member.is_draining:
                 continue
+            # That no rank of an older generation runs there says nothing of the newest.
             if ready is not None and ready.generation >= self.generation:
                 candidates.append(states.Candidate(node=member.spec.name, num_ranks=ready.num_ranks))
             else:
@@ -280,7 +283,6 @@ class RanksCoordinator(BaseCoordinator):
     # --- generations -------------------------------------------------------------------------------------------------
 
     def _give(self, turn: Turn, given: states.Input) -> None:
-        """Give the machine an input, and carry out its effects."""
         before = self._state
         self._state, effects = step(self._state, given, turn.now_s, roster=self._roster, rules=self._rules)
         for effect in effects:
@@ -340,6 +342,7 @@ class RanksCoordinator(BaseCoordinator):
                 world_size=sum(node.num_ranks for node in nodes),
                 master_address=formed.address,
                 master_port=formed.port,
+                # No other generation of any run has this name, so no saved state mixes the parts of two.
                 start=f"{self._run_digits}-{formed.begin.generation:06d}",
             )
             for number, each in enumerate(nodes)

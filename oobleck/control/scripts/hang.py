@@ -7,8 +7,7 @@ Nothing is known of what a script does, so three things must come together, each
     a rank uses next to no processor      it waits; ranks that all compute count as busy
 
 An agent watches the ranks of its node (`node_ranks`), and the master puts the agents' reports together. Then it asks
-all ranks where they are (`Asking` in `machine.py`). A rank that is in a collective, or in a backward pass that ends in
-one, waits for others; a rank that is elsewhere while others wait is what they wait for.
+all ranks where they are (`Asking` in `machine.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from oobleck.control.journal import HungRank
 from oobleck.control.protocol import RanksQuiet, RankStacks
 
 _MOST_STACK_CHARS = 4000
+# A rank waits for others if it is in a collective, or in a backward pass that ends in one.
 _WAITING = re.compile(r"/torch/(distributed|autograd|nn/parallel)/")
 _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.*)')
 
@@ -69,5 +69,6 @@ def hung_rank(node: str, rank: int, stack: str) -> HungRank:
     files = [match["file"] for match in frames]
     own = next((match for match in frames if "/torch/" not in match["file"]), frames[0] if frames else None)
     place = f"{own['file']}:{own['line']} in {own['function']}" if own is not None else ""
+    # The innermost call comes first.
     is_waiting = bool(files) and _WAITING.search(files[0]) is not None
     return HungRank(node=node, rank=rank, place=place, is_waiting=is_waiting, stack=stack[-_MOST_STACK_CHARS:])

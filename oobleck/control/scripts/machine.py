@@ -61,15 +61,14 @@ TRANSITIONS = (
 
 Step = tuple[states.State, tuple[states.Effect, ...]]
 
+# At a start, nodes that are still being reached do not count as missing.
 _CONNECTING_S = 10.0
-"""At a start, nodes that are still being reached do not count as missing."""
 _TELL_S = 60.0
+# The stacks of ranks are awaited this long.
 _ANSWERS_S = 5.0
-"""How long the master waits for the stacks of ranks."""
 
 
 def start(now_s: float) -> states.State:
-    """Return the state of a run that begins."""
     cause = GenerationCause.START
     return Gathering(past=states.Past(), cause=cause, since_s=now_s, tells_s=now_s + _CONNECTING_S)
 
@@ -219,6 +218,7 @@ def _lose(state: Running, node: str, now_s: float, rules: states.Rules) -> Step:
     if node not in state.names or node in state.finished:  # ranks that have ended well are not needed any more
         return state, ()
     ending, effects = _end(state, GenerationCause.NODE_LOST, now_s, rules, about=(node,), without=node)
+    # The lost node was the only one, so no agent will report that ranks are gone.
     if isinstance(ending, Ending) and not ending.waits_for:
         return Gathering(past=state.past, cause=GenerationCause.NODE_LOST, since_s=now_s, tells_s=now_s), effects
     return ending, effects
@@ -248,8 +248,9 @@ def _end(
     without: str = "",
     then: EndRun | None = None,
 ) -> Step:
-    """End all ranks but those of a lost node (`without`): at once where one has failed, else they have time to end."""
+    """End all ranks but those of a lost node (`without`)."""
     nodes = tuple(node for node in state.names if node != without)
+    # After a failure the others could only wait for the rank that failed.
     grace_s = 0.0 if cause.is_failure else rules.grace_s
     clear = states.Clear(generation=state.past.generation, cause=cause, nodes=nodes, about=about, grace_s=grace_s)
     due_s = now_s + grace_s + rules.patience_s
@@ -266,6 +267,7 @@ def _ending(state: Ending, given: states.Input, now_s: float, roster: states.Ros
         case states.Gone(node=node):
             return _cleared(state, node, now_s, roster, rules)
         case Signal.TIME_PASSED if now_s >= state.due_s:
+            # Once is enough: each node that is given up comes back as `Gone`.
             silent = tuple(sorted(state.waits_for))
             return replace(state, due_s=math.inf), (states.GiveUpSilent(nodes=silent, waited_s=rules.patience_s),)
         case states.StopAsked(end=end, now=now):

@@ -26,14 +26,14 @@ from oobleck.planner import NetworkProfile, Profile, WorkerId, profiles
 LINK_KEYS = "link-"
 """The prefix of the keys of cached links, which the keys of profiles do not have."""
 
+# One link may be a bad one, but not the median of three.
 _NUM_PAIRS = 3
-"""One link may be a bad one, but not the median of three."""
+# This limits a pair on any network. Two processes of one machine need 0.1 s.
 _TIMEOUT_S = 5.0
-"""The limit for a pair on any network. Two processes of one machine need 0.1 s."""
 _SLACK_S = 2.0
 _LEAST_SIZES, _MOST_SIZES = 2, 16
+# Raise it when links are timed otherwise: it is a part of the keys, so speeds that are cached by then are not used.
 _MEASURES = 1
-"""Raise it when links are timed otherwise."""
 
 Pair = tuple[WorkerId, WorkerId]
 
@@ -185,6 +185,7 @@ def _pairs(link: str, members: Sequence[Member]) -> Iterator[Pair]:
 
 
 def _one_for_each_machine(members: Sequence[tuple[Member, list[int]]]) -> list[tuple[Member, list[int]]]:
+    # A dict keeps the last of equal keys, and the first node of each machine is wanted.
     return list({member.machine: (member, devices) for member, devices in reversed(members)}.values())[::-1]
 
 

@@ -10,8 +10,8 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
+# Both are multiples of the time in which a slow node is found out, which is what a try costs if it is still slow.
 _FIRST_WAIT = 20
-"""The wait before the first try, as a multiple of the time in which a slow node is found out."""
 _LONGEST_WAIT = 160
 
 
@@ -52,7 +52,6 @@ class SlowNodeRetry:
         self._waiting.pop(node, None)
 
     def take_due(self, now_s: float) -> list[str]:
-        """Return the nodes to try now."""
         due = [node for node, each in self._waiting.items() if not each.is_tried and each.due_s <= now_s]
         for node in due:
             self._waiting[node].due_s, self._waiting[node].is_tried = now_s, True

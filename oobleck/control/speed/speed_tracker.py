@@ -2,9 +2,7 @@
 
 A node counts as slow if it has taken clearly longer than its peers for some time. Its peers are those that hold the
 same layers, or all if these are few. A slow-down of all alike is no reason to replan. How much longer is clear depends
-on how much the reports of one worker vary. A node counts as normal again only once it is clearly faster than that, and
-each time that it goes back to what it was, its next change has to wait twice as long, so that no node is moved back and
-forth.
+on how much the reports of one worker vary.
 """
 
 from __future__ import annotations
@@ -21,14 +19,15 @@ from oobleck.planner import ExecutionPlan, Profile, Stage, WorkerId
 
 REPORTS_NEEDED = 5
 """How many reports have to agree."""
+# Among fewer workers it is not clear which is the slow one.
 _FEWEST = 3
-"""Among fewer workers it is not clear which is the slow one."""
+# This multiple of the usual time is slow, whatever the noise and the comparison: the profile's times for other layers
+# may be wrong by that much.
 _SLOW = 1.5
-"""This multiple of the usual time is slow, whatever the noise and the comparison."""
+# This multiple is slow if reports hardly vary, and peers do the same work.
 _SLOWER_THAN_PEERS = 1.25
-"""This multiple is slow if reports hardly vary, and peers do the same work."""
+# A slow node exceeds this multiple of the variation of one worker's reports.
 _NOISES = 3.0
-"""A slow node exceeds this multiple of the variation of one worker's reports."""
 _NORMAL_SHARE, _CHANGED_SHARE = 0.4, 0.6
 """Shares of what makes a node slow: below the first it is normal again; changes above the second are planned for."""
 _SAME = 0.1
@@ -36,8 +35,8 @@ _SAME = 0.1
 _QUIET = 4
 """A node that has not changed for this multiple of its wait no longer counts as going back and forth."""
 _SHORTEST_INTERVAL_S = 1.0
+# This limits all workers together: each report costs the master time, because no two are equal.
 _REPORTS_PER_S = 1000.0
-"""Of all workers together: each report costs the master time, because no two are equal."""
 
 
 @dataclass(slots=True)
@@ -65,7 +64,6 @@ class SpeedTracker:
         self._is_round_over = False
 
     def restore(self, slow: Mapping[str, float]) -> None:
-        """Continue with an earlier master's slow nodes."""
         self.slow = slow
 
     def note(self, worker_id: WorkerId, pace: Pace, plan: ExecutionPlan, profile: Profile) -> None:
@@ -87,11 +85,7 @@ class SpeedTracker:
         self._changes.pop(node, None)
 
     def take_change(self, plan: ExecutionPlan) -> bool:
-        """Judge the reports, once in a round of them; returns whether the slow nodes have changed, or their speeds have
-        much.
-
-        O(workers log workers) once in a round.
-        """
+        """Whether a round of reports changes which nodes are slow, or clearly how slow; O(workers log workers)."""
         if not self._is_round_over:
             return False
         self._is_round_over = False
@@ -123,6 +117,7 @@ class SpeedTracker:
             before, now = self.slow.get(node, 1.0), slow.get(node, 1.0)
             if now != before:
                 last = self._changes.get(node)
+                # Each return to what it was doubles the wait, so that no node is moved back and forth.
                 if last is not None and last.rounds < last.wait:
                     now = before
                 else:
@@ -142,6 +137,8 @@ class SpeedTracker:
             if before is None:
                 if worst.least > worst.limit:
                     slow[node] = now
+            # A slow node is normal again only once it is clearly faster than the limit, so that none is moved back and
+            # forth.
             elif worst.most >= worst.beyond(_NORMAL_SHARE):
                 agree = worst.most < worst.limit * worst.least
                 is_other = max(before, now) > worst.beyond(_CHANGED_SHARE) * min(before, now)

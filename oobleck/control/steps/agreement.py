@@ -7,9 +7,8 @@
 The driver carries the messages, and calls `receive` on whatever thread they arrive. Only the worker's own part waits
 for the training thread, so an agreement takes as many hops as the tree is deep, up and down.
 
-What makes it a commit: a worker posts its part of a step after `note_reduced`. The root adds up all parts or none, and
-every total is the root's. So a worker with a total knows that all have passed `note_reduced`, and all have the same
-bits. Fenced workers pass a total on, too, because it is a fact; any fenced worker refuses it in `begin_apply`.
+What makes it a commit: a worker posts its part of a step after `note_reduced`, the root adds up all parts or none, and
+every total is the root's. So a worker with a total knows that all have passed `note_reduced`, and all have equal bits.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Agreements:
         self._known: tuple[Committee, Neighbours] | None = None
 
     def neighbours(self, committee: Committee) -> Neighbours:
-        """Return the worker's neighbours in a committee."""
+        # The tree costs O(N), and stays for as long as the committee. Only the training thread asks for it.
         if self._known is None or self._known[0] is not committee:
             self._known = committee, neighbours_in_tree(committee.members, self._worker_id)
         return self._known[1]
@@ -89,6 +88,8 @@ class Agreements:
                     known.parts[source] = part
                     return self._move(message.generation, message.subject, known)
                 case TotalDown(total=total):
+                    # A fenced worker passes it on, too: that all have reduced is a fact, and any worker that is fenced
+                    # refuses the total in `begin_apply`.
                     return self._pass_on(message.generation, message.subject, known, total)
 
     def take(self, committee: Committee, subject: Subject) -> Totals | None:

@@ -92,8 +92,7 @@ class CommitState:
         return status
 
     def give_order(self, order: protocol.PlanOrder) -> protocol.PlanNeeded | None:
-        """Leave an order's plan update for the training thread, or ask for the whole plan. O(nodes). Raises
-        WrongBase."""
+        """Leave an order's update for the training thread, or ask for the whole plan. O(nodes). Raises WrongBase."""
         try:
             # Without the lock: only this thread changes what is known.
             update = update_of(self._known, order, self.worker_id)
@@ -110,6 +109,7 @@ class CommitState:
         with self._lock:
             if self._known is None or ordered.generation > self._known.generation:
                 self._known = ordered
+            # A newer fence has overtaken an older order, and a repeated one is followed already.
             if update.generation >= max(self._fence, self.generation + 1):
                 self._update = update
                 if update.finish is not None:  # Nodes may be lost that the fence did not name.
@@ -166,7 +166,6 @@ class CommitState:
             self.is_broken = True
 
     def begin_forming(self) -> None:
-        """Note that groups for sums are forming in the background."""
         with self._lock:
             self.is_forming = True
 
@@ -176,16 +175,14 @@ class CommitState:
             self.is_forming = False
 
     def begin_sums(self) -> None:
-        """Note that the caller posts sums of gradients next, which are open until all parts arrive. Raises
-        Interrupted."""
+        """Note that the caller posts sums next, which are open until all parts arrive. Raises Interrupted."""
         with self._lock:
             self._check_fence()  # Its answer said that no sums are open, so their groups may be kept.
             assert not self.is_forming, "sums are posted in groups that are formed"
             self._open_sums = True
 
     def note_reduced(self, step: int) -> None:
-        """Note that the reduced gradients of `step` are here: the caller joins the step's commit. Raises
-        Interrupted."""
+        """Note that the reduced gradients of `step` are here: the caller joins its commit. Raises Interrupted."""
         with self._lock:
             # The answer to a fence denied that they are here, so this worker may not help a peer to apply the step.
             self._check_fence()
@@ -219,6 +216,7 @@ class CommitState:
     def catch_up(self, record: protocol.CommitRecord) -> bool:
         """Pass that point because some worker has applied the step; False if this worker has nothing to apply."""
         with self._lock:
+            # It has applied the step already, or had no part in it.
             if self._reduced != record.step:
                 return False
             assert record.step == self.applied + 1, (record.step, self.applied)

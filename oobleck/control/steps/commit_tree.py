@@ -12,9 +12,6 @@ are a binary heap below the first.
     edges    If a node leaves, one of its children takes its place, one of that child's children the child's, and so
              on. Three edges move with each, and half of all nodes have no children: about four edges on the average.
              How the planner arranges the others in pipelines changes none.
-
-Rejected: a heap over the pipelines in the plan's order, with chains within them. A pipeline that is given up shifts all
-that come after it, a rebuild changes everything, and a chain is as long as its pipeline.
 """
 
 from __future__ import annotations
@@ -122,8 +119,12 @@ def _neighbours(
     return Neighbours(parent, tuple(sorted([*children, *(devices[node][0] for node in below)])))
 
 
+# Every plan asks for all nodes again.
 @lru_cache(maxsize=1 << 15)
 def _key_of(node: str) -> _Key:
+    # The name alone decides. Rejected: a heap over the pipelines in the plan's order, with chains within them. A
+    # pipeline that is given up shifts all that come after it, a rebuild changes everything, and a chain is as long as
+    # its pipeline. Python's own hash of a text would not do, either: it differs from process to process.
     digest = blake2b(node.encode(), digest_size=2 * _HASH_BITS // 8).digest()
     half = _HASH_BITS // 8
     return _Key(int.from_bytes(digest[half:]), node, int.from_bytes(digest[:half]))

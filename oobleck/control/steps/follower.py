@@ -13,8 +13,7 @@ torch and sockets, `sim/cluster/worker.py` with virtual time and a fabric with c
 shows about the sequence holds for workers on real machines.
 
 `CommitState` says what a worker's answers to fences promise; the follower calls it at each moment that it passes.
-Between a moment and the effect that it announces (`begin_apply` and Apply, `adopt` and Adopt) nothing waits or may
-fail."""
+"""
 
 from __future__ import annotations
 
@@ -49,10 +48,7 @@ class RecordBoard(Protocol):
 
 
 class Follower:
-    """The course of the training thread. Its state is the plan in force and the work on the step in flight.
-
-    During programs the driver advances `partial_commit`.
-    """
+    """The course of the training thread. Its state is the plan in force and the work on the step in flight."""
 
     def __init__(
         self, job: JobSpec, commit_state: CommitState, *, records: RecordBoard | None, evaluates: bool
@@ -65,6 +61,7 @@ class Follower:
         self._records = records
         self._evaluates = evaluates
         self._whole = protocol.Tally.of(range(job.num_microbatches))
+        # The driver advances it during programs.
         self.partial_commit = PartialCommit(commit_state)
         self._seat: PlaceInPlan | None = None
         """The place in the plan in force; None for a spare."""
@@ -101,6 +98,7 @@ class Follower:
                 yield worker_effects.Say(self._corrupt(update, error))
 
     def _follow(self, update: protocol.PlanUpdate) -> worker_effects.WorkerEffects:
+        # What others have committed comes first: giving back or forgetting would drop the sums for it.
         if update.catch_up is not None and self._commit_state.catch_up(update.catch_up):
             yield from self._apply(update.catch_up)
         if update.catch_up_section is not None:
@@ -108,6 +106,7 @@ class Follower:
         yield from self.partial_commit.give_back()
         if update.finish is None:
             yield from self._forget()
+        # A worker that the plan in force left out is behind, and has nothing of this step to finish.
         elif self._commit_state.applied == update.finish - 1:
             yield from self._finish(update, update.finish)
         yield from self._adopt(update)
@@ -138,6 +137,7 @@ class Follower:
         if records is None or step >= self._job.max_steps:
             return step < self._job.max_steps
         if not records.is_told(step + 1):
+            # The change of plans is over, although nothing is computed before the records arrive.
             yield from self._resume()
             yield worker_effects.AwaitRecords(step + 1)
         if records.is_told(step + 1):
@@ -153,6 +153,7 @@ class Follower:
     ) -> worker_effects.WorkerEffects:
         if self._step != step:
             yield from self._begin(step)
+        # A fence came after the computation and before the commit.
         if self._share_done:
             return
         share = shares_of(committee.plan, self.partial_commit.before)[seat.index]
@@ -161,7 +162,6 @@ class Follower:
         self._share_done = True
 
     def _begin(self, step: int) -> worker_effects.WorkerEffects:
-        """Begin a step with nothing done of it but what is committed."""
         yield from self._forget()
         yield worker_effects.BeginStep(step)
         self._step = step
@@ -189,16 +189,19 @@ class Follower:
         """Reduce, commit, apply: all workers or none. Returns whether training ends with this step."""
         step = self._step
         assert step is not None
+        # All members of a group post its sums in one order, the step's own after those of its last section.
         yield from self.partial_commit.settle()
         yield from self.partial_commit.await_groups()
         # This fails once fenced: the worker may have left out a section, for which others wait.
         self._commit_state.begin_sums()
         yield worker_effects.Reduce(step, committee)
+        # This precedes the worker's part in the agreement: a total means that all have passed this moment.
         self._commit_state.note_reduced(step)
         stop = self._commit_state.is_stop_wanted or (self._records is not None and self._records.is_last(step))
         agreed = yield worker_effects.Agree(step, committee, stop)
         assert isinstance(agreed, worker_effects.Agreed)
         self._check(step, agreed.counted)
+        # From here on answers say that the step is applied, so nothing may wait or fail until it is.
         self._commit_state.begin_apply(agreed.record)
         yield from self._apply(agreed.record)
         if agreed.save or agreed.stop or step == self._job.max_steps:
@@ -255,17 +258,14 @@ class Follower:
     # --- from one plan to the next ---------------------------------------------------------------------------
 
     def _finish(self, update: protocol.PlanUpdate, step: int) -> worker_effects.WorkerEffects:
-        """Finish the step in flight under the old plan, without its lost nodes.
-
-        Members of whole pipelines complete their share and the extra segments. The others contribute zeros, and so
-        receive the sums and stay current.
-        """
+        """Finish the step in flight under the old plan, without its lost nodes."""
         seat, in_force = self._seat, self._committee
         if seat is None or in_force is None:
             return  # Spares and newcomers take no part in the old plan.
         committee = self._committee_of(update, in_force.plan, update.lost)
         yield from self._form((), committee)
         if any(node in update.lost for node in seat.pipeline.nodes):
+            # Members of a broken pipeline contribute zeros, and so receive the sums and stay current.
             yield from self._begin(step)
         else:
             yield from self._compute(seat, in_force, step, ends_under_plan=False)
@@ -290,6 +290,7 @@ class Follower:
         is_current = self._commit_state.applied == update.boundary
         yield worker_effects.ShareLossScale(committee, is_current or update.restore is not None)
         keep = self._to_keep(update, layers) if is_current else ()
+        # From here on answers say that the layers are held, so nothing may wait or fail until they are.
         self._commit_state.adopt(update, layers, keep)
         yield worker_effects.Adopt(update, seat, committee, layers, keep)
         self.partial_commit.adopt(update, is_spare=seat is None)

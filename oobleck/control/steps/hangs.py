@@ -2,9 +2,7 @@
 
 Two kinds of trouble leave no process dead. The network between two nodes may be cut: both reach the master, but not
 each other. If too many are cut off, the network has failed and not the nodes, and it comes back. Or a worker computes
-or sleeps endlessly: all wait for it, and it waits for none. But one that is only slow, on a machine that is busy or was
-suspended, makes progress within seconds, and one whose process or compilers use the processor does so later. Ending
-those would help no one.
+or sleeps endlessly: all wait for it, and it waits for none.
 """
 
 from __future__ import annotations
@@ -50,10 +48,9 @@ def is_network_down(statuses: Mapping[WorkerId, Status], cut_off: Collection[str
 def stuck_workers(
     answers: Mapping[WorkerId, Status | Activity], busy: Collection[WorkerId] = ()
 ) -> tuple[WorkerId, ...]:
-    """Return the workers that others wait for, but that neither wait nor make progress; O(workers²).
-
-    The processes of `busy` workers use the processor.
-    """
+    """Return the workers that others wait for, but that neither wait nor make progress nor are busy; O(workers²)."""
+    # A worker that is only slow, on a machine that is busy or was suspended, makes progress within seconds, and one
+    # whose process or compilers use the processor does so later. Ending those would help no one.
     awaited = {other for answer in answers.values() for other in answer.waits_for}
     return tuple(
         sorted(

@@ -63,9 +63,9 @@ def judge(
     """Read the survivors' answers; O(workers).
 
     `committed` is the newest step that was ever reported as committed, and `plans` are the plans by generation.
-    `section_of` says what is committed of a step after a number of its sections under a generation's plan. Spares and
-    newcomers hold no layers, and do not count.
+    `section_of` says what is committed of a step after a number of its sections under a generation's plan.
     """
+    # Spares and newcomers hold no layers, and do not count.
     alike = {id(status): status for status in distinct(statuses.values()) if status.layers}
     records = [status.last_record for status in alike.values() if status.last_record is not None]
     newest = max([*records, *([committed] if committed else [])], key=lambda record: record.step, default=None)
@@ -139,8 +139,7 @@ def reassign_microbatches(
     """Assign the rest of the broken pipelines' step to the whole ones, in addition to the segments assigned before.
 
     `shares` are the microbatches of each pipeline; those in `partial` are committed.
-    Returns all segments of the step, or None if no pipeline is whole. Whole pipelines take shares in proportion to
-    their planned ones, and so to their speeds; the largest remainder rounds.
+    Returns all segments of the step, or None if no pipeline is whole.
     """
     broken = broken_pipelines(plan, lost)
     whole = [index for index in range(len(plan.pipelines)) if index not in broken]
@@ -151,6 +150,7 @@ def reassign_microbatches(
     kept = tuple(segment for segment in segments if segment.pipeline in whole)
     done = {microbatch for segment in kept for microbatch in segment.microbatches}.union(partial)
     left = [microbatch for index in broken for microbatch in shares[index] if microbatch not in done]
+    # Pipelines take shares in proportion to their planned ones, and so to their speeds; the largest remainder rounds.
     counts = apportion(len(left), [plan.pipelines[index].num_microbatches for index in whole])
     dealt: list[Segment] = []
     for index, share in zip(whole, counts, strict=True):

@@ -5,9 +5,8 @@ A section is summed and agreed on in the background of the computation, which do
     nothing ── begin ──> reducing ── all sums are here ──> committing ── all have theirs ──> committed: nothing again
                             └──────── a fence or a failure: given back, and nothing is committed any more ────┘
 
-A section begins only after the one before it is committed, and the step's own reduction only after the last, so all
-members of a group post its sums in one order. Like the follower, of which this is a part, it knows the sequence alone:
-its methods are generators of effects, which a driver carries out while a program runs.
+Like the follower, of which this is a part, it knows the sequence alone: its methods are generators of effects, which a
+driver carries out while a program runs.
 """
 
 from __future__ import annotations
@@ -177,6 +176,7 @@ class PartialCommit:
             if not is_reported:
                 yield self._report_of(error)
             raise
+        # A section begins only after the one before it, so all members of a group post its sums in one order.
         yield from self.settle()
 
     def _move(self, section: Section) -> worker_effects.WorkerEffects:
@@ -184,6 +184,7 @@ class PartialCommit:
             if not (yield worker_effects.TakeSums(section.number)):
                 return
             section.has_sums = True
+            # This precedes the worker's part in the agreement: a total means that all have passed this moment.
             self._commit_state.note_section_reduced(section.number)
             yield worker_effects.PostTotals(section.number)
         totals = yield worker_effects.TakeTotals(section.number)

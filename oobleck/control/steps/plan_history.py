@@ -69,7 +69,6 @@ class PlanHistory:
 
     @property
     def plan(self) -> ExecutionPlan:
-        """The newest ordered plan."""
         return self.ordered[self.newest].plan
 
     @property
@@ -124,10 +123,10 @@ class PlanHistory:
     ) -> int | None:
         """Assign the broken pipelines' microbatches of the step in flight to the others, if it can be finished at all.
 
-        It can if all survivors have the same plan in force, no worker was ordered to forget the step, at least one
-        pipeline is whole, and none of the whole ones failed half-way. `lost` are the nodes that have no part in that
-        plan any more. Returns the step; None if it is to be forgotten and run again.
+        `lost` are the nodes that have no part any more in the plan in force. Returns the step; None if it is to be
+        forgotten and run again.
         """
+        # A worker that was ordered to forget the step may have done so, even if it has not adopted that order's plan.
         if verdict.adopted is None or verdict.adopted < self._forgot or verdict.applied >= self._max_steps:
             return None
         # Shares and segments mean something under one plan only: with two plans in force, a microbatch could be counted
@@ -150,9 +149,10 @@ class PlanHistory:
             shares=self.shares(verdict.adopted, step),
             partial=self.partial(verdict).microbatches,
         )
-        if dealt is None:
+        if dealt is None:  # No pipeline is whole.
             return None
         self._segments = dealt
+        # Workers remember by these numbers which segments they have done, so none is given twice.
         self._next_segment = max([self._next_segment, *(segment.segment + 1 for segment in dealt)])
         return step
 
@@ -187,6 +187,7 @@ class PlanHistory:
         absent = tuple(node for node in old.plan.nodes if node in gone) if old is not None else ()
         initial = verdict.applied == 0 and verdict.section == NO_SECTION and finish is None and is_from_scratch
         partial = self.partial(verdict)
+        # Each worker makes the initial values of its layers itself.
         transfers = () if initial else decision.transfers
         if finish is None:
             self._forgot = self.current

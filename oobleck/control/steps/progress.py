@@ -11,8 +11,8 @@ from oobleck.control.protocol import CommitRecord, EvaluationDone
 from oobleck.job import JobSpec
 
 HANG_FLOOR_S = 10.0
+# A step hangs if it takes this many times as long as the slowest of the latest, or as the plan predicts.
 _HANG_FACTOR = 10
-"""A step hangs if it takes this many times as long as the slowest of the latest, or as the plan predicts."""
 _ADOPTIONS_TIMED = 5
 STEPS_TIMED = 20
 """How many of the newest steps say how long a step takes."""
@@ -47,6 +47,7 @@ class Progress:
 
     def commit(self, turn: Turn, record: CommitRecord) -> bool:
         """Note and record a committed step; False if it was reported before."""
+        # The run may have gone back to a checkpoint before the step of a late report.
         if record.step <= self.last_step or record.generation < self._base_generation:
             return False
         self.restore(record)
@@ -76,13 +77,13 @@ class Progress:
         return self._job.is_evaluated(step) and step > self._evaluated_step
 
     def go_back(self, step: int, *, generation: int) -> None:
-        """Take the state of a checkpoint for the newest; steps that older generations committed since do not count."""
+        """Take the state of a checkpoint for the newest."""
         self._evaluated_step = min(self._evaluated_step, step)
         self.last_record = None
         self._base_step, self._base_generation = step, generation
 
     def restore(self, record: CommitRecord) -> None:
-        """Note a step from the journal."""
+        """Note a committed step, without an entry in the journal."""
         self.last_record = record
         self.furthest_step = max(self.furthest_step, record.step)
         self._step_times_s.append(record.duration_s)
@@ -101,16 +102,12 @@ class Progress:
         self._ordered, self._predicted_s = (generation, now_s), step_s
 
     def expect(self, least_s: float, now_s: float) -> None:
-        """Allow the next step this many seconds from now, or more if steps usually take long.
-
-        Infinity says that no step can be committed now.
-        """
+        """Allow the next step this many seconds, or more if steps usually take long; infinity if none can come now."""
         self.progressed_s = now_s
         usual_s = max([self._predicted_s, *self._step_times_s])
         self.hangs_s = now_s + max(least_s, _HANG_FACTOR * usual_s)
 
     def allow(self, until_s: float) -> None:
-        """Let the step in flight take until then."""
         self.hangs_s = until_s
 
     def give_time(self, now_s: float) -> None:

@@ -14,15 +14,13 @@ from oobleck.control.journal import ReplicasDiffer
 from oobleck.control.protocol import ReplicaDigests
 from oobleck.planner import WorkerId
 
+# After this many failed checks in a row, machines are taken to compute differently by nature.
 _MOST_IN_A_ROW = 3
-"""Failed checks in a row, after which machines are taken to compute differently by nature."""
 
 
 def odd_ones(digests: Mapping[WorkerId, int]) -> tuple[frozenset[WorkerId], bool]:
-    """Return the copies to replace, and whether it is certain that they are the wrong ones.
-
-    The most frequent digest counts as right, and among equally frequent ones that of the first worker.
-    """
+    """Return the copies to replace, and whether it is certain that they are the wrong ones."""
+    # The most frequent digest counts as right, and among equally frequent ones that of the first worker.
     counts = Counter(digests.values())
     trusted = max(sorted(digests), key=lambda worker_id: counts[digests[worker_id]])
     odd = frozenset(worker_id for worker_id, digest in digests.items() if digest != digests[trusted])
@@ -44,10 +42,7 @@ class ReplicaCheck:
     def take(
         self, turn: Turn, worker_id: WorkerId, message: ReplicaDigests, worker_ids: Collection[WorkerId]
     ) -> Mapping[WorkerId, frozenset[int]]:
-        """Note a worker's digests; once all of `worker_ids` have sent theirs, compare them.
-
-        Returns the layers that are to be replaced by the other copies, by holder.
-        """
+        """Note a worker's digests; once all `worker_ids` have sent theirs, return the layers to replace, by holder."""
         key = (message.generation, message.step)
         if key < self._key or self._in_a_row >= _MOST_IN_A_ROW:
             return {}

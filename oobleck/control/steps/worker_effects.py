@@ -169,9 +169,7 @@ class Evaluate:
     step: int
     committee: Committee
     stage_key: GroupKey
-    """The group of the devices that share the stage."""
     lane_key: GroupKey
-    """The group that links the pipeline's stages."""
 
     @property
     def subject(self) -> protocol.Subject:
@@ -294,8 +292,7 @@ class PostTotals:
 
 @dataclass(frozen=True, slots=True)
 class TakeTotals:
-    """Take the total of that agreement, a `SectionTotals`, or None if it is not here. Fails with a peer; never
-    waits."""
+    """Take that agreement's total, a `SectionTotals`, or None if it is not here. Fails with a peer; never waits."""
 
     number: int
 

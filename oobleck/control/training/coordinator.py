@@ -45,12 +45,14 @@ class Coordinator(BaseCoordinator):
         path, on the nodes, to a checkpoint or a directory of checkpoints.
         """
         members = replayed.members if replayed else Membership.of(nodes)
+        # Stages on several devices need nodes of one kind.
         most_kinds = MAX_KINDS if job.tensor_parallel == 1 else 1
         super().__init__(job.control, members, python_version=python_version, most_kinds=most_kinds)
         self._job = job
         self._nodes = nodes
         self._started_at = started_at
         self._replayed = replayed
+        # A run keeps its digest under all of its masters: the names of its checkpoints have it.
         run = protocol.run_digest(job.tag, replayed.started.started_at if replayed else started_at)
         self._parts = Parts(job, nodes, members, self._lifecycle, self, run=run, resume=resume)
         self._reports = Reports(self._parts)
@@ -103,6 +105,7 @@ class Coordinator(BaseCoordinator):
 
     def node_met(self, turn: Turn, node: str, *, is_again: bool) -> None:
         parts = self._parts
+        # The last messages to it may be lost with the connection before.
         if is_again:
             parts.shutdown.ask_again()
             parts.restoring.ask_again(turn, node)
@@ -188,6 +191,7 @@ class Coordinator(BaseCoordinator):
                 parts.hang_watch.due_s,
                 parts.saving.due_s,
                 parts.shutdown.due_s,
+                # Outside of training no regrouping can begin, and it would be due again and again.
                 parts.sharding.due_s if self.phase is Phase.TRAINING else math.inf,
                 self.reviews_s,
             ]
@@ -200,7 +204,6 @@ class Coordinator(BaseCoordinator):
 
     @property
     def _retries_s(self) -> float:
-        """When to try a slow node again that was left out; infinity for never."""
         return math.inf if self._parts.reconfiguration.is_fencing else self._parts.replanning.retries_s
 
     def act(self, turn: Turn, held_up_s: float) -> None:
@@ -230,7 +233,7 @@ class Coordinator(BaseCoordinator):
         self._lifecycle.retry_lost(turn)
 
     def _hold(self, turn: Turn, late_s: float) -> None:
-        """Wait for the messages that arrived while this master itself was held up, before anything is overdue."""
+        # The messages of the time in which this master was held up are read before anything is overdue.
         soon_s = turn.now_s + self._job.control.heartbeat_interval_s
         self._parts.startup.forgive(late_s, soon_s)
         self._parts.reconfiguration.give(turn, HeldUp(until_s=soon_s))

@@ -94,6 +94,7 @@ class Decider:
         recovery = answers.recovery
         may_wait = bool(self._members.returning) and turn.now_s < recovery.returns_by_s
         if not recovery.asked:
+            # Without any worker, nodes that are still being connected are worth waiting for, too.
             if may_wait or (bool(self._members.connecting) and turn.now_s < recovery.returns_by_s):
                 return WorkersWanted()
             self._end_without_nodes(turn, recovery.control.start_timeout_s)
@@ -133,6 +134,8 @@ class Decider:
         """Take a plan for adopted only if all of its living workers have adopted it."""
         if verdict.adopted is None:
             return verdict
+        # The verdict is of those that hold layers. A newcomer that has not adopted the plan cannot finish a step under
+        # it, either.
         plan, lost = generations.plans[verdict.adopted], frozenset(self._members.without_part(verdict.adopted))
         others = [worker_id for worker_id, status in statuses.items() if status.adopted != verdict.adopted]
         is_in_force = all(worker_id not in plan.layers_at or worker_id.node in lost for worker_id in others)
@@ -179,12 +182,10 @@ class Decider:
     def _begin_again(
         self, turn: Turn, base: ExecutionPlan, error: Unrecoverable, recovery: Recovery, lineage: Lineage
     ) -> Choice:
-        """Start again from the model's initial values, as nothing is saved.
-
-        End the run instead if a lost node held the last copy of a layer, or if the run began from a checkpoint.
-        """
+        """Start again from the model's initial values, as nothing is saved, or end the run."""
         living = {member.spec.name for member in self._members.living}
         here = {layer for worker_id, layers in base.layers_at.items() if worker_id.node in living for layer in layers}
+        # The run ends if it began from a checkpoint, or if a lost node held the last copy of a layer.
         if not lineage.began_from_scratch or not here.issuperset(error.layers):
             nothing = ", and there is no checkpoint to go back to" if self._saving.is_enabled else ""
             self._end(turn, recovery, error, nothing)
@@ -194,6 +195,7 @@ class Decider:
         what = f"no checkpoint: all {step} steps are run again, from the model's initial values"
         reason = f"{error}; {what}: {decision.reason}"
         return Choice(
+            # Nothing moves: each worker makes its own layers' initial values.
             decision=replace(decision, action=Action.BEGIN_AGAIN, reason=reason, transfers=()),
             verdict=Verdict(applied=0, catch_up=None, adopted=None, held={}),
             goes_back=True,

@@ -7,8 +7,6 @@
 A worker makes progress if it reaches its next wait or gets what it waited for, or if its process uses the processor: a
 worker that compiles does nothing else for minutes. So clocks only say when to ask, and never end a run that is slow.
 
-Rejected: a limit for the time of a step. With compilation, on a busy machine, a first step takes longer than any limit
-that finds a hang in useful time.
 """
 
 from __future__ import annotations
@@ -23,10 +21,10 @@ from oobleck.control.steps import HANG_FLOOR_S, Progress, stuck_workers
 from oobleck.job import ControlSpec
 from oobleck.planner import WorkerId
 
+# A process that uses this share of a core computes. One that sleeps, and polls now and then, uses far less.
 _BUSY_SHARE = 0.1
-"""A process that uses this share of a core computes. One that sleeps, and polls now and then, uses far less."""
+# The longest time between two inquiries: a worker may get stuck after it has computed for hours.
 _LONGEST_S = 600.0
-"""The longest time between two inquiries: a worker may get stuck after it has computed for hours."""
 
 
 class HangWatch:
@@ -76,14 +74,18 @@ class HangWatch:
         self._hangs_s = max(self._progress.hangs_s, turn.now_s + left_s)
         self._answers, self._busy = {}, set()
         self._progress.allow(self._hangs_s)
+        # The other half of the time is for the answers to arrive.
         ask = AskActivity(device=0, inquiry=self._number, patience_s=left_s / 2)
         turn.do((SendAll(worker_ids=tuple(asked), message=ask),))
         return None
 
     def _judge(self, turn: Turn) -> BeginRecovery | None:
         answers, busy, running_s = self._answers, self._busy, turn.now_s - self._progress.progressed_s
+        # A worker that waits for others does not compute, whatever its process uses the processor for.
         comes_on = busy.difference(worker_id for worker_id, answer in answers.items() if answer.waits_for)
         comes_on.update(worker_id for worker_id, answer in answers.items() if answer.has_come_on)
+        # Rejected: a limit for the time of a step. With compilation, on a busy machine, a first step takes longer than
+        # any limit that finds a hang in useful time.
         if not comes_on or stuck_workers(answers, busy):
             return BeginRecovery(cause=PlanCause.HANG, detect_s=running_s, busy=tuple(sorted(busy)))
         computing = tuple(sorted(each for each in comes_on if each not in answers or not answers[each].waits_for))

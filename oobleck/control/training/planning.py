@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 def planner_for(job: JobSpec, kinds: Sequence[NodeKind], kind_of: Mapping[str, str] | None = None) -> Planner:
     """Return a planner for a job's settings, and for nodes of one kind or of several. Raises PlanningError.
 
-    `kind_of` names each node's kind if there are several, and may grow. The first call of a process loads numpy, which
-    takes longer than a new master may take to find its nodes.
+    `kind_of` names each node's kind if there are several, and may grow. The first call of a process loads numpy.
     """
+    # At the module's top, these would load numpy before a new master looks for its nodes.
     from oobleck.planner import Planner
     from oobleck.schedule.interleaving import make_cutter
 

@@ -53,7 +53,6 @@ class Preparation:
         return tuple(self._known.values())
 
     def restore(self, kinds: tuple[NodeKind, ...]) -> None:
-        """Continue with the profiles that an earlier master knew."""
         self._known = {kind.name: kind for kind in kinds}
 
     def configure(self, turn: Turn, node: str) -> None:
@@ -88,10 +87,7 @@ class Preparation:
         turn.send(node, configure)
 
     def note_ready(self, turn: Turn, member: Member, message: WorkerReady) -> None:
-        """Look at a ready worker. The first of a kind settles which profile the kind needs.
-
-        Raises ConfigError if it differs in something that all workers must have alike.
-        """
+        """Look at a ready worker. Raises ConfigError if it differs in something that all workers must have alike."""
         worker_id = WorkerId(node=member.spec.name, device=message.device)
         other = self._members.first_ready_worker  # All others are like it.
         if other is not None:
@@ -160,6 +156,7 @@ class Preparation:
         if wanted is None or kind in self._known:
             return
         wanted.workers.discard(worker_id)
+        # All workers of a node start again together, so a request is lost with any of them.
         if wanted.measures is not None and wanted.measures.node == worker_id.node:
             self._have_measured(turn, kind)
 

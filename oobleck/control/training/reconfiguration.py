@@ -99,6 +99,7 @@ class Reconfiguration:
 
     def give(self, turn: Turn, given: states.Input) -> None:
         """Make a transition, and carry out its effects, each with all of its consequences before the next."""
+        # The state changes before its effects are carried out: some of them lead to the machine's next input.
         self._state, effects = recovery.step(self._state, given, turn.now_s)
         for effect in effects:
             match effect:
@@ -134,8 +135,9 @@ class Reconfiguration:
         """Fence all survivors under a new generation."""
         self._restoring.forget()
         self._progress.allow(math.inf)  # No step can be committed now, so none can hang.
-        # Nodes lost while all are asked need no new fence: a lost rack is one recovery, which fences each survivor
-        # once. A later loss begins the recovery again.
+        # Nodes lost while all are asked need no new fence: each answer stays true until that worker's next orders,
+        # whichever other node is lost, and the orders reach those that still wait for the lost nodes. So a lost rack is
+        # one recovery, which fences each survivor once. A later loss begins the recovery again.
         is_one_more = isinstance(self._state, states.Fencing) and wanted.cause is PlanCause.LOSS
         if not is_one_more:
             self.generations.begin()
@@ -298,12 +300,10 @@ class Reconfiguration:
         )
 
     def order_again(self, turn: Turn, worker_id: WorkerId, generation: int) -> None:
-        """Send the whole plan to a worker that has another one than its order changes.
-
-        If an earlier master gave the orders, fence all instead.
-        """
+        """Send the whole plan to a worker that has another one than its order changes."""
         if self.is_fencing or generation != self.generations.current:
             return
+        # The orders of an earlier master are not known here, so all get others.
         if self._newest is None or self._newest.update.generation != generation:
             self.begin(turn, states.BeginRecovery(cause=PlanCause.MASTER_LOST))
         else:

@@ -27,10 +27,10 @@ from .replayed_run import ReplayedRun
 if TYPE_CHECKING:
     from oobleck.planner import Planner
 
+# A step is run again only if that saves more than this, because finished work is certain and predictions are not.
 _WORTH_FORGETTING_S = 1.0
-"""A step is run again only if that saves more than this, because finished work is certain and predictions are not."""
+# A master that takes over looks for its nodes this long before it plans, since loading a planner takes time.
 _FINDING_S = 2.0
-"""How long a master that takes over looks for its nodes before it plans."""
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -68,7 +68,6 @@ class Replanning:
     """Layers that differ from their other copies, by holder, until they are replaced."""
 
     def take_over(self, replayed: ReplayedRun, now_s: float) -> None:
-        """Continue from an earlier master's journal."""
         self.kinds, self._from_s = replayed.kinds, now_s + _FINDING_S
         self._paces.restore(replayed.slow)
         self._leave_out(replayed.generations.plan, replayed.predicted_step_s, now_s)
@@ -197,7 +196,6 @@ class Replanning:
         return BeginRecovery(cause=PlanCause.SCALED, nodes=tuple(sorted(changed)))
 
     def wants_more(self, num_used: int) -> bool:
-        """Whether a new node should train at once, in addition to the `num_used` that do."""
         return self._scaling.wants_more(self.planner, num_used)
 
     # --- plans ---------------------------------------------------------------------------------------------
@@ -205,9 +203,8 @@ class Replanning:
     def choose(self, after: Aftermath, generations: PlanHistory) -> tuple[Decision, int | None]:
         """Find a plan for the remaining nodes, and the step in flight if it is finished first.
 
-        Finish the step in flight whenever possible, except when (a) all survivors would run its uncommitted part again
-        in clearly less time than the whole pipelines need to finish it, (b) the new plan starts with an evaluation, or
-        (c) an unexplained hang preceded it: the same groups would hang again. Raises PlanningError or Unrecoverable.
+        It is finished whenever possible, unless all survivors would run its uncommitted part again in clearly less time
+        than the whole pipelines need to finish it. Raises PlanningError or Unrecoverable.
         """
         verdict, base, lost = after.verdict, after.base, after.lost
         finish = generations.step_to_finish(verdict, after.statuses, lost) if self._may_finish(after) else None
@@ -222,6 +219,7 @@ class Replanning:
         again_s = self._rest_s(decision, partial)
         if finish_s <= again_s + _WORTH_FORGETTING_S:
             return decision, finish
+        # If the step is not finished, copies kept from the plan before are not behind, and may be read.
         decision = self.replan(base, self._held(after, None), lost=lost)
         what = f"{len(partial)} of {base.num_microbatches} microbatches of step {finish} are committed, the others are"
         again = f"{what if partial else f'step {finish} is'} run again, in {again_s:.1f} s"
@@ -230,8 +228,10 @@ class Replanning:
     def _may_finish(self, after: Aftermath) -> bool:
         """Whether all can have begun the step in flight, and the groups that began it may end it."""
         verdict = after.verdict
+        # An evaluation that is due comes before the step.
         evaluates_first = verdict.section == NO_SECTION and self._progress.owes_evaluation(verdict.applied)
         has_records = self._sharding.can_finish(verdict.applied + 1, verdict.adopted or 0)
+        # After a hang that nothing explains, the same groups would hang again.
         return has_records and not evaluates_first and not after.is_unexplained
 
     def _rest_s(self, decision: Decision, partial: Collection[int]) -> float:

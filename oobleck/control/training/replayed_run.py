@@ -101,17 +101,14 @@ class ReplayedRun:
 
     @property
     def predicted_step_s(self) -> float:
-        """What the newest plan predicts, in seconds."""
         return self.plans[-1].predicted_step_s if self.plans else 0.0
 
     @property
     def began(self) -> journal.PlanAdopted | None:
-        """The first plan."""
         return self._plan_of(self.began_in)
 
     @property
     def restored(self) -> journal.PlanAdopted | None:
-        """The newest plan that went back to a checkpoint, or to the model's initial values."""
         return self._plan_of(self.restored_in)
 
     def _plan_of(self, generation: int | None) -> journal.PlanAdopted | None:
@@ -138,7 +135,6 @@ class ReplayedRun:
     # --- following the journal -----------------------------------------------------------------------------------
 
     def apply(self, entry: journal.JournalEntry) -> None:
-        """Take the next entry in."""
         self.last_s = entry.t_s
         match entry:
             case journal.MasterResumed():
@@ -205,6 +201,7 @@ class ReplayedRun:
         for node in entry.nodes:
             if entry.cause is journal.PlanCause.DRAINED:
                 self.members.drain(node)
+            # It counts as a node of usual speed until its reports show otherwise.
             if entry.cause is journal.PlanCause.RETRIED:
                 self.slow.pop(node, None)
 

@@ -19,8 +19,8 @@ from oobleck.planner import WorkerId
 from .parts import Parts
 from .startup import profile_known
 
+# No more steps are held back than this: the report that they wait for may have been lost with its reporter.
 _MAX_EARLY = 8
-"""How many steps to hold back at most: the report that they wait for may have been lost with its reporter."""
 
 
 class Reports:
@@ -191,6 +191,7 @@ class Reports:
         recovery, members, replanning = self._parts.reconfiguration, self._parts.members, self._parts.replanning
         generations = recovery.generations
         num_used = sum(members.took_part(each, generations.newest) for each in generations.plan.nodes)
+        # A recovery may be waiting for just this worker.
         if recovery.is_fencing or replanning.wants_more(num_used):
             recovery.begin(turn, BeginRecovery(cause=journal.PlanCause.JOINED, nodes=(node,)))
         else:

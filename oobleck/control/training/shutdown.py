@@ -83,7 +83,8 @@ class Shutdown:
         self._asked_to_finish = 0
 
     def worker_finished(self, worker_id: WorkerId, generations: PlanHistory, now_s: float) -> None:
-        """Note that a worker has finished. Workers repeat this after a fence."""
+        """Note that a worker has finished."""
+        # Workers repeat their report after a fence, so those of older generations do not count.
         if self._finished[0] != generations.current:
             self._finished = generations.current, set()
         finished, awaited = self._finished[1], generations.plan.worker_ids
@@ -111,16 +112,13 @@ class Shutdown:
         return EndRun(exit_code=self._stop.exit_code, reason=f"{self._stop.reason}; {steps}")
 
     def follow_up(self, turn: Turn, generations: PlanHistory, *, is_training: bool) -> None:
-        """Ask every new plan's workers to finish once a stop is requested; end the run once nothing is left to wait
-        for.
-
-        Unless `is_training`, a new plan is on its way, under which unsaved state is saved again.
-        """
+        """Ask each new plan's workers to finish once a stop is requested; end the run once nothing is awaited."""
         if self._over is not None and self._progress.last_step < self._over.step:  # The state was lost unsaved.
             self._over = None
         if self._over is not None:  # This comes first, because each heartbeat leads here.
             # While no worker is left, none can report what is saved.
             is_settled = bool(self._members.ready) and self._saving.is_settled
+            # During a recovery a new plan is on its way, under which unsaved state is saved again.
             is_settled = is_settled and (is_training or self._saving.lacking is None)
             if (is_settled or turn.now_s >= self._over.due_s) and self._is_heard_out(self._over, turn.now_s):
                 turn.do((self._settled(self._over.end),))

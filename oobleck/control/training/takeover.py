@@ -33,6 +33,7 @@ def take_over(parts: Parts, turn: Turn, job: JobSpec, nodes: tuple[NodeSpec, ...
     parts.sharding.restore(replayed.shards)
     num_nodes = len(parts.members.living)
     parts.progress.expect(starting_s(job.control.start_timeout_s, num_nodes), now_s)
+    # No lease lapses before this master can have reached all nodes.
     parts.members.expect_words(now_s + attaching_s(job.control.connect_timeout_s, num_nodes))
     turn.do(Connect(node=member.spec, attach=True) for member in parts.members.living)
     # Some workers may have missed the newest orders, so all are fenced and get others.
@@ -49,6 +50,7 @@ def take_over(parts: Parts, turn: Turn, job: JobSpec, nodes: tuple[NodeSpec, ...
 
 def _restore_steps(parts: Parts, replayed: ReplayedRun) -> None:
     progress, restored = parts.progress, replayed.restored
+    # This comes first, because going back forgets the newest step.
     if restored is not None and restored.restored_step is not None:
         progress.go_back(restored.restored_step, generation=restored.generation)
     for record in replayed.records:
