@@ -50,7 +50,6 @@ class PeerAgreements:
             self._lost = frozenset()
 
     def bring(self, committee: Committee, subject: Subject, part: Totals) -> None:
-        """Contribute this worker's part."""
         self._carry(self._agreements.post(committee, subject, part))
 
     def is_done(self, committee: Committee, subject: Subject) -> bool:

@@ -120,7 +120,6 @@ class DeviceWork:
         return cls(device) if device.type == "cuda" else None
 
     def begin(self) -> None:
-        """Forget all timed pieces."""
         self._pieces.clear()
 
     @contextmanager

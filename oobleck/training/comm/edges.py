@@ -78,8 +78,6 @@ class EdgeSender:
 
 @dataclass(frozen=True, slots=True)
 class EdgeReceiver:
-    """The receiving end of an edge."""
-
     nccl: NcclGroup
     streams: CopyStreams
     say: Word

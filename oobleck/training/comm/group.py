@@ -33,8 +33,6 @@ computation or raises RuntimeError. It is polled every `poll_s` seconds, or wake
 
 
 class Group:
-    """A formed group, seen from one of its members."""
-
     def __init__(
         self,
         key: GroupKey,
@@ -67,7 +65,6 @@ class Group:
 
     @property
     def others(self) -> tuple[WorkerId, ...]:
-        """All members but this worker."""
         return tuple(worker_id for rank, worker_id in enumerate(self.key.members) if rank != self.rank)
 
     def rank_of(self, worker_id: WorkerId) -> int:
@@ -127,7 +124,6 @@ class Group:
             return self._receive(tensor, source, tag)
 
     def inbox(self, source: int) -> Inbox:
-        """Return the one inbox for messages from `source`."""
         if source not in self._inboxes:
             self._inboxes[source] = Inbox(self.key.members[source], self.waiter)
         return self._inboxes[source]
@@ -191,7 +187,6 @@ class Group:
             self.abort()
 
     def _hold(self, nccl: NcclGroup) -> None:
-        """Register a communicator, so that `abort` aborts it."""
         with self._nccl_lock:
             self._communicators.append(nccl)
             is_given_up = self._is_given_up
@@ -243,7 +238,6 @@ class Reduction:
 
     @property
     def others(self) -> tuple[WorkerId, ...]:
-        """The members whose parts it waits for."""
         return self._group.others
 
     @property

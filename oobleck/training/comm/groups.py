@@ -54,8 +54,6 @@ class _Forming:
 
 
 class GroupTable:
-    """The groups that this worker is a member of."""
-
     def __init__(
         self,
         worker_id: WorkerId,
@@ -165,12 +163,10 @@ class GroupTable:
                     group.abort()
 
     def abort_sums(self, purposes: Collection[str] = PURPOSES_THAT_SUM) -> None:
-        """Abort open sums on the GPU, in groups of these purposes. Any thread may call this.
-
-        Groups without an open sum stay intact, since the next plan may keep them.
-        """
+        """Abort open sums on the GPU, in groups of these purposes. Any thread may call this."""
         # A copy, because the training thread may add or drop groups meanwhile.
         for group in list(self._groups.values()):
+            # Without an open sum a group stays intact, since the next plan may keep it.
             if group.key.purpose in purposes:
                 group.abort_open_sums()
 
@@ -288,7 +284,6 @@ def _is_ring(key: GroupKey) -> bool:
 
 
 def _connect(process_group: Any, ranks: Sequence[int]) -> None:
-    """Exchange a message with each neighbour."""
     # A lazy device connects on the first send, and must do so before the network closes its door.
     outgoing, incoming = [torch.zeros(1) for _ in ranks], [torch.zeros(1) for _ in ranks]
     posted = [process_group.send([word], rank, _RING_TAG) for word, rank in zip(outgoing, ranks, strict=True)]

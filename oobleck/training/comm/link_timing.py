@@ -75,7 +75,6 @@ class _End:
         self._sent: list[object] = []  # must live until the peer has received it
 
     def lead(self) -> dict[int, float]:
-        """Time messages of growing sizes."""
         seconds: dict[int, float] = {}
         at_most_s = _SIZE_S / (2 * _MOST_TIMES)
         for size in _SIZES_BYTES:

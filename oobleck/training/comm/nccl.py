@@ -146,7 +146,6 @@ class NcclGroup:
             raise TimeoutError(f"NCCL has not connected {self._name} in time") from error
 
     def forget(self, work: NcclWork) -> None:
-        """Note that a sum or a message is over."""
         with self._lock:
             self._open.discard(work)
 

@@ -82,16 +82,12 @@ class NcclLibrary(Protocol):
 
     def identity(self, device: torch.device) -> str | None:
         """Return a GPU's globally unique id, or None for a device that NCCL cannot reach from here."""
-        ...
 
     def join(self, name: str, store: Store, rank: int, size: int, *, is_way: bool) -> object:
         """Return a member's process group, which connects on its first use."""
-        ...
 
 
 class TorchNccl:
-    """Torch's ProcessGroupNCCL."""
-
     def __init__(self, address: str) -> None:
         self._address = address
 
@@ -110,8 +106,6 @@ class TorchNccl:
 
 
 class NcclOpener:
-    """Opens communicators for one worker."""
-
     def __init__(
         self, worker_id: WorkerId, device: torch.device, library: NcclLibrary, *, degree: int, owns_device: bool
     ) -> None:

@@ -42,7 +42,6 @@ class Link:
         self.is_proven = False
         """Whether the other side has proved that it belongs to the run."""
         self.is_broken = False
-        """Whether it cannot carry anything any more."""
         self.is_ending = False
         """Whether this side has sent its LinkEnd."""
         self.is_used = True
@@ -101,7 +100,6 @@ class Link:
             self._say(protocol.LinkEnd())
 
     def flush(self) -> None:
-        """Write as many waiting bytes as possible."""
         try:
             while self._out:
                 del self._out[: self._sock.send(self._out)]

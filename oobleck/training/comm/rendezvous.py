@@ -49,12 +49,10 @@ class RendezvousTable:
         return len(self._values)
 
     def has(self, keys: list[str]) -> bool:
-        """Return whether all keys have values."""
         with self._changed:
             return all(key in self._values for key in keys)
 
     def forget(self, groups: Collection[str]) -> None:
-        """Drop the keys of groups that are formed."""
         with self._changed:
             self._values = {key: value for key, value in self._values.items() if _group_of(key) not in groups}
 

@@ -25,11 +25,8 @@ TRAFFIC_TIMEOUT_S = 24 * 3600.0
 
 
 class Pending(Protocol):
-    """A message in progress."""
-
     def wait(self) -> object:
         """Block until it has arrived, or its tensor may change again. Raises RuntimeError when a peer is gone."""
-        ...
 
 
 class Message:
@@ -63,7 +60,6 @@ class CopyStreams:
 
     @classmethod
     def on(cls, device: torch.device) -> CopyStreams | None:
-        """Return the streams of a GPU, or None for a CPU."""
         return cls(device) if device.type == "cuda" else None
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -133,7 +129,6 @@ class DeviceSave:
 
     @classmethod
     def on(cls, device: torch.device) -> DeviceSave | None:
-        """Return the copies of a GPU's state, or None for a CPU."""
         return cls(device) if device.type == "cuda" else None
 
     def mark(self) -> None:
