@@ -73,6 +73,7 @@ def export_model(checkpoint: Path, target: Path, *, adapters_alone: bool = False
     tuner = None if adapters is None else models.add_adapters(model, adapters)
     if "tied" in metadata:  # an earlier version did not write it
         tied = json.loads(metadata["tied"])
+        # The script may have tied or untied weights, whatever its configuration says.
         if models.tied_parameters(model) != tied:
             config.tie_word_embeddings = not config.tie_word_embeddings
             model = build(config)
@@ -123,14 +124,15 @@ def _buffers(
 
 
 def _save_whole(save: Callable[[Path], object], target: Path) -> None:
-    """Write next to the target, then rename, so that a full disk never leaves half a model at the target."""
+    # The model is written next to the target and renamed, so that a full disk never leaves half of one there.
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f".{target.name}.unfinished{os.getpid()}")
     try:
         unfinished.mkdir()
         save(unfinished)
         if target.is_dir():
-            target.rmdir()  # it is empty: the command has checked that
+            # It is empty: the command has checked that.
+            target.rmdir()
         unfinished.rename(target)
     # The library has its own error for failed writes.
     except SafetensorError as error:
