@@ -95,10 +95,7 @@ def export_model(checkpoint: Path, target: Path, *, adapters_alone: bool = False
 def _tied_as_trained(
     checkpoint: Path, model: PreTrainedModel, weights: Mapping[str, torch.Tensor], tied: Mapping[str, str]
 ) -> dict[str, torch.Tensor]:
-    """Return weights for a model, with copies of tied ones that it does not tie itself.
-
-    Raises ConfigError if the model ties weights that were not tied in training.
-    """
+    """Return weights with copies of tied ones that the model does not tie. Raises ConfigError if it ties others."""
     by_model = models.tied_parameters(model)
     if surplus := sorted(by_model.keys() - tied.keys()):
         raise ConfigError(

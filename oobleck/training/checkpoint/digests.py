@@ -56,8 +56,8 @@ def sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=4)
 def _odd_numbers(count: int, seed: int, device: torch.device) -> torch.Tensor:
-    # From a fixed seed, so that all workers have the same numbers. An odd number has an inverse modulo 2^64, so a single
-    # different word always changes the sum.
+    # A fixed seed gives all workers the same numbers. An odd number has an inverse modulo 2^64, so a single different
+    # word always changes the sum.
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator) | 1
     return drawn.to(device)

@@ -135,7 +135,6 @@ class LayerSaver:
             self._saver.save(layers, name=name, step=step, generation=generation, position=position)
 
     def settle(self) -> None:
-        """Wait until the state that is being saved may change."""
         self._saver.settle()
 
     def load(self, restore: protocol.Restore, layer: int) -> Mapping[str, torch.Tensor]:

@@ -179,10 +179,7 @@ class FlashSaver:
 
 
 class StateReader:
-    """Reads whole layers from a node's memory and from a directory of checkpoints.
-
-    Where devices shared stages, it joins the parts that each of them saved.
-    """
+    """Reads whole layers, joined from their parts, from a node's memory and from a directory of checkpoints."""
 
     def __init__(self, directory: Path, stem: str, checkpoints: storage.CheckpointDirectory) -> None:
         """Memory files are `<directory>/<stem>.<n>`; `stem` may be a pattern that matches several workers'."""

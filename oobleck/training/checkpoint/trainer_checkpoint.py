@@ -54,10 +54,7 @@ def write_checkpoint(
     *,
     step: int,
 ) -> Path:
-    """Write a checkpoint of a model's `state` and the optimizer's `states`, keyed by tensor ids; return its path.
-
-    Raises OSError.
-    """
+    """Write a checkpoint of `state` and the optimizer's `states`, by tensor id; return its path. Raises OSError."""
 
     def tensors_of(layer: int) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}

@@ -55,8 +55,7 @@ def use_device(device: torch.device) -> None:
 def device_memory_bytes(device: torch.device, *, num_sharing: int, wanted_bytes: int | None = None) -> int | None:
     """Return how much memory one of `num_sharing` workers on a GPU may use; None for a CPU.
 
-    Returns `wanted_bytes` if the job asks for them, else whole GiB. Raises ConfigError if the GPU does not have that
-    much.
+    Returns `wanted_bytes` if the job asks for them, else whole GiB. Raises ConfigError if the GPU does not have these.
     """
     if device.type == "cpu":
         return None

@@ -114,11 +114,8 @@ class GroupTable:
     ) -> bool:
         """Form the groups that do not exist yet, all at once, under the plan update of a generation.
 
-        Groups in `beside` form in the background and are usable once `await_formed` has returned. Returns whether
-        there are any.
-
-        Raises Interrupted, PeerLost when a member does not join, or ConfigError when this process may not open enough
-        sockets.
+        Groups in `beside` form in the background and are usable once `await_formed` has returned. Returns whether any
+        do. Raises Interrupted, PeerLost when a member does not join, or ConfigError when too few sockets can be opened.
         """
         missing = self._missing(keys)
         later = [key for key in self._missing(beside) if key not in missing]

@@ -43,10 +43,7 @@ def no_place_to_listen(address: str) -> ConfigError:
 
 
 def interface_of(address: str) -> str | None:
-    """Return this machine's network interface with an address, host name or interface name.
-
-    Returns None if no interface has it as an IPv4 address.
-    """
+    """Return this machine's network interface with a name, host name or IPv4 address, or None."""
     names = _interfaces()
     if address in names:
         return address

@@ -49,10 +49,7 @@ class NcclWork:
         self._group.forget(self)
 
     def finish(self, *, until_s: float = math.inf) -> None:
-        """Block until it is done, on a thread that can be left behind, and conclude it.
-
-        Raises TimeoutError at `until_s` of the monotonic clock, and otherwise as `conclude`.
-        """
+        """Block until it is done, and conclude it. Raises TimeoutError at `until_s` (monotonic), else as `conclude`."""
         while not self.is_done():
             if self._group.is_aborted:
                 raise Interrupted

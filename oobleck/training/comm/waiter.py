@@ -109,10 +109,7 @@ class Waiter:
                 raise Interrupted
 
     def call(self, blocking: Callable[[], T], interrupted: Callable[[], bool], waits_for: Iterable[WorkerId] = ()) -> T:
-        """Call `blocking` on a thread of its own, and return its outcome or raise its error.
-
-        Raises Interrupted once `interrupted`, and leaves the thread behind. `waits_for` as in `wait`.
-        """
+        """Call `blocking` on a thread of its own; return its outcome or raise its error. Otherwise as `call_all`."""
         (outcome,) = self.call_all([blocking], interrupted, waits_for)
         return outcome
 

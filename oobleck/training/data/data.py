@@ -171,10 +171,7 @@ class Dataset:
         return replace(self, masking=masking)
 
     def split(self, share: float) -> tuple[Dataset, Dataset | None]:
-        """Hold a share of the samples out for evaluation; return the rest, and the held-out samples, if any.
-
-        Raises ConfigError if no samples would be left to train on.
-        """
+        """Return the samples to train on, and those held out, if any. Raises ConfigError if none is left to train on."""
         if not share:
             return self, None
         total = self.source.num_samples

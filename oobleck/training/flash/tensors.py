@@ -17,8 +17,6 @@ from oobleck.training.tensor_bytes import DTYPE_NAMES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """A tensor of a tree."""
-
     entry: str
     dtype: str
     shape: tuple[int, ...]

@@ -66,10 +66,7 @@ class SectionSums:
         return self.partial_commit.begin_step_sums()
 
     def begin(self, work: StepWork) -> None:
-        """Begin to commit a step's work so far, while the program continues.
-
-        Raises Interrupted if the pipeline is stopped.
-        """
+        """Begin to commit the work so far, while the program goes on. Raises Interrupted if the pipeline is stopped."""
         self._work = work
         self.drive(self.partial_commit.begin(work.step))
 
