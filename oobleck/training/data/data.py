@@ -171,7 +171,7 @@ class Dataset:
         return replace(self, masking=masking)
 
     def split(self, share: float) -> tuple[Dataset, Dataset | None]:
-        """Return the samples to train on, and those held out, if any. Raises ConfigError if none is left to train on."""
+        """Return the samples to train on, and the held-out ones, if any. Raises ConfigError if there are too few."""
         if not share:
             return self, None
         total = self.source.num_samples

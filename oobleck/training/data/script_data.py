@@ -113,7 +113,7 @@ class CollatedSamples:
         self.digest = _digest_of(samples, lambda _: 0, place=place)
 
     def batch(self, numbers: Sequence[int], inputs: ModelInputs, *, step: int) -> Batch:
-        """Return samples side by side, fillers for `NO_SAMPLE` last. Raises ConfigError if they do not fit the model."""
+        """Return samples side by side, fillers for `NO_SAMPLE` last. Raises ConfigError if one does not fit."""
         real = [number for number in numbers if number != NO_SAMPLE]
         # A microbatch without samples still needs a row to fill it with.
         rows = self._rows(real or [0], inputs, step)
