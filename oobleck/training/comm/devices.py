@@ -17,8 +17,7 @@ from oobleck.errors import ConfigError
 from .listening import interface_of
 
 DEVICE_FAILURES = (torch.AcceleratorError, torch.OutOfMemoryError)
-"""Errors of this worker's own device, for which no peer is to blame. A failed device computes nothing more in this
-process."""
+"""Errors of this worker's own device, for which no peer is to blame. It computes nothing more in this process."""
 
 # The maximum. CUDA's default of 8 queues is less than the number of streams in use, and streams that share a queue wait
 # for each other's kernels: a message could wait for a sum that spins until the message's receiver has continued.

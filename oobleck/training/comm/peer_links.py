@@ -65,7 +65,7 @@ class PeerLinks:
         self.address = WorkerAddress(
             worker_id=worker_id, host=host, port=port, ticket=secrets.token_bytes(_TICKET_BYTES)
         )
-        self._lock = threading.RLock()  # `close` and `send` wake the thread
+        self._lock = threading.RLock()  # taken again where `close` wakes the thread
         self._addresses: dict[WorkerId, WorkerAddress] = {}
         self._links: dict[int, Link] = {}  # all connections, keyed by descriptor
         self._bound: dict[WorkerId, Link] = {}  # the connection on which messages to a peer are sent

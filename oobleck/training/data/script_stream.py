@@ -37,7 +37,7 @@ class ScriptStream:
     num_samples = 0  # known beforehand
 
     def __init__(self, make: Callable[[], Any], *, sequence_length: int, vocab_size: int, num_kept: int) -> None:
-        """`make` returns a new iterable per call; `num_kept` samples stay in memory. Raises ConfigError if it is empty."""
+        """`make` returns a new iterable each time; `num_kept` samples stay in memory. Raises ConfigError if empty."""
         self.records = Records()
         self.sequence_length = sequence_length
         self.vocab_size = vocab_size
