@@ -163,8 +163,8 @@ class GroupTable:
         """Abort open sums on the GPU, in groups of these purposes. Any thread may call this."""
         # A copy, because the training thread may add or drop groups meanwhile.
         for group in list(self._groups.values()):
-            # Without an open sum a group stays intact, since the next plan may keep it.
             if group.key.purpose in purposes:
+                # Without an open sum a group stays intact, since the next plan may keep it.
                 group.abort_open_sums()
 
     def keep_only(self, keys: Iterable[GroupKey], *, generation: int) -> None:

@@ -1,7 +1,6 @@
 """The time that messages of several sizes take from one worker to another, over the same carrier as in training.
 
-One of the two leads: it announces the number and size of the next messages and sends them, and the other sends each
-back.
+One of the two leads: it announces the number and size of the next messages and sends them; the other returns each.
 """
 
 from __future__ import annotations

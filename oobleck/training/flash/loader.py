@@ -27,7 +27,7 @@ class Peers:
         self.rank = rank
         self.world_size = world_size
         self._group: dist.ProcessGroup | None = None
-        # What is exchanged is in host memory, which NCCL does not carry.
+        # Ranks exchange values in host memory, which NCCL does not carry.
         if world_size > 1 and dist.get_backend() != "gloo":
             self._group = dist.new_group(backend="gloo")
 

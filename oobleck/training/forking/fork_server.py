@@ -152,7 +152,7 @@ class ForkServer:
             if pid in self._supervisors:
                 self._supervisors.discard(pid)
                 continue
-            # An orphan: its supervisor may have ended before it could report this.
+            # A worker is a child of this process only if its supervisor has ended, perhaps without a report.
             self._broadcast({"ended": pid, "status": status})
             if self._forker is not None:
                 self._forker.note_end(pid, status)

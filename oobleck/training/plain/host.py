@@ -1,9 +1,11 @@
 """The process that trains without Oobleck, for `oobleck verify`.
 
-receives    a PlainJob
-sends       a PlainAccount; after one with a problem, the process ends
-receives    TensorsAsked, once a run has trained the same steps
-sends       TensorsCompared
+    receives    a PlainJob
+    sends       a PlainAccount; after one with a problem, the process ends
+    receives    TensorsAsked, once a run has trained the same steps
+    sends       TensorsCompared
+
+The script's own output goes to stderr.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ Train = Callable[[PlainJob], tuple[PlainAccount, Recorder]]
 
 def serve(train: Train) -> int:
     """Train the job on stdin by `train`, and compare it with a run's checkpoints; returns the exit status."""
-    # The script may print: its output goes to stderr, and answers alone to the original stdout.
+    # The script may print, so nothing but answers goes to the original stdout.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     shield_scripts()

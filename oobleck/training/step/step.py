@@ -153,7 +153,7 @@ class StepInFlight:
             self.device_work.mark()
             self.waiter.wait(self.device_work.is_done, self.commit_state.is_pipeline_stopped, poll_s=_DEVICE_POLL_S)
         ended_s = time.monotonic()
-        # Whatever time the GPU did not compute, it waited for others.
+        # Whenever the GPU did not compute, it waited for others.
         if self.device_work is not None:
             waited_s = max(0.0, ended_s - began_s - self.device_work.seconds())
         self.step_timer.add(
