@@ -73,6 +73,7 @@ def export_model(checkpoint: Path, target: Path, *, adapters_alone: bool = False
     tuner = None if adapters is None else models.add_adapters(model, adapters)
     if "tied" in metadata:  # an earlier version did not write it
         tied = json.loads(metadata["tied"])
+        # The script may have tied or untied weights, whatever its configuration says.
         if models.tied_parameters(model) != tied:
             config.tie_word_embeddings = not config.tie_word_embeddings
             model = build(config)
@@ -94,10 +95,7 @@ def export_model(checkpoint: Path, target: Path, *, adapters_alone: bool = False
 def _tied_as_trained(
     checkpoint: Path, model: PreTrainedModel, weights: Mapping[str, torch.Tensor], tied: Mapping[str, str]
 ) -> dict[str, torch.Tensor]:
-    """Return weights for a model, with copies of tied ones that it does not tie itself.
-
-    Raises ConfigError if the model ties weights that were not tied in training.
-    """
+    """Return weights with copies of tied ones that the model does not tie. Raises ConfigError if it ties others."""
     by_model = models.tied_parameters(model)
     if surplus := sorted(by_model.keys() - tied.keys()):
         raise ConfigError(
@@ -123,14 +121,15 @@ def _buffers(
 
 
 def _save_whole(save: Callable[[Path], object], target: Path) -> None:
-    """Write next to the target, then rename, so that a full disk never leaves half a model at the target."""
+    # The model is written next to the target and renamed, so that a full disk never leaves half of one there.
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f".{target.name}.unfinished{os.getpid()}")
     try:
         unfinished.mkdir()
         save(unfinished)
         if target.is_dir():
-            target.rmdir()  # it is empty: the command has checked that
+            # It is empty: the command has checked that.
+            target.rmdir()
         unfinished.rename(target)
     # The library has its own error for failed writes.
     except SafetensorError as error:

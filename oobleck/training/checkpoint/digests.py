@@ -1,10 +1,9 @@
 """Digests of layers, equal for bitwise equal copies.
 
 The digest of a tensor in host memory is its CRC-32. That of a tensor on a GPU is a sum computed there, so that only one
-number leaves the GPU, and only reading all numbers waits for it: the sum of words times odd numbers, modulo 2^64. An
-odd number has an inverse, so a single different word always changes the sum, and integer sums do not depend on order.
-With random odd numbers, two different states collide about as rarely as with a random function (Dietzfelbinger,
-"Universal hashing and k-wise independent random variables via integer arithmetic without primes", 1996).
+number leaves the GPU: the sum of words times odd numbers, modulo 2^64. With random odd numbers, two different states
+collide about as rarely as with a random function (Dietzfelbinger, "Universal hashing and k-wise independent random
+variables via integer arithmetic without primes", 1996).
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
             digest = zlib.crc32(raw.numpy(), digest)  # type: ignore[arg-type]  # an array is a buffer
         else:
             sums.append(sum_of_words(tensor))
+    # One read for all tensors, since only this waits for the GPU.
     for value in torch.stack(sums).tolist() if sums else ():
         digest = (digest * _BASE + value) % (1 << 64)
     return digest - (1 << 64) if digest >= 1 << 63 else digest  # signed, as on the wire
@@ -56,7 +56,8 @@ def sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=4)
 def _odd_numbers(count: int, seed: int, device: torch.device) -> torch.Tensor:
-    """Draw numbers from a fixed seed, so that all workers have the same."""
+    # A fixed seed gives all workers the same numbers. An odd number has an inverse modulo 2^64, so a single different
+    # word always changes the sum.
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator) | 1
     return drawn.to(device)

@@ -1,6 +1,5 @@
 """The part of a layer that each device of a shared stage saves, and the whole layer from all parts.
 
-A device saves its share of cut tensors, and its part of the rows of replicated ones, so that nothing is saved twice.
 Files record the dimension along which to join each parameter, so devices that share stages differently, or not at all,
 can read them.
 """
@@ -47,6 +46,7 @@ def part_to_save(share: Share, state: Tensors) -> dict[str, torch.Tensor]:
     part = dict(state)
     for name, tensor in state.items():
         is_cut = _parameter_of(name) in share.cut_dimensions
+        # Devices share the rows of replicated tensors, so that nothing is saved twice.
         if share.degree > 1 and not is_cut and not _is_everywhere(name, tensor):
             part[name] = torch.tensor_split(tensor, share.degree)[share.rank]
     return part

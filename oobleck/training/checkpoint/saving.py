@@ -96,14 +96,15 @@ class LayerSaver:
             self._wanted = message.step
 
     def find(self, message: protocol.FindCheckpoints) -> None:
-        """Look for states, on a thread of its own, since disks may be slow."""
+        """Look for states, and report them."""
+        # Disks may be slow, and the control thread has to answer meanwhile.
         threading.Thread(target=lambda: self._find(message), daemon=True, name="find checkpoints").start()
 
     # --- training thread -----------------------------------------------------------------------------------
 
     def is_wanted(self, step: int) -> bool:
         """Return whether this worker requests a save after `step`."""
-        wanted = self._wanted
+        wanted = self._wanted  # read once, since the control thread sets it
         return wanted is not None and step >= wanted
 
     def prepare(self, plan: ExecutionPlan, tensors_of: Callable[[int], Mapping[str, torch.Tensor]]) -> None:
@@ -134,7 +135,6 @@ class LayerSaver:
             self._saver.save(layers, name=name, step=step, generation=generation, position=position)
 
     def settle(self) -> None:
-        """Wait until the state that is being saved may change."""
         self._saver.settle()
 
     def load(self, restore: protocol.Restore, layer: int) -> Mapping[str, torch.Tensor]:
@@ -262,7 +262,8 @@ class LayerSaver:
             what = f"{len(manifest.layer_names)} layers" if other is None else f"a layer {other}"
             return f"of another model, with {what}; ours has {len(ours)}, from {ours[0]} to {ours[-1]}"
         for shard in manifest.shards[:1]:
-            with suppress(CorruptCheckpoint, OSError):  # it is read again, and its fault reported, before it is used
+            # A damaged file is read again, and its fault reported, before it is used.
+            with suppress(CorruptCheckpoint, OSError):
                 file = storage.read_layer_file(directory.path / manifest.name / shard.file)
                 return self._layer_misfit(shard.layer, [spec for spec, _ in file.tensors.values()], manifest.num_parts)
         return None
@@ -283,7 +284,8 @@ class LayerSaver:
             ours = tuple(self._structure.shapes[name])
             if name not in shapes:
                 return f"of another model, without {name} in layer {layer}"
-            if num_parts == 1 and shapes[name] != ours:  # parts of layers have shapes of their own
+            # Parts of layers have shapes of their own.
+            if num_parts == 1 and shapes[name] != ours:
                 return f"of another model, whose {name} is {_size_text(shapes[name])}; ours is {_size_text(ours)}"
         return None
 

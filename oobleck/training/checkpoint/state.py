@@ -4,9 +4,6 @@
     background thread  allocates memory beforehand, copies, computes checksums, and reports
 
 The state changes only when the next step is applied, so the copy runs during that step's forward and backward passes.
-On a GPU the copy has its own stream and pinned host memory: otherwise it would delay computation, and run at a
-fraction of the bus's speed.
-
 The agent, which outlives this process, writes the state in memory to disk.
 """
 
@@ -84,12 +81,14 @@ class FlashSaver:
         began_s = time.monotonic()
         saved_at = datetime.now(UTC).isoformat(timespec="milliseconds")
         state = storage.SavedState(name=name, step=step, generation=generation, saved_at=saved_at, position=position)
+        # Training never waits for the checksums of the save before.
         if not self._busy.acquire(blocking=False):
             self._give_up(state, "the save before is still being checked")
             return
         self.prepare(layers)
         sources = [tensor for _, tensors in sorted(layers.items()) for tensor in tensors.values()]
         self._waits_since_s = None
+        # Cleared on this thread, since `settle` may be called before the copy begins.
         self._copied.clear()
         if self._device_save is not None:
             self._device_save.mark()
@@ -114,10 +113,12 @@ class FlashSaver:
             memory = storage.FlashMemory.create(storage.next_memory_file(self._directory, self._stem), layout)
         except OSError as error:
             self._memory, self._problem = None, no_room(self._directory, layout, error)
-            self._layout = None  # so that the next `prepare` tries again
+            # The next `prepare` tries again.
+            self._layout = None
         else:
             slots = memory.slots()
-            if self._device_save is not None:  # pinned ranges must not share a page, and slots begin with one
+            # Pinned ranges must not share a page, and slots begin with one.
+            if self._device_save is not None:
                 self._device_save.pin(torch.frombuffer(slot.data, dtype=torch.uint8) for slot in slots if slot.data)
             self._memory, self._targets = memory, tuple(map(_tensors_over, slots))
 
@@ -131,8 +132,9 @@ class FlashSaver:
         slot.begin()
         copy_s, waited_s = self._copy(sources, self._targets[slot.number])
         slot.seal(encode_json(state))
+        # Until both slots are valid, a file of a former share has the second newest state.
         if len(slot.memory.valid_slots()) == len(slot.memory.slots()):
-            self._forget_older_than(slot.memory)  # until then, a file of a former share has the second newest state
+            self._forget_older_than(slot.memory)
         self._busy.release()
         layout = slot.memory.layout
         self._report(
@@ -154,11 +156,15 @@ class FlashSaver:
                 if self._device_save is None:
                     torch._foreach_copy_(list(targets), sources)
                 else:
+                    # On a stream of its own and into pinned memory, or the copy would delay computation and run at a
+                    # fraction of the bus's speed.
                     self._device_save.copy(targets, sources)
         finally:
             copied_s = time.monotonic()
-            self._copied.set()  # also after an error: training must not wait forever
-        sources.clear()  # sealing the slot takes long, and does not need them
+            # Also after an error: training must not wait forever.
+            self._copied.set()
+        # Sealing the slot takes long, and does not need the sources.
+        sources.clear()
         since_s = self._waits_since_s
         return copied_s - began_s, max(0.0, copied_s - since_s) if since_s is not None else 0.0
 
@@ -173,10 +179,7 @@ class FlashSaver:
 
 
 class StateReader:
-    """Reads whole layers from a node's memory and from a directory of checkpoints.
-
-    Where devices shared stages, it joins the parts that each of them saved.
-    """
+    """Reads whole layers, joined from their parts, from a node's memory and from a directory of checkpoints."""
 
     def __init__(self, directory: Path, stem: str, checkpoints: storage.CheckpointDirectory) -> None:
         """Memory files are `<directory>/<stem>.<n>`; `stem` may be a pattern that matches several workers'."""
@@ -229,7 +232,8 @@ class StateReader:
 
     def _part_in(self, slot: storage.Slot, layer: int) -> tuple[Mapping[str, str], Tensors]:
         key = (slot.memory.path, slot.number, slot.sequence)
-        if key not in self._verified:  # a checksum covers a whole slot, and layers are loaded one by one
+        # A checksum covers a whole slot, and layers are loaded one by one.
+        if key not in self._verified:
             slot.verify()
             self._verified.add(key)
         layout = slot.memory.layout

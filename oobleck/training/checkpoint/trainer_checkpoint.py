@@ -1,8 +1,4 @@
-"""Converts a checkpoint of transformers' Trainer into one of Oobleck: weights, optimizer state and step.
-
-Torch's optimizer state numbers the parameters in the order of the optimizer's groups, which are the model's decayed
-parameters and the others. A state with another layout is an error.
-"""
+"""Converts a checkpoint of transformers' Trainer into one of Oobleck: weights, optimizer state and step."""
 
 from __future__ import annotations
 
@@ -37,6 +33,7 @@ def import_trainer_checkpoint(directory: Path, model: nn.Module, decayed: Collec
     """
     try:
         step = int(json.loads((directory / _STATE).read_text())["global_step"])
+        # With `weights_only`, no code in the file runs.
         saved: Any = torch.load(directory / _OPTIMIZER, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise ConfigError(
@@ -57,10 +54,7 @@ def write_checkpoint(
     *,
     step: int,
 ) -> Path:
-    """Write a checkpoint of a model's `state` and the optimizer's `states`, keyed by tensor ids; return its path.
-
-    Raises OSError.
-    """
+    """Write a checkpoint of `state` and the optimizer's `states`, by tensor id; return its path. Raises OSError."""
 
     def tensors_of(layer: int) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
@@ -78,6 +72,7 @@ def _states(
 ) -> Iterator[tuple[int, Mapping[str, torch.Tensor]]]:
     """Yield the id and the optimizer state of each trained parameter."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    # Torch's optimizer state numbers the parameters in the order of the optimizer's groups.
     groups: list[list[nn.Parameter]] = [
         [parameter for name, parameter in trained.items() if (name in decayed) == is_decayed]
         for is_decayed in (True, False)

@@ -44,12 +44,12 @@ class PeerAgreements:
 
     def join(self, committee: Committee) -> None:
         """Take part in a committee, and disregard peers that were lost before."""
+        # Found here and kept, while groups form, since this takes O(N).
         self._agreements.neighbours(committee)
         with self._lock:
             self._lost = frozenset()
 
     def bring(self, committee: Committee, subject: Subject, part: Totals) -> None:
-        """Contribute this worker's part."""
         self._carry(self._agreements.post(committee, subject, part))
 
     def is_done(self, committee: Committee, subject: Subject) -> bool:
@@ -65,6 +65,7 @@ class PeerAgreements:
     def wait(self, committee: Committee, subject: Subject, interrupted: Callable[[], bool]) -> Totals:
         """Wait for the total of all parts. Raises Interrupted or PeerLost."""
         self._waiter.wait(lambda: self.is_done(committee, subject), interrupted, self.others(committee))
+        # A total is used even if a peer is lost meanwhile: whoever has it knows that all parts were posted.
         total = self._agreements.take(committee, subject)
         if total is None:
             failed = self._failed(committee, subject)
@@ -78,7 +79,7 @@ class PeerAgreements:
 
     def _failed(self, committee: Committee, subject: Subject) -> WorkerId | None:
         """Return a lost peer that has to send something next, if any."""
-        lost = self._lost
+        lost = self._lost  # replaced as a whole, so that reading it needs no lock
         awaited = self._agreements.awaited(committee, subject) if lost else ()
         return next((worker_id for worker_id in awaited if worker_id in lost), None)
 
@@ -87,4 +88,5 @@ class PeerAgreements:
             try:
                 self._send(letter.target, letter.message)
             except PeerLost:
+                # Not raised: the thread that reads the links comes here too, for agreements of other workers.
                 self.note_lost(letter.target)

@@ -17,12 +17,11 @@ from oobleck.errors import ConfigError
 from .listening import interface_of
 
 DEVICE_FAILURES = (torch.AcceleratorError, torch.OutOfMemoryError)
-"""Errors of this worker's own device, for which no peer is to blame. A failed device computes nothing more in this
-process. Both are RuntimeErrors, like those of groups."""
+"""Errors of this worker's own device, for which no peer is to blame. It computes nothing more in this process."""
 
+# The maximum. CUDA's default of 8 queues is less than the number of streams in use, and streams that share a queue wait
+# for each other's kernels: a message could wait for a sum that spins until the message's receiver has continued.
 _QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-"""The maximum. CUDA's default of 8 queues is less than the number of streams in use, and streams that share a queue
-wait for each other's kernels: a message could wait for a sum that spins until the message's receiver has continued."""
 _GIB = 1 << 30
 _MEMORY_LEFT = 0.1  # share of a GPU's memory that contexts, libraries and torch's allocator need
 
@@ -55,8 +54,7 @@ def use_device(device: torch.device) -> None:
 def device_memory_bytes(device: torch.device, *, num_sharing: int, wanted_bytes: int | None = None) -> int | None:
     """Return how much memory one of `num_sharing` workers on a GPU may use; None for a CPU.
 
-    Returns `wanted_bytes` if the job asks for them, else whole GiB, so that small changes of free memory change no
-    plan. Raises ConfigError if the GPU does not have that much.
+    Returns `wanted_bytes` if the job asks for them, else whole GiB. Raises ConfigError if the GPU does not have these.
     """
     if device.type == "cpu":
         return None
@@ -71,6 +69,7 @@ def device_memory_bytes(device: torch.device, *, num_sharing: int, wanted_bytes:
             f"{_gib(free)} are free; end what else runs there (nvidia-smi names it), or choose other devices with "
             "devices="
         )
+    # Whole GiB, so that small changes of free memory change no plan.
     return wanted_bytes or usable // _GIB * _GIB
 
 
@@ -87,10 +86,8 @@ def device_identity(device: torch.device) -> str | None:
 
 
 def can_use_nccl(identities: Sequence[str | None]) -> bool:
-    """Return whether NCCL, rather than Gloo, can connect the members that compute on these devices.
-
-    NCCL requires a GPU of its own for each member. All members see the same list, and so choose alike.
-    """
+    """Return whether NCCL, rather than Gloo, can connect the members that compute on these devices."""
+    # NCCL requires a GPU of its own for each member.
     return bool(identities) and None not in identities and len(set(identities)) == len(identities)
 
 
@@ -108,10 +105,7 @@ def prepare_nccl(address: str) -> None:
 
 
 class DeviceWork:
-    """One thread's launches on a GPU: whether they are done, and how long the GPU took, by the GPU's own clock.
-
-    The host's clock would mostly measure the launches, or waits for other workers while the GPU computed.
-    """
+    """One thread's launches on a GPU: whether they are done, and how long the GPU took, by the GPU's own clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -124,12 +118,12 @@ class DeviceWork:
         return cls(device) if device.type == "cuda" else None
 
     def begin(self) -> None:
-        """Forget all timed pieces."""
         self._pieces.clear()
 
     @contextmanager
     def piece(self) -> Iterator[None]:
         """Time the launches within the block."""
+        # The host's clock would mostly measure the launches, or waits for other workers while the GPU computed.
         began = self._event(is_timed=True)
         yield
         self._pieces.append((began, self._event(is_timed=True)))
@@ -160,18 +154,17 @@ def blaming_peers(what: str) -> Iterator[None]:
     try:
         yield
     except DEVICE_FAILURES:
+        # These are RuntimeErrors too, like those of groups.
         raise
     except RuntimeError as error:
         raise PeerLost(f"{what}: {error}") from error
 
 
 def start_thread(target: Callable[[], None], *, name: str, device: torch.device) -> None:
-    """Start a daemon thread whose default device is this worker's.
-
-    Otherwise it would be CUDA's first device, where a context takes half a gigabyte of another worker's GPU.
-    """
+    """Start a daemon thread whose default device is this worker's."""
 
     def run() -> None:
+        # A new thread's default is CUDA's first device, where a context takes half a gigabyte of another worker's GPU.
         use_device(device)
         target()
 

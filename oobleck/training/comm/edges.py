@@ -8,13 +8,8 @@ this worker computes next. So both sides launch at the same time, and only what 
     receiver   makes room ──> "room" ─┐                    ┌─> launches ──> all has arrived ──> announces it
     sender     has computed it ───────┴──> "coming" ───────┴─> launches ──> all is sent ──> releases it
 
-Gloo carries the two words, as messages of one byte with the message's tag. A receiver makes room for messages ahead,
-so that a transfer waits for "coming" only. Messages in one direction leave one after the other. A receive is launched
-for a message that the sender has named, so none can take another's place.
-
-Helper threads do all this. The training thread posts tensors that it has launched, not computed. It launches the use
-of a message only once the whole message has arrived, so the remains of an aborted receive are never computed with, and
-never summed with other workers' tensors.
+Gloo carries the two words, as messages of one byte with the message's tag. Messages in one direction leave one after
+the other. Helper threads do all this.
 """
 
 from __future__ import annotations
@@ -63,6 +58,7 @@ class EdgeSender:
 
     def _carry(self, tensor: torch.Tensor, tag: int, computed: Any) -> None:
         try:
+            # The training thread posts tensors that it has launched, not computed.
             computed.synchronize()
             self._hear(tag).wait()
             coming = self._say(tag)
@@ -73,7 +69,8 @@ class EdgeSender:
         except DEVICE_FAILURES:
             raise
         except Interrupted:
-            pass  # an aborted edge carries nothing more
+            # An aborted edge carries nothing more.
+            pass
         except RuntimeError as error:
             self._failure = str(error)
             self._nccl.abort()
@@ -81,8 +78,6 @@ class EdgeSender:
 
 @dataclass(frozen=True, slots=True)
 class EdgeReceiver:
-    """The receiving end of an edge."""
-
     nccl: NcclGroup
     streams: CopyStreams
     say: Word
@@ -90,6 +85,7 @@ class EdgeReceiver:
 
     def post(self, shape: tuple[int, ...], dtype: torch.dtype, tag: int) -> tuple[EdgeReceive, torch.Tensor]:
         """Make room for a message and say so; return what to wait for, and the room. Raises RuntimeError."""
+        # Receivers make room ahead, so that a transfer waits for "coming" only.
         room = self.streams.room(shape, dtype)
         return EdgeReceive(self, room, coming=self.hear(tag), has_room=self.say(tag)), room
 
@@ -105,9 +101,11 @@ class EdgeReceive:
 
     def wait(self) -> object:
         """Block until the whole message has arrived. Raises RuntimeError, or Interrupted once the edge is aborted."""
+        # The sender has named this message, so none can take another's place.
         self.coming.wait()
         with self.end.streams.inward():
             receiving = self.end.nccl.receive(self.room)
+        # Only a whole message is used: the remains of an aborted receive must never reach other workers' sums.
         receiving.finish()
         return self.has_room.wait()
 

@@ -2,8 +2,6 @@
 
 Gloo carries messages; those of tensors on a GPU pass through host memory (`staging.py`). Where each member of a group
 has a GPU of its own, NCCL carries the sums (`nccl.py`) and the messages between a pipeline's stages (`edges.py`).
-NCCL's kernels would hold up what the GPU does next, so giving up a wait aborts them at once, and a fence aborts those
-that it stops.
 """
 
 from __future__ import annotations
@@ -29,15 +27,12 @@ from .waiter import Waiter
 LARGE_SUM = 2 << 20
 """Elements per sum when there are many: enough to fill a link, few enough to start early."""
 
-
 Sum = staging.GlooSum | staging.StagedSum | NcclWork
 """A sum in progress: `is_done` never blocks, and `conclude`, once it is done, makes the result visible to later
 computation or raises RuntimeError. It is polled every `poll_s` seconds, or wakes its waiter if that is None."""
 
 
 class Group:
-    """A formed group, seen from one of its members."""
-
     def __init__(
         self,
         key: GroupKey,
@@ -70,7 +65,6 @@ class Group:
 
     @property
     def others(self) -> tuple[WorkerId, ...]:
-        """All members but this worker."""
         return tuple(worker_id for rank, worker_id in enumerate(self.key.members) if rank != self.rank)
 
     def rank_of(self, worker_id: WorkerId) -> int:
@@ -94,6 +88,7 @@ class Group:
         if not self._is_staged(tensor):
             return self.send(tensor, target, tag)
         posting = self._post(tensor, target, tag)
+        # A second thread waits for the receiver. On the courier's own thread, a slow receiver would delay later sends.
         assert self._sweeper is not None
         self._sweeper.take(posting.sweep)
         return None
@@ -129,7 +124,6 @@ class Group:
             return self._receive(tensor, source, tag)
 
     def inbox(self, source: int) -> Inbox:
-        """Return the one inbox for messages from `source`."""
         if source not in self._inboxes:
             self._inboxes[source] = Inbox(self.key.members[source], self.waiter)
         return self._inboxes[source]
@@ -153,6 +147,7 @@ class Group:
         To be called on a thread that can be left behind. If the group is given up meanwhile, the communicator is
         aborted as soon as possible. Raises RuntimeError, TimeoutError or Interrupted.
         """
+        # Registered before it connects, since a member that never joins blocks this thread until an abort.
         self._hold(nccl)
         self._nccl = nccl
         nccl.connect(LARGE_SUM, timeout_s)
@@ -164,6 +159,7 @@ class Group:
         nccl.connect_way(sends=sends, timeout_s=timeout_s)
         assert self._streams is not None, "NCCL carries tensors of GPUs"
 
+        # A word's byte has no meaning: the tag names the message that the word is about.
         def say(tag: int) -> staging.Message:
             return self._send(torch.zeros(1, dtype=torch.uint8), peer, tag)
 
@@ -191,10 +187,10 @@ class Group:
             self.abort()
 
     def _hold(self, nccl: NcclGroup) -> None:
-        """Register a communicator, so that `abort` aborts it."""
         with self._nccl_lock:
             self._communicators.append(nccl)
             is_given_up = self._is_given_up
+        # An earlier `abort` has not seen this communicator, and no later one may come.
         if is_given_up:
             nccl.abort()
 
@@ -207,6 +203,7 @@ class Group:
         return staging.GlooSum(self._all_reduce(tensor), announce)
 
     def _post(self, tensor: torch.Tensor, target: int, tag: int) -> staging.Posting:
+        # The courier waits for the copy, because the training thread has to launch the next computation meanwhile.
         posting = staging.Posting(staging.HostCopy(tensor, self._streams), lambda copy: self._send(copy, target, tag))
         self._courier_of().take(posting.run)
         return posting
@@ -241,7 +238,6 @@ class Reduction:
 
     @property
     def others(self) -> tuple[WorkerId, ...]:
-        """The members whose parts it waits for."""
         return self._group.others
 
     @property
@@ -264,5 +260,6 @@ class Reduction:
                 self._group.waiter.wait(self._sum.is_done, interrupted, self._group.others, poll_s=self._sum.poll_s)
                 self._sum.conclude()
         except (Interrupted, PeerLost):
+            # NCCL's kernel spins for a peer that may be gone, and would hold up whatever the GPU does next.
             self.give_up()
             raise

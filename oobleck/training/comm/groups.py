@@ -2,12 +2,8 @@
 
 A key (purpose, generation, members) identifies a group, so the members agree on it without exchanging anything. Each
 group has its own network (`network.py`) and ends with it, so groups without a lost member outlive the others. Dropping
-a group never waits for whatever is stuck in it.
-
-Sums travel around rings, so a member of a group that only sums connects to two others, whatever the group's size.
-
-`group.py` decides what carries messages and sums. `nccl_groups.py` decides which NCCL communicators a group opens, and
-in which order.
+a group never waits for whatever is stuck in it. `group.py` decides what carries messages and sums, and `nccl_groups.py`
+which NCCL communicators a group opens, in which order.
 """
 
 from __future__ import annotations
@@ -42,10 +38,10 @@ _FORMING_TIMEOUT_S = 60.0
 _MAX_PARALLEL = 8
 _SPARE_DESCRIPTORS = 16
 _NETWORK_DESCRIPTORS = 5  # what a network opens besides its connections
+# After a fence no worker awaits a sum across pipelines, but a whole pipeline still needs those within its stages, to
+# finish its microbatches.
 _PURPOSES_FENCED = ("reduce", "evaluation")
-"""Purposes of groups whose sums no worker awaits after a fence."""
 _PURPOSES_OF_A_PIPELINE = ("stage",)
-"""Purposes of groups whose sums a whole pipeline still needs after a fence, to finish its microbatches."""
 _RING_TAG = (1 << 31) - 1
 
 
@@ -58,8 +54,6 @@ class _Forming:
 
 
 class GroupTable:
-    """The groups that this worker is a member of."""
-
     def __init__(
         self,
         worker_id: WorkerId,
@@ -120,15 +114,12 @@ class GroupTable:
     ) -> bool:
         """Form the groups that do not exist yet, all at once, under the plan update of a generation.
 
-        Groups in `beside` form in the background and are usable once `await_formed` has returned. Returns whether
-        there are any. Where NCCL may carry sums there are none: it would open communicators amid messages between
-        stages.
-
-        Raises Interrupted, PeerLost when a member does not join, or ConfigError when this process may not open enough
-        sockets.
+        Groups in `beside` form in the background and are usable once `await_formed` has returned. Returns whether any
+        do. Raises Interrupted, PeerLost when a member does not join, or ConfigError when too few sockets can be opened.
         """
         missing = self._missing(keys)
         later = [key for key in self._missing(beside) if key not in missing]
+        # In the background, NCCL would open communicators amid messages between stages.
         if self._opener.is_wanted:
             missing, later = sorted([*missing, *later]), []
         connections = sum(len(self._neighbours(key)) + _NETWORK_DESCRIPTORS for key in [*missing, *later])
@@ -165,15 +156,15 @@ class GroupTable:
             self.abort_sums(_PURPOSES_OF_A_PIPELINE)
             for group in list(self._groups.values()):
                 if group.key.purpose == "pipeline":
-                    group.abort()  # even without open work: the other end may be about to launch some
+                    # Even without open work, since the other end may be about to launch some.
+                    group.abort()
 
     def abort_sums(self, purposes: Collection[str] = PURPOSES_THAT_SUM) -> None:
-        """Abort open sums on the GPU, in groups of these purposes. Any thread may call this.
-
-        Groups without an open sum stay intact, since the next plan may keep them.
-        """
+        """Abort open sums on the GPU, in groups of these purposes. Any thread may call this."""
+        # A copy, because the training thread may add or drop groups meanwhile.
         for group in list(self._groups.values()):
             if group.key.purpose in purposes:
+                # Without an open sum a group stays intact, since the next plan may keep it.
                 group.abort_open_sums()
 
     def keep_only(self, keys: Iterable[GroupKey], *, generation: int) -> None:
@@ -196,12 +187,14 @@ class GroupTable:
         return sorted({key for key in keys if key not in self._groups and len(key.members) > 1})
 
     def _begin(self, keys: Sequence[GroupKey], generation: int) -> _Forming:
+        # Opened on this thread, so that giving up can end them however far the forming thread is.
         networks = {key: Network(self._address, is_lazy=_is_ring(key)) for key in keys}
         formed: list[Group] = []
 
         def form_all() -> None:
             with ThreadPoolExecutor(min(len(keys), _MAX_PARALLEL)) as pool:
                 formed.extend(pool.map(lambda key: self._form_one(key, networks[key], generation), keys))
+            # Communicators open one after the other, in an order that all workers share (`nccl_groups.py`).
             groups = {group.key: group for group in formed}
             for wanted in self._opener.wanted(groups):
                 self._open_nccl(groups[wanted.key], wanted, networks[wanted.key], generation)
@@ -214,6 +207,7 @@ class GroupTable:
         try:
             self.waiter.end(forming.calls, interrupted, sorted(others))
         except (Interrupted, *DEVICE_FAILURES):
+            # This clause comes first: a failure of the own device is a RuntimeError too, and blames no peer.
             self._give_up_forming(forming)
             raise
         except (RuntimeError, TimeoutError, PeerLost) as error:
@@ -230,10 +224,12 @@ class GroupTable:
             group.close()
         for network in forming.networks.values():
             network.end()
+        # The threads left behind wait for values that may never arrive, and see that it is over only when woken.
         self._received.wake()
 
     def _neighbours(self, key: GroupKey) -> list[WorkerId]:
         rank, size = key.members.index(self._worker_id), len(key.members)
+        # Gloo's sums travel around a ring, so a member that only sums needs two connections, whatever the group's size.
         if _is_ring(key):
             return sorted({key.members[rank - 1], key.members[(rank + 1) % size]})
         return [worker_id for worker_id in key.members if worker_id != self._worker_id]
@@ -249,11 +245,14 @@ class GroupTable:
             group = Group(
                 key, self._worker_id, process_group, store, self.waiter, stages=self._stages, streams=self._streams
             )
+            # Kept before anything can fail, since destroying a group waits for its connections to end.
             network.keep(group)
             if _is_ring(key):
                 _connect(process_group, [key.members.index(each) for each in self._neighbours(key)])
+            # Once formed, the control plane declares peers lost, never a timeout of Gloo's.
             process_group.set_timeout(timedelta(seconds=TRAFFIC_TIMEOUT_S))
-            network.close_door()  # already here, since the training thread may be late to wait for the group
+            # Strangers are shut out here already, since the training thread may be late to wait for the group.
+            network.close_door()
         return group
 
     def _open_nccl(self, group: Group, wanted: Communicator, network: Network, generation: int) -> None:
@@ -282,7 +281,7 @@ def _is_ring(key: GroupKey) -> bool:
 
 
 def _connect(process_group: Any, ranks: Sequence[int]) -> None:
-    """Exchange a message with each neighbour: a lazy device connects on the first send."""
+    # A lazy device connects on the first send, and must do so before the network closes its door.
     outgoing, incoming = [torch.zeros(1) for _ in ranks], [torch.zeros(1) for _ in ranks]
     posted = [process_group.send([word], rank, _RING_TAG) for word, rank in zip(outgoing, ranks, strict=True)]
     posted += [process_group.recv([word], rank, _RING_TAG) for word, rank in zip(incoming, ranks, strict=True)]
@@ -291,7 +290,8 @@ def _connect(process_group: Any, ranks: Sequence[int]) -> None:
 
 
 def _require_descriptors(num_connections: int) -> None:
-    """Raise ConfigError if the process may not open `num_connections` more: Gloo would end it half-way."""
+    """Raise ConfigError if the process may not open `num_connections` more."""
+    # Gloo itself ends the process when no descriptor is left.
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = len(os.listdir("/proc/self/fd")) + num_connections + _SPARE_DESCRIPTORS
     if limit != resource.RLIM_INFINITY and limit < needed:

@@ -53,6 +53,7 @@ class Inbox:
         """Wait for the next message. Raises Interrupted or PeerLost."""
         if not self._ready:
             self._waiter.wait(self.has_arrived, interrupted, [self.source])
+        # Messages that arrived before a failure are taken first.
         if not self._ready:
             assert self._failure is not None
             raise PeerLost(self._failure)
@@ -65,6 +66,7 @@ class Inbox:
     def close(self) -> None:
         """Expect no more messages. The thread ends unless it is stuck in a receive."""
         self._expected.put(None)
+        # The thread may be waiting for room.
         self._room.release()
 
     def _receive_all(self) -> None:
@@ -80,11 +82,13 @@ class Inbox:
             self._failure = str(error)
             self._waiter.announce()
         except Interrupted:
-            pass  # whatever aborted the receive also interrupts the thread that waits for it
+            # Whatever aborted the receive also interrupts the thread that waits for it.
+            pass
 
     def _post_ahead(self, posted: deque[tuple[Pending, torch.Tensor]]) -> bool:
         """Post receives while there is room, at least one. Returns False when no more are expected."""
         while not posted or not self._expected.empty():
+            # Without room, a posted receive is waited for first: only a `take` makes room.
             if not self._room.acquire(blocking=not posted):
                 break
             message = self._expected.get()

@@ -1,8 +1,6 @@
 """The time that messages of several sizes take from one worker to another, over the same carrier as in training.
 
-One of the two leads: it announces the number and size of the next messages and sends them, and the other sends each
-back. Sizes grow as long as they fit in the time, so that a slow link is not filled for long. The quickest message of
-each size counts, since other work on the machines only ever adds to its time.
+One of the two leads: it announces the number and size of the next messages and sends them; the other returns each.
 """
 
 from __future__ import annotations
@@ -41,6 +39,7 @@ def time_link(
     finished within `timeout_s`.
     """
     until_s = time.monotonic() + timeout_s
+    # `is_over` depends on the time, which announces nothing.
     wake = threading.Timer(timeout_s, groups.waiter.announce)
     wake.daemon = True
     wake.start()
@@ -75,15 +74,17 @@ class _End:
         self._sent: list[object] = []  # must live until the peer has received it
 
     def lead(self) -> dict[int, float]:
-        """Time messages of growing sizes."""
         seconds: dict[int, float] = {}
         at_most_s = _SIZE_S / (2 * _MOST_TIMES)
         for size in _SIZES_BYTES:
+            # A message takes at most as many times longer as it is larger.
             at_most_s *= size / max(seconds, default=size)
             fitting = int(_SIZE_S / (2 * at_most_s))
+            # Larger messages would fill a slow link for too long.
             if len(seconds) >= _NEEDED_SIZES and fitting < _LEAST_TIMES:
                 break
             times = max(_LEAST_TIMES, min(fitting, _MOST_TIMES))
+            # The quickest counts, since other work on the machines only ever adds to the time.
             seconds[size] = at_most_s = min(self._there_and_back(size, times=times)) / 2
         return seconds
 
@@ -118,6 +119,7 @@ class _End:
 
     def _send(self, tensor: torch.Tensor) -> None:
         pending = self._group.send_off(tensor, self._rank, _tag(self._num_sent, self._group.rank))
+        # The last two are enough: an answer, or the next message, shows that those before them have arrived.
         self._sent = [(tensor, pending), *self._sent[:1]]
         self._num_sent += 1
 

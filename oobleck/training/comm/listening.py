@@ -13,7 +13,7 @@ from oobleck.errors import ConfigError
 from oobleck.planner import WorkerId
 
 _BACKLOG = 1024
-_SIOCGIFADDR = 0x8915
+_SIOCGIFADDR = 0x8915  # netdevice(7)
 _PROBE_TIMEOUT_S = 0.5
 _MAX_PARALLEL = 32
 
@@ -29,6 +29,7 @@ def listen_at(address: str) -> socket.socket:
         listener = socket.create_server((host, 0), backlog=_BACKLOG)
     except OSError as error:
         raise no_place_to_listen(address) from error
+    # A caller may hang up between the poll and `accept`, which would then block.
     listener.setblocking(False)
     return listener
 
@@ -42,10 +43,7 @@ def no_place_to_listen(address: str) -> ConfigError:
 
 
 def interface_of(address: str) -> str | None:
-    """Return this machine's network interface with an address, host name or interface name.
-
-    Returns None if no interface has it as an IPv4 address.
-    """
+    """Return this machine's network interface with a name, host name or IPv4 address, or None."""
     names = _interfaces()
     if address in names:
         return address
@@ -83,8 +81,10 @@ def _interfaces() -> list[str]:
 
 def _address_of(interface: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # An `ifreq` begins with a name of up to 15 bytes and a zero. The address follows two bytes of family and two of
+        # port.
         request = struct.pack("256s", interface.encode()[:15])
         try:
             return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
-        except OSError:  # it has none
+        except OSError:  # the interface has no IPv4 address
             return None

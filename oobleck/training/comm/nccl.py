@@ -1,18 +1,6 @@
 """An NCCL communicator, seen from one of its members: sums and messages on GPUs, until it is aborted.
 
-Torch's sources (`ProcessGroupNCCL.cpp`, alike from 2.9 to 2.13) have consequences here:
-
-- Work in an aborted communicator completes without an error, with partial data (`WorkNCCL::isCompleted` looks for
-  errors only while the communicator is not aborted). So `NcclGroup` records an abort before it happens, and never uses
-  work that was not seen complete before.
-- `WorkNCCL::wait` raises NCCL's own errors. It does not block here: it orders the work before the stream's next
-  launches. `is_success` is refused, and `exception` is deprecated.
-- `abort` knows a communicator only once it is made. So a thread that makes one too late aborts it itself.
-- An abort may wait for the kernels of another communicator (pytorch issue 119797), and works on a thread of torch's
-  own, which `ncclGroupStart` (it counts for one thread) does not reach. So each abort has a thread, and none waits for
-  another to begin. An abort may also raise the communicator's error.
-- All messages between two members, in both directions, take turns on one stream of a communicator (`getKeySendRecv`).
-  So each direction has a communicator.
+What comments say about torch follows from its `ProcessGroupNCCL.cpp`, which is alike from 2.9 to 2.13.
 """
 
 from __future__ import annotations
@@ -51,16 +39,17 @@ class NcclWork:
 
     def conclude(self) -> None:
         """Conclude it as a `Sum`. Raises Interrupted if the communicator was aborted meanwhile."""
+        # Work of an aborted communicator completes without an error, with partial data: `WorkNCCL::isCompleted` looks
+        # for errors only while the communicator is not aborted.
         if self._group.is_aborted:
             raise Interrupted
+        # This raises NCCL's own errors, and does not block: it orders the work before the stream's next launches.
+        # `is_success` is refused, and `exception` is deprecated.
         self._work.wait()
         self._group.forget(self)
 
     def finish(self, *, until_s: float = math.inf) -> None:
-        """Block until it is done, on a thread that can be left behind, and conclude it.
-
-        Raises TimeoutError at `until_s` of the monotonic clock, and otherwise as `conclude`.
-        """
+        """Block until it is done, and conclude it. Raises TimeoutError at `until_s` (monotonic), else as `conclude`."""
         while not self.is_done():
             if self._group.is_aborted:
                 raise Interrupted
@@ -127,7 +116,8 @@ class NcclGroup:
             if not self.is_aborted:
                 self._open.add(work)
                 return work
-        self._end([process_group, self._store, work])  # it may have had no communicator yet when it was aborted
+        # `abort` ends a communicator only once it is made, and the first work makes it: this thread came too late.
+        self._end([process_group, self._store, work])
         raise Interrupted
 
     def connect(self, num_elements: int, timeout_s: float) -> None:
@@ -153,12 +143,12 @@ class NcclGroup:
             raise TimeoutError(f"NCCL has not connected {self._name} in time") from error
 
     def forget(self, work: NcclWork) -> None:
-        """Note that a sum or a message is over."""
         with self._lock:
             self._open.discard(work)
 
     def abort(self) -> None:
         """End its work on the GPU, on a thread of its own, since that may take long. May be called again."""
+        # Recorded before it happens, so that no work which the abort completes is taken for a result.
         with self._lock:
             process_group, self._process_group = self._process_group, None
             open_work, self._open = self._open, set()
@@ -173,8 +163,12 @@ class NcclGroup:
                 held[0].abort()
             except DEVICE_FAILURES:
                 raise
-            except RuntimeError as error:  # its own error, or a timeout: no other part depends on it any more
+            except RuntimeError as error:
+                # The communicator's own error, or a timeout: no other part depends on it any more.
                 self._log.warning("NCCL has not ended %s well: %s", self._name, error)
+            # The store and the tensors live on in `held` up to here.
             held.pop(0)
 
+        # An abort may wait for the kernels of another communicator (pytorch issue 119797), so none waits for another to
+        # begin. `ncclGroupStart` would not help: it counts for one thread, and torch aborts on a thread of its own.
         start_thread(end, name=f"abort {self._name}", device=self.device)

@@ -1,11 +1,7 @@
 """The NCCL communicators that a worker takes part in, and the order in which it opens them.
 
 Opening one is a barrier among its members. Each worker opens its own one after the other, in a global order of all
-communicators. So the first unopened one in that order never waits in vain: all its members are at it, or on their way
-to it. All members form a group or all give it up, and a group that is given up ends with its network.
-
-Ways between stages are ordered by the parity of the earlier stage, so that each worker is in one pair at a time: all
-edges of a pipeline open in the time of four communicators, however many stages it has.
+communicators. All members form a group or all give it up, and a group that is given up ends with its network.
 """
 
 from __future__ import annotations
@@ -29,8 +25,8 @@ from .staging import TRAFFIC_TIMEOUT_S
 
 PURPOSES_THAT_SUM = ("stage", "evaluation", "reduce")
 _PURPOSES_WITH_WAYS = ("pipeline", "link")
+# The most blocks of a GPU that carry a message between stages: enough for a link, and few next to a computation.
 _EDGE_CTAS = 2
-"""The most blocks of a GPU that carry a message between stages: enough for a link, and few beside a computation."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -59,9 +55,11 @@ def communicators_of(keys: Iterable[GroupKey], worker_id: WorkerId, *, degree: i
     communicators: list[Communicator] = []
     for key in keys:
         if key.purpose in _PURPOSES_WITH_WAYS:
+            # The two workers of a link count as two stages of one device each.
             communicators += _ways(key, key.members.index(worker_id), 1 if key.purpose == "link" else degree)
         elif key.purpose in PURPOSES_THAT_SUM:
             communicators.append(Communicator(key, (0, 0, 0, 0), tuple(range(len(key.members)))))
+    # In one order for all workers, the first unopened one never waits in vain: its members are at it or approach it.
     return sorted(communicators)
 
 
@@ -71,7 +69,11 @@ def _ways(key: GroupKey, rank: int, degree: int) -> Iterator[Communicator]:
         second = first + degree
         if first >= 0 and second < len(key.members):
             stage, at = divmod(first, degree)
+            # Each direction has a communicator, since all messages between two members of one take turns on a single
+            # stream (`getKeySendRecv` in torch).
             for way, ranks in enumerate(((first, second), (second, first))):
+                # By parity first, each worker is in one pair at a time: all edges of a pipeline open in the time of
+                # four communicators, however many stages it has.
                 yield Communicator(key, (stage % 2, stage, at, way), ranks)
 
 
@@ -80,16 +82,12 @@ class NcclLibrary(Protocol):
 
     def identity(self, device: torch.device) -> str | None:
         """Return a GPU's globally unique id, or None for a device that NCCL cannot reach from here."""
-        ...
 
     def join(self, name: str, store: Store, rank: int, size: int, *, is_way: bool) -> object:
         """Return a member's process group, which connects on its first use."""
-        ...
 
 
 class TorchNccl:
-    """Torch's ProcessGroupNCCL."""
-
     def __init__(self, address: str) -> None:
         self._address = address
 
@@ -99,7 +97,8 @@ class TorchNccl:
     def join(self, name: str, store: Store, rank: int, size: int, *, is_way: bool) -> object:
         prepare_nccl(self._address)
         kind: Any = vars(dist)["ProcessGroupNCCL"]  # torch without CUDA has none
-        options = kind.Options(is_high_priority_stream=is_way)  # so that no sum shares its stream, as in `CopyStreams`
+        # A priority of their own keeps messages off the streams of sums, as in `CopyStreams`.
+        options = kind.Options(is_high_priority_stream=is_way)
         options._timeout = timedelta(seconds=TRAFFIC_TIMEOUT_S)
         if is_way:
             options.config.max_ctas = _EDGE_CTAS
@@ -107,8 +106,6 @@ class TorchNccl:
 
 
 class NcclOpener:
-    """Opens communicators for one worker."""
-
     def __init__(
         self, worker_id: WorkerId, device: torch.device, library: NcclLibrary, *, degree: int, owns_device: bool
     ) -> None:
@@ -138,6 +135,7 @@ class NcclOpener:
         own = members.index(self._worker_id)
         store = store_for(tuple(each for each in members if each != self._worker_id))
         prefixed = PrefixStore(wanted.name, store)
+        # A worker that shares its GPU sends no id. All members get the same ids, and so choose alike.
         identity = self._library.identity(self._device) if self._owns_device else None
         prefixed.set(f"gpu/{own}", identity or "")
         identities = [prefixed.get(f"gpu/{rank}").decode() or None for rank in range(len(members))]

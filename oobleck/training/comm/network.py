@@ -3,13 +3,10 @@
 Gloo cannot abandon a message: a thread that waits for a frozen peer waits for a day, and destroying its group waits
 for the thread. Only the end of the connection wakes it. Gloo does not expose its sockets, but each of its devices has
 an epoll instance, whose registered sockets the kernel lists. So each group has its own device, and when it ends, its
-connections are shut down: first for sending (a slower peer still receives everything), after a while for receiving.
+connections are shut down.
 
 A lazy device connects two members on the first message between them. It distinguishes connections by the peer's rank
 alone, which is one more reason not to share it.
-
-Gloo accepts every connection, waits forever for its first bytes, and ends the process when no descriptor is left. So a
-device listens only while a group is being formed; after that the kernel drops what strangers send.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from .listening import no_place_to_listen
 _GRACE_S = 1.0
 _POLL_S = 0.02
 _MOST_TRIES = 16
-_MISLEADING = ("TORCH_GLOO_LAZY_INIT", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")  # they would override `is_lazy`
+_MISLEADING = ("TORCH_GLOO_LAZY_INIT", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
 _SO_ATTACH_FILTER = 26  # socket(7); Python does not name it
 _DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # one instruction: keep 0 bytes
 _FILTER = struct.pack("HP", 1, ctypes.addressof(_DROP_ALL))
@@ -45,6 +42,7 @@ class Network:
 
     def __init__(self, address: str, *, is_lazy: bool = False) -> None:
         """Listen at an address. Raises ConfigError for an unusable one."""
+        # One at a time, since the new device is found by the descriptors that appear.
         with _opening:
             self._device, epoll = _open_and_find(address, is_lazy=is_lazy)
             # A descriptor of our own: the device may close its own early, and another file would get the number.
@@ -57,7 +55,8 @@ class Network:
     @contextmanager
     def forming(self) -> Iterator[object]:
         """Hold the device while a group connects through it. Raises RuntimeError once the network is over."""
-        with self._lock:  # a thread that was left behind may arrive late, and without a device Gloo ends the process
+        # A thread that was left behind may arrive late, and without a device Gloo ends the process.
+        with self._lock:
             if self.is_over:
                 raise RuntimeError("given up before it began")
             self._num_forming += 1
@@ -74,6 +73,8 @@ class Network:
 
     def close_door(self) -> None:
         """Accept no more connections, and keep the present ones. Has no effect if the kernel does not support it."""
+        # Gloo accepts every connection, waits forever for its first bytes, and ends the process when no descriptor is
+        # left. With this filter, the kernel drops what strangers send.
         for fd, inode in self._sockets(are_listening=True):
             _on_socket(fd, inode, lambda listener: listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _FILTER))
 
@@ -84,14 +85,17 @@ class Network:
         threading.Thread(target=self._end, daemon=True, name="end of a network").start()
 
     def _end(self) -> None:
+        # For sending first, so that a slower peer still receives everything.
         end_s = time.monotonic() + _GRACE_S
         num_open = self._shut(socket.SHUT_WR)
         while num_open and time.monotonic() < end_s:
             time.sleep(_POLL_S)
             num_open = len(self._sockets(are_listening=False))
+        # A thread that still forms the group may open more connections, and needs the device until it has failed.
         while self._shut(socket.SHUT_RDWR) or self._num_forming:
             time.sleep(_POLL_S)
-        for group in self._kept:  # one may have been formed after all were closed
+        # One may have been formed after all groups were closed.
+        for group in self._kept:
             group.close()
         self._kept.clear()
         self._device = None
@@ -114,6 +118,7 @@ class Network:
 
 def open_device(address: str, *, is_lazy: bool = False) -> object:
     """Open a Gloo device at an address, host name or network interface. Raises ConfigError if none can listen there."""
+    # These variables would override `is_lazy`.
     for name in _MISLEADING:
         os.environ.pop(name, None)
     try:
@@ -164,6 +169,7 @@ def _is_listening(fd: int, inode: int) -> bool:
 def _on_socket(fd: int, inode: int, act: Callable[[socket.socket], Any]) -> Any:
     """Act on Gloo's socket and return the outcome; do nothing if it was closed and its descriptor used for another."""
     with suppress(OSError):
+        # The duplicate is checked and used, since Gloo may close its own descriptor at any moment.
         duplicate = os.dup(fd)
         if os.fstat(duplicate).st_ino != inode:
             os.close(duplicate)

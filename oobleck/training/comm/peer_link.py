@@ -42,7 +42,6 @@ class Link:
         self.is_proven = False
         """Whether the other side has proved that it belongs to the run."""
         self.is_broken = False
-        """Whether it cannot carry anything any more."""
         self.is_ending = False
         """Whether this side has sent its LinkEnd."""
         self.is_used = True
@@ -71,12 +70,14 @@ class Link:
 
     def open(self) -> None:
         """Connect, or challenge the caller."""
+        # Nagle's algorithm would hold a short message back until the one before it is acknowledged.
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._callee is not None:
             try:
                 self._sock.connect((self._callee.host, self._callee.port))
             except BlockingIOError:
-                pass  # the outcome shows in a later read
+                # The outcome shows in a later read.
+                pass
             except OSError:
                 self.is_broken = True
         self._poll.register(self.fd, select.EPOLLIN)
@@ -99,10 +100,10 @@ class Link:
             self._say(protocol.LinkEnd())
 
     def flush(self) -> None:
-        """Write as many waiting bytes as possible."""
         try:
             while self._out:
                 del self._out[: self._sock.send(self._out)]
+            # Only once nothing waits any more: the LinkEnd is the last message.
             if self.is_ending:
                 self._sock.shutdown(socket.SHUT_WR)
         except BlockingIOError:
@@ -110,6 +111,7 @@ class Link:
         except OSError:
             self.is_broken = True
             return
+        # A socket is almost always writable: asking for that with nothing to write would wake the thread without end.
         if bool(self._out) != self._waits_to_write:
             self._waits_to_write = not self._waits_to_write
             self._poll.modify(self.fd, select.EPOLLIN | (select.EPOLLOUT if self._out else 0))
@@ -170,6 +172,7 @@ class Link:
 
     def _admit(self, hello: protocol.LinkHello) -> None:
         caller = protocol.WorkerAddress(worker_id=hello.worker_id, host=hello.host, port=hello.port)
+        # Set before the check, whose error names the peer.
         self._peer = hello.host, hello.port
         ticket, nonces = self._own.ticket, (self._nonce, hello.nonce)
         self._check(hello.proof, _proof(ticket, "caller", nonces, caller))
@@ -179,7 +182,9 @@ class Link:
 
     def _begin(self) -> None:
         self.is_proven = True
-        if self._callee is None:  # the decoder is empty: a caller sends nothing between its hello and the answer
+        # Until now, only short frames were accepted of a caller. The decoder to replace is empty, since a caller sends
+        # nothing between its hello and the answer.
+        if self._callee is None:
             self._decoder = FrameDecoder(protocol.LinkMessage)
         self._out += self._held
         self._held.clear()
@@ -192,5 +197,6 @@ class Link:
 
 def _proof(ticket: bytes, role: str, nonces: tuple[bytes, bytes], caller: protocol.WorkerAddress) -> bytes:
     """Return the proof that a side knows the listener's ticket, valid for this connection alone."""
+    # Without the role both proofs would be equal, and a stranger that listens could return the caller's own.
     identity = (role, caller.worker_id, caller.host, caller.port)
     return hmac.digest(ticket, repr((*identity, *nonces)).encode(), "sha256")

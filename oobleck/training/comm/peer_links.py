@@ -65,7 +65,7 @@ class PeerLinks:
         self.address = WorkerAddress(
             worker_id=worker_id, host=host, port=port, ticket=secrets.token_bytes(_TICKET_BYTES)
         )
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # taken again where `close` wakes the thread
         self._addresses: dict[WorkerId, WorkerAddress] = {}
         self._links: dict[int, Link] = {}  # all connections, keyed by descriptor
         self._bound: dict[WorkerId, Link] = {}  # the connection on which messages to a peer are sent
@@ -99,6 +99,7 @@ class PeerLinks:
             link = self._bound.get(worker_id) or self._dial(worker_id)
             link.send(message)
             is_broken = link.is_broken
+        # The reading thread closes it, since that alone may call `lost`.
         if is_broken:
             self._wake()
 
@@ -120,6 +121,7 @@ class PeerLinks:
         """End the links that have carried nothing since the last call. New ones are made on demand."""
         with self._lock:
             for link in list(self._bound.values()):
+                # A link whose proofs are under way may still hold messages.
                 if link.is_used or not link.is_proven:
                     link.is_used = False
                 else:
@@ -147,6 +149,7 @@ class PeerLinks:
         if callee is None or self._is_closed:
             raise PeerLost(f"{worker_id} cannot be reached: its address is not known")
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        # Bound before it is proven, so that the next messages wait on the same link and stay in order.
         link = self._bound[worker_id] = Link(sock, self._poll, own=self.address, callee=callee)
         self._open(link)
         return link
@@ -167,6 +170,7 @@ class PeerLinks:
 
     def _end(self, link: Link) -> None:
         """Send a LinkEnd, and continue to read until the other side has sent its own."""
+        # No message may follow a LinkEnd: the next one to this peer takes a new link.
         self._unbind(link)
         link.end()
 
@@ -190,6 +194,7 @@ class PeerLinks:
                 else:
                     self._serve(fd, events)
             self._drop_broken()
+        # Under the lock, so that `_wake` never writes to a descriptor that is closed, or another file's by now.
         with self._lock:
             self._drop_all(list(self._links.values()))
             self._listener.close()
@@ -202,13 +207,15 @@ class PeerLinks:
     def _wake(self) -> None:
         with self._lock:
             if self._wake_write is not None:
-                with suppress(BlockingIOError):
+                with suppress(BlockingIOError):  # a full pipe wakes the thread as well
                     os.write(self._wake_write, b"\0")
 
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # the caller has hung up, or there are no descriptors left: pause
+        except OSError:
+            # The caller has hung up, or there are no descriptors left. In the latter case the listener stays readable,
+            # and would keep this thread busy without the pause.
             time.sleep(_PAUSE_S)
             return
         with self._lock:
@@ -225,6 +232,7 @@ class PeerLinks:
             if any(isinstance(message, LinkEnd) for message in messages):
                 self._end(link)
             self._bind(link)
+        # Without the lock, so that a handler never delays threads that send.
         for message in messages:
             if not isinstance(message, LinkEnd):
                 assert link.worker_id is not None

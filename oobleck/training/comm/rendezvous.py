@@ -1,8 +1,8 @@
 """How the members of a group find each other while it is formed: a `torch.distributed.Store` that opens no port.
 
 One rank writes each key, once, and its readers are known beforehand. So there is no server: a value is pushed to its
-readers, and each worker reads its own table. A key begins with its group's name. The table drops it once the group is
-formed, or once a plan newer than the key's is in force.
+readers, and each worker reads its own table. The table drops a key once its group is formed, or once a plan newer than
+the key's is in force.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class RendezvousTable:
     def put(self, key: str, value: bytes, *, generation: int) -> None:
         """Store a value. Any thread may call this."""
         with self._changed:
+            # A value may arrive after a newer plan has taken effect, and would stay: its group is never formed.
             if generation >= self._oldest:
                 self._values[key] = generation, value
                 self._changed.notify_all()
@@ -48,12 +49,10 @@ class RendezvousTable:
         return len(self._values)
 
     def has(self, keys: list[str]) -> bool:
-        """Return whether all keys have values."""
         with self._changed:
             return all(key in self._values for key in keys)
 
     def forget(self, groups: Collection[str]) -> None:
-        """Drop the keys of groups that are formed."""
         with self._changed:
             self._values = {key: value for key, value in self._values.items() if _group_of(key) not in groups}
 
@@ -65,6 +64,7 @@ class RendezvousTable:
 
 
 def _group_of(key: str) -> str:
+    # A key begins with its group's name, which has three parts (`GroupKey.name`).
     return "/".join(key.split("/", 3)[:3])
 
 

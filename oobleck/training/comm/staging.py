@@ -2,9 +2,7 @@
 
 Gloo's sends and receives access a tensor's address as host memory, and its sums copy a GPU's tensors on streams whose
 waits cannot be interrupted. So this module copies tensors itself, on streams separate from the computing one
-(`CopyStreams`). A `Courier` waits for each copy on its own thread, since the training thread must launch the next
-computation, and then hands the copy to Gloo. Nothing is kept longer than until the receiver has it. All of this also
-works, needlessly, for tensors on the CPU.
+(`CopyStreams`), and a `Courier` hands each copy to Gloo. All of this also works, needlessly, for tensors on the CPU.
 """
 
 from __future__ import annotations
@@ -27,11 +25,8 @@ TRAFFIC_TIMEOUT_S = 24 * 3600.0
 
 
 class Pending(Protocol):
-    """A message in progress."""
-
     def wait(self) -> object:
         """Block until it has arrived, or its tensor may change again. Raises RuntimeError when a peer is gone."""
-        ...
 
 
 class Message:
@@ -49,6 +44,7 @@ class Message:
 
 def host_room(tensor: torch.Tensor) -> torch.Tensor:
     """Allocate host memory for a tensor's values, pinned if the tensor is on a GPU."""
+    # CUDA copies asynchronously only from and to pinned memory.
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
@@ -64,11 +60,11 @@ class CopyStreams:
 
     @classmethod
     def on(cls, device: torch.device) -> CopyStreams | None:
-        """Return the streams of a GPU, or None for a CPU."""
         return cls(device) if device.type == "cuda" else None
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate the target of a copy in, in memory that no earlier computation still uses."""
+        """Allocate the target of a copy in."""
+        # On the computing stream, the allocator could return memory that computation launched earlier still uses.
         with torch.cuda.stream(self._inward):
             return torch.empty(shape, dtype=dtype, device=self._device)
 
@@ -133,7 +129,6 @@ class DeviceSave:
 
     @classmethod
     def on(cls, device: torch.device) -> DeviceSave | None:
-        """Return the copies of a GPU's state, or None for a CPU."""
         return cls(device) if device.type == "cuda" else None
 
     def mark(self) -> None:
@@ -186,10 +181,7 @@ class HostCopy:
 
 
 class Posting:
-    """A message that is posted as soon as its copy is in host memory, and kept until it was sent.
-
-    One thread calls `run` and another `sweep`, so that a send whose receiver is slow does not delay others.
-    """
+    """A message that is posted as soon as its copy is in host memory, and kept until it was sent."""
 
     def __init__(self, copy: HostCopy, post: Callable[[torch.Tensor], Pending]) -> None:
         self._copy = copy
@@ -271,7 +263,8 @@ class Courier:
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
-            del task  # it holds the tensor that it has sent, which must not outlive it while this waits for the next
+            # It holds the tensor that it has sent, which would stay allocated while this waits for the next task.
+            del task
 
 
 class GlooSum:
@@ -327,4 +320,5 @@ class StagedSum:
             self._sum = GlooSum(self._post(self._copy.wait()), self._announce)
         except RuntimeError as error:
             self._failure = error
-        self._announce()  # the sum may have completed before `is_done` could see that it was posted
+        # The sum may have completed, and announced that, before `is_done` could see that it was posted.
+        self._announce()

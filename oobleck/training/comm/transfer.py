@@ -1,11 +1,8 @@
 """Transfers of layers: their state travels in chunks from the workers that hold it to those that lack it.
 
-A layer's state is a sequence of tensors, equal on all sides, treated as one row of elements. A few chunks at a time are
-copied out of the source's tensors and into the target's new ones, so that a worker needs memory only for the layers
-that it receives and `WINDOW_BYTES` in each direction. The chunks of an exchange have one order, which alternates
-between sources. All workers send and receive in that order, so the lowest outstanding chunk is always in progress,
-whatever the windows are. A worker knows its own transfers only, in the global order. Each pair of workers is a group,
-and numbers its own chunks.
+A layer's state is a sequence of tensors, equal on all sides, treated as one row of elements. Beyond the layers that it
+receives, a worker needs memory for `WINDOW_BYTES` in each direction. A worker knows its own transfers only, in the
+global order of all.
 """
 
 from __future__ import annotations
@@ -74,6 +71,7 @@ def exchange_layers(
     held = {layer: _Row(state_of(layer)) for layer in _layers_of(outgoing)}
     received = {layer: empty_state(layer) for layer in _layers_of(incoming)}
     rows = {layer: _Row(state) for layer, state in received.items()}
+    # Both directions run at once: two workers that send to each other first would each wait for the other to receive.
     waiter.call_all(
         [
             lambda: _send(group_of, outgoing, held),
@@ -103,7 +101,10 @@ def cut_into_chunks(
         firsts = range(start, end, max_elements)
         pieces.append([(item, first, min(first + max_elements, end)) for first in firsts])
     chunks: list[Chunk] = []
+    # A pair of workers is a group and numbers its own chunks, so both find the tags from their own transfers alone.
     sent: Counter[tuple[WorkerId, WorkerId]] = Counter()
+    # All workers send and receive in this order, so the lowest outstanding chunk is always in progress, whatever the
+    # windows are.
     for item, first, stop in filter(None, chain.from_iterable(zip_longest(*pieces))):
         chunks.append(Chunk(item, first, stop, sent[item.source, item.target]))
         sent[item.source, item.target] += 1
@@ -156,6 +157,7 @@ class _Row:
 def _send(group_of: Callable[[LayerTransfer], Group], chunks: Sequence[Chunk], rows: Mapping[int, _Row]) -> None:
     posted: deque[tuple[Pending, torch.Tensor]] = deque()
     for chunk in chunks:
+        # The window bounds the memory of copies, which must live until their receivers have them.
         if len(posted) >= WINDOW_BYTES // CHUNK_BYTES:
             _wait(posted.popleft()[0])
         tensor = rows[chunk.transfer.layer].read(chunk.first, chunk.stop)

@@ -92,8 +92,10 @@ class Waiter:
         """
         began_s = time.monotonic()
         self.waits_for = tuple(waits_for)
+        # Marks are replaced as a whole, because the control thread reads them without the lock.
         self.mark = replace(self.mark, waits=True, begun=self.mark.begun + 1)
         with self._changed:
+            # With `poll_s`, this returns False at each interval.
             while not self._changed.wait_for(lambda: ready() or interrupted(), poll_s):
                 pass
             self.waits_for = ()
@@ -107,10 +109,7 @@ class Waiter:
                 raise Interrupted
 
     def call(self, blocking: Callable[[], T], interrupted: Callable[[], bool], waits_for: Iterable[WorkerId] = ()) -> T:
-        """Call `blocking` on a thread of its own, and return its outcome or raise its error.
-
-        Raises Interrupted once `interrupted`, and leaves the thread behind. `waits_for` as in `wait`.
-        """
+        """Call `blocking` on a thread of its own; return its outcome or raise its error. Otherwise as `call_all`."""
         (outcome,) = self.call_all([blocking], interrupted, waits_for)
         return outcome
 
@@ -149,6 +148,7 @@ class Waiter:
                 raise calls.failures[0]
             return [calls.outcomes[index] for index in range(calls.number)]
         finally:
-            with self._changed:  # the traceback of a kept error would keep the objects of the wait alive
+            # Threads left behind keep `calls`; the traceback of an error in it would keep this wait's objects alive.
+            with self._changed:
                 calls.are_over = True
                 calls.failures.clear()

@@ -1,8 +1,7 @@
 """Batches for a model: named tensors and the labels to predict, and the masking of masked language models.
 
-Masking follows Devlin et al., "BERT", NAACL 2019, section 3.1: of the chosen tokens, 80 % become the mask token, 10 %
-another token, and 10 % stay. We differ in one point: all samples of a length have exactly the same number of chosen
-tokens. The choice depends on (seed, step, sample) alone.
+Masking follows Devlin et al., "BERT", NAACL 2019, section 3.1. We differ in one point: all samples of a length have
+exactly the same number of chosen tokens. The choice depends on (seed, step, sample) alone.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ class Batch:
     is_causal: bool = True
     """Whether the model shifts labels, so that each sample's first label predicts nothing."""
     counted: int | None = None
-    """`num_items`, if already known."""
 
     @property
     def num_items(self) -> int:
@@ -46,20 +44,18 @@ class Batch:
         return int((labels != IGNORED_LABEL).sum())
 
     def to(self, device: torch.device) -> Batch:
-        """Return the batch on `device`."""
         return Batch(
             input_ids=self.input_ids.to(device, non_blocking=True),
             labels=self.labels.to(device, non_blocking=True),
             others={name: tensor.to(device, non_blocking=True) for name, tensor in self.others.items()},
             is_causal=self.is_causal,
+            # Counted before the copy: on a GPU, counting would wait for everything launched so far.
             counted=self.num_items,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Masking:
-    """How samples are masked."""
-
     seed: int
     probability: float
     mask_id: int
@@ -83,6 +79,7 @@ class Masking:
             fate = torch.rand(count, generator=generator)
             others = torch.randint(0, self.vocab_size, (count,), generator=generator)
             labels[row, chosen] = samples[row, chosen]
+            # 80 % of the chosen tokens become the mask token, 10 % another token, and 10 % stay.
             stays = torch.where(fate < 0.9, others, samples[row, chosen])
             inputs[row, chosen] = torch.where(fate < 0.8, torch.full_like(others, self.mask_id), stays)
         return Batch(input_ids=inputs, labels=labels, is_causal=False)

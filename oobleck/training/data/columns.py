@@ -44,10 +44,8 @@ def states_default(name: str, tokens: _Array, values: _Array) -> bool:
 
 
 def problem_with_columns(names: Iterable[str], *, holds_list: Callable[[str], bool]) -> str | None:
-    """Return what is wrong with the columns next to a text, or None.
-
-    A language model does not need the label of a whole text, but it needs one for each token.
-    """
+    """Return what is wrong with the columns next to a text, or None."""
+    # A language model does not need the label of a whole text, but it needs one for each token.
     for name in names:
         if name in _OF_TOKENS and holds_list(name):
             return (

@@ -63,7 +63,6 @@ class Corpus:
 
     @property
     def mask_id(self) -> int | None:
-        """The mask token, if the tokenizer has one."""
         return tokenizing.mask_token_id(Tokenizer.from_file(str(self.tokenizer_path)))
 
     def rows(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -124,10 +123,12 @@ def _make(data: DataSpec, documents: Sequence[str], directory: Path) -> None:
 
     unfinished = directory.with_suffix(f".{os.getpid()}")
     try:
-        unfinished.mkdir(exist_ok=True)  # a killed process may have had the same id
+        # A killed process may have had the same id.
+        unfinished.mkdir(exist_ok=True)
         np.save(unfinished / _TOKENS, samples)
         write_in_place(unfinished / _TOKENIZER, tokenizer.to_str(pretty=True))
         write_in_place(unfinished / _MANIFEST, json.dumps(manifest))
+        # A damaged corpus may be there, and a directory cannot be renamed onto one that is not empty.
         shutil.rmtree(directory, ignore_errors=True)
         unfinished.rename(directory)
     except OSError as error:
@@ -143,6 +144,7 @@ def _load(directory: Path) -> Corpus | None:
         tokens = np.load(directory / _TOKENS, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError):
         return None
+    # Nothing syncs the files to disk, so a crash of the machine may leave damaged ones.
     if tokens.ndim != 2 or samples_digest(tokens) != manifest["digest"]:
         return None
     return Corpus(
@@ -170,6 +172,7 @@ def _locked(path: Path) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
+                # A blocking `flock` would have no timeout.
                 if time.monotonic() > deadline:
                     problem = f"{path} has been locked by another process for {_LOCK_TIMEOUT_S:.0f} s"
                     raise ResourceLost(problem) from None

@@ -1,7 +1,6 @@
 """The data to train on: samples by index, as tensors.
 
-Some samples may be held out for evaluation. The choice depends on the number of samples alone, so it is the same for
-every seed, every set of nodes, and every run that resumes from a checkpoint.
+Some samples may be held out for evaluation.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ from .text import open_table
 from .token_files import TokenFiles, holds_tokens
 from .tuning_rows import TuningRows
 
+# An epoch that no training has. Its permutation chooses the samples for evaluation.
 _SPLIT = -1
-"""An epoch that no training has. Its permutation chooses the samples for evaluation."""
-
 
 Source = Corpus | TokenFiles | ShardSource
 """A source of samples that are rows of tokens."""
@@ -41,19 +39,15 @@ class StepOrder(Protocol):
 
     def __call__(self, step: int) -> Sequence[int]:
         """Return the numbers of a step's samples, in order; the last step of an epoch may have fewer."""
-        ...
 
     def epoch_of(self, step: int) -> tuple[int, int]:
         """Return a step's epoch, and the step's number in it, from 0."""
-        ...
 
     def first_step(self, epoch: int) -> int:
         """Return the first step of an epoch."""
-        ...
 
     def digest(self, epoch: int) -> str:
         """Digest the order of an epoch's samples."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +119,7 @@ class Dataset:
         """Return samples side by side in the order of `indices`, on the CPU, and masked for a step if required."""
         numbers = list(indices)
         if self.part is not None:
+            # Not with the job's seed, so that the split is the same for every seed, and in a run that resumes another.
             numbers = permuted(0, _SPLIT, [self.part[index] for index in numbers], self.source.num_samples)
         if isinstance(self.source, CollatedSamples):
             return self.source.batch(numbers, self.inputs, step=step)
@@ -134,7 +129,8 @@ class Dataset:
         if isinstance(self.source, ScriptStream | TuningRows):
             return self._side_by_side([self.source.sample(number, self.inputs) for number in numbers], numbers, step)
         input_ids = torch.from_numpy(self.source.rows(numbers))
-        if (is_filler := input_ids < 0).any():  # a record is shorter than a sample, or there is none
+        # Fillers are negative: a record may be shorter than a sample, or missing.
+        if (is_filler := input_ids < 0).any():
             labels = input_ids.masked_fill(is_filler, IGNORED_LABEL)
             tokens = input_ids.masked_fill(is_filler, 0)
             return Batch(input_ids=tokens, labels=labels, is_causal=self.inputs.shifts_labels)
@@ -175,10 +171,7 @@ class Dataset:
         return replace(self, masking=masking)
 
     def split(self, share: float) -> tuple[Dataset, Dataset | None]:
-        """Hold a share of the samples out for evaluation; return the rest, and the held-out samples, if any.
-
-        Raises ConfigError if no samples would be left to train on.
-        """
+        """Return the samples to train on, and the held-out ones, if any. Raises ConfigError if there are too few."""
         if not share:
             return self, None
         total = self.source.num_samples

@@ -42,12 +42,10 @@ class Records:
     # --- control thread ------------------------------------------------------------------------------------
 
     def put(self, records: StepRecords) -> None:
-        """Note the records of a step."""
         self._by_step[records.assignment_version, records.step] = records
         self._announce()
 
     def end(self, over: RecordsOver) -> None:
-        """Note which step is the last."""
         self._over[over.assignment_version] = over
         self._announce()
 
@@ -61,7 +59,6 @@ class Records:
                 self._by_step.pop(known, None)
 
     def is_told(self, step: int) -> bool:
-        """Return whether the records of a step are known."""
         return (self._assignment_version, step) in self._by_step
 
     def over_after(self, step: int) -> RecordsOver | None:
@@ -95,5 +92,4 @@ class Records:
         return next(iter(self._located))
 
     def locate(self, number: int) -> RecordLocation:
-        """Return the location of one of the step's records."""
         return self._located[number]

@@ -19,8 +19,8 @@ from oobleck.job import DataSpec
 from .columns import problem_with_columns
 from .shard_reader import NO_TOKEN, Extent, RecordText
 
+# An id is a time in milliseconds, for which 43 bits suffice until the year 2248, and a number within it.
 _SEQUENCE_BITS = 20
-"""An id is a time in milliseconds, for which 43 bits suffice until the year 2248, and a number within it."""
 _TIMEOUT_S = 5.0
 _TOKENS = "tokens"
 
@@ -55,7 +55,7 @@ class RedisShard:
         )
 
     def survey(self, start: int, limit: int) -> Extent:
-        """See `ShardReader`."""
+        # Asked before the entries, or one that is written between the two commands would be missed.
         is_complete = not self._data.follow or bool(self._ask("exists", f"{self._key}:end"))
         entries = self._ask("xrange", self._key, min=entry_id(start), max="+", count=limit)
         bounds, items = [start], []
@@ -64,6 +64,7 @@ class RedisShard:
                 position = position_of(identity)
                 items.append(int((self._row(fields) != NO_TOKEN).sum()) - 1)
             except ShardUnreadable:
+                # The records before it are reported first.
                 if items:
                     return Extent(bounds=tuple(bounds), items=tuple(items))
                 raise
@@ -71,7 +72,6 @@ class RedisShard:
         return Extent(bounds=tuple(bounds), items=tuple(items), is_end=is_complete and len(entries) < limit)
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """See `ShardReader`."""
         identity = entry_id(stop - 1)
         entries = self._ask("xrange", self._key, min=identity, max=identity, count=1)
         if not entries:

@@ -3,8 +3,7 @@
 A sample has tokens, labels, and further arguments of the model's forward. No column is dropped: one that the model
 does not take is an error, unless it only states the default.
 
-Padding is at the end, with ignored labels. An attention mask hides it from the other tokens; where positions divide a
-sample into documents, padding is a document of its own.
+Padding is at the end, with ignored labels. An attention mask hides it from the other tokens, or positions do.
 """
 
 from __future__ import annotations
@@ -57,8 +56,6 @@ class ModelInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One sample, not yet padded."""
-
     tokens: Array
     labels: Array | None = None
     """One for each token, or one for the sample; None if its tokens, or some of them, are predicted."""
@@ -112,7 +109,8 @@ def side_by_side(samples: Sequence[Sample], inputs: ModelInputs, *, length: int)
             _check_documents(positions, mask, inputs)
     others = {name: _stacked(name, rows, samples, length) for name, rows in columns.items()}
     if _MASK in others and others[_MASK].ndim == 2 and bool((others[_MASK] == 1).all()):
-        del others[_MASK]  # it hides nothing, and without it the model may take a faster path
+        # It hides nothing, and without it the model may take a faster path.
+        del others[_MASK]
     return Batch(
         input_ids=torch.from_numpy(np.stack([_padded(s.tokens, length, inputs.pad_id or 0) for s in samples])),
         labels=_labels_of(samples, length),
@@ -164,7 +162,8 @@ def _checked(name: str, values: Array, *, is_short: bool) -> Array:
 def _check_documents(positions: Array | None, mask: Array | None, inputs: ModelInputs) -> None:
     """Raise ConfigError if the documents of a sample would attend to each other."""
     if positions is None or positions.ndim != 1 or (mask is not None and mask.ndim > 1):
-        return  # such a mask itself defines which tokens attend to which
+        # A mask of two or more dimensions itself defines which tokens attend to which.
+        return
     if mask is not None and mask.shape == positions.shape:
         positions = positions[mask != 0]
     if not len(_starts(positions)):
@@ -185,6 +184,7 @@ def _hides_padding(names: set[str], inputs: ModelInputs) -> set[str]:
     """Return the further columns that hide padding."""
     if inputs.pad_id is None:
         raise ConfigError("a sample is shorter than data.sequence_length; set model.config.pad_token_id to pad it")
+    # Where positions divide a sample into documents, padding is a document of its own.
     if _POSITIONS in names and _MASK not in names and inputs.separates_documents():
         return set()
     if _MASK not in inputs.names:

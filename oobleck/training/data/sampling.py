@@ -3,8 +3,7 @@
 Step k takes positions (k - 1)·B to k·B - 1 of an endless sequence, in which each epoch of `num_samples` positions is a
 permutation of all samples. A Feistel network computes single values of the permutation, over the smallest even number
 of bits that holds every index, with cycle walking for the indices beyond (Black and Rogaway, "Ciphers with Arbitrary
-Finite Domains", CT-RSA 2002, section 4). It has no state, needs O(1) memory, and walks less than four rounds for an
-index on average, because the network's domain is less than four times the number of samples.
+Finite Domains", CT-RSA 2002, section 4). It has no state and needs O(1) memory.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import numpy.typing as npt
 Indices = npt.NDArray[np.uint64]
 
 _NUM_ROUNDS = 6
+# From MurmurHash3's 64-bit finaliser, by Austin Appleby (public domain).
 _MULTIPLIERS = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))
-"""The multipliers of MurmurHash3's 64-bit finaliser, by Austin Appleby (public domain)."""
 
 
 def samples_of_step(seed: int, step: int, global_batch_size: int, num_samples: int) -> tuple[int, ...]:
@@ -45,6 +44,7 @@ def permuted(seed: int, epoch: int, positions: Sequence[int], num_samples: int) 
     keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
     values = np.array(positions, dtype=np.uint64)
     outside = np.ones(len(values), dtype=bool)
+    # The domain is less than four times the number of samples, so an index walks less than four rounds on average.
     while outside.any():
         values[outside] = _feistel(values[outside], keys, np.uint64(half_bits))
         outside = values >= num_samples

@@ -95,8 +95,6 @@ class ScriptSamples:
 
 
 class CollatedSamples:
-    """A source of microbatches."""
-
     mask_id = None
 
     def __init__(
@@ -115,11 +113,9 @@ class CollatedSamples:
         self.digest = _digest_of(samples, lambda _: 0, place=place)
 
     def batch(self, numbers: Sequence[int], inputs: ModelInputs, *, step: int) -> Batch:
-        """Return samples side by side, those that are `NO_SAMPLE` last and with ignored labels.
-
-        Raises ConfigError if they do not fit the model.
-        """
+        """Return samples side by side, fillers for `NO_SAMPLE` last. Raises ConfigError if one does not fit."""
         real = [number for number in numbers if number != NO_SAMPLE]
+        # A microbatch without samples still needs a row to fill it with.
         rows = self._rows(real or [0], inputs, step)
         rows = [*rows[: len(real)], *[ignored(rows[0], inputs)] * (len(numbers) - len(real))]
         with blaming(self._place_of(real)):
@@ -131,6 +127,7 @@ class CollatedSamples:
             self.batch([number], inputs, step=0)
 
     def _rows(self, numbers: Sequence[int], inputs: ModelInputs, step: int) -> list[Sample]:
+        # Whoever reads a microbatch reads the same samples, so the first one's number stands for all of them.
         seed = derive_seed(self._seed, "collated", step, numbers[0])
         with blaming(self._place_of(numbers)), drawing_alike(seed):
             columns = dict(self._collate([self._samples[number] for number in numbers]))
@@ -206,10 +203,10 @@ def _from_all_over(num_samples: int, count: int) -> list[int]:
 def try_collator(samples: Any, collate: Collate, *, place: str) -> None:
     """Raise ConfigError if samples or collated rows depend on earlier calls, or rows on other rows.
 
-    `samples` is a sequence, and `place` names it. Reads a few samples a few times. Ignores code that does not run,
-    since its errors are reported when the samples are read.
+    `samples` is a sequence, and `place` names it. Reads a few samples a few times.
     """
     numbers = _from_all_over(len(samples), _TRIED_SAMPLES)
+    # Errors of the user's code are reported where its samples are read.
     with suppress(LookupError, TypeError, ValueError, RuntimeError, ArithmeticError, AttributeError):
         if (fault := _fault_of_samples(samples, numbers)) is None:
             items = [samples[number] for number in numbers]
@@ -255,7 +252,8 @@ def _fault_of_rows(items: Sequence[Any], collate: Collate) -> str | None:
     if not all(map(_are_equal, together, again)):
         return f"data_collator returns other rows when it is called again with the same samples, and {_ASKED_AGAIN}"
     if drawn is not None or any(has_drawn is not None for _, has_drawn in alone):
-        return _fault_of_drawn_rows(items, collate)  # what is drawn depends on how many rows there are
+        # Rows differ by what was drawn for them, which depends on how many rows there are.
+        return _fault_of_drawn_rows(items, collate)
     for row, (rows, _) in zip(together, alone, strict=True):
         if not _are_equal(row, rows[0]) and not _is_padded(row, rows[0]):
             return _MIXED
@@ -263,7 +261,7 @@ def _fault_of_rows(items: Sequence[Any], collate: Collate) -> str | None:
 
 
 def _fault_of_drawn_rows(items: Sequence[Any], collate: Collate) -> str | None:
-    """Compare a row beside others with the same beside itself, where as many random numbers are drawn for both."""
+    """Compare a row among others with the same row among copies of itself, if both draw equally many numbers."""
     first, *others = items
     alike = [first, *(each for each in others if _form_of(each) == _form_of(first))]
     rows, drawn = _collated(alike, collate)
@@ -277,7 +275,7 @@ def _fault_of_drawn_rows(items: Sequence[Any], collate: Collate) -> str | None:
 
 
 def _form_of(item: Any) -> object:
-    """What an item is but for its numbers: names and shapes."""
+    """Return the names and shapes of an item's values."""
     named = item.items() if isinstance(item, Mapping) else [("", item)]
     return sorted((str(name), np.shape(value)) for name, value in named)
 

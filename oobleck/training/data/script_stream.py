@@ -23,10 +23,10 @@ from .script_data import check_alone, numbers_in, read_item
 from .shard_reader import Extent
 
 _PLACE = "the script's data"
+# Samples read at the start, to check that they fit the model, and are the same on all nodes.
 _CHECKED_SAMPLES = 4
-"""Samples read at the start, to check that they fit the model, and are the same on all nodes."""
+# A survey reports after this time, since a slow source must not look like a worker that does not answer.
 _SURVEY_S = 2.0
-"""The duration after which a survey reports: a slow source must not look like a worker that does not answer."""
 
 
 class ScriptStream:
@@ -37,10 +37,7 @@ class ScriptStream:
     num_samples = 0  # known beforehand
 
     def __init__(self, make: Callable[[], Any], *, sequence_length: int, vocab_size: int, num_kept: int) -> None:
-        """`make` returns a new iterable each time. `num_kept` samples stay in memory.
-
-        Raises ConfigError if there is no sample.
-        """
+        """`make` returns a new iterable each time; `num_kept` samples stay in memory. Raises ConfigError if empty."""
         self.records = Records()
         self.sequence_length = sequence_length
         self.vocab_size = vocab_size
@@ -54,7 +51,7 @@ class ScriptStream:
         self.digest = self._digest_of_first()
 
     def reopened(self) -> ScriptStream:
-        """Return itself, for another thread to survey."""
+        # A second stream would have to iterate over all samples again.
         return self
 
     def survey(self, shard: int, start: int, limit: int) -> Extent:
@@ -65,6 +62,7 @@ class ScriptStream:
             try:
                 is_there = self._has(bounds[-1])
             except ShardUnreadable as error:
+                # The records before it are reported first.
                 if len(bounds) == 1:
                     raise error.of(shard, start) from error
                 break
@@ -103,7 +101,6 @@ class ScriptStream:
         return read_item(item, inputs, place=place, length=self.sequence_length, vocab_size=self.vocab_size)
 
     def _has(self, position: int) -> bool:
-        """Return whether there is a sample at a position. Raises ShardUnreadable."""
         with self._lock:
             return self._reach(position)
 
@@ -139,11 +136,12 @@ class ScriptStream:
         except StopIteration:
             self._items, self._end = None, self._next
             return False
-        # As above. An iterator that has failed is over.
+        # As above. An iterator that has failed cannot be continued.
         except Exception as error:
             self._items = None
             raise ShardUnreadable(f"{_PLACE}: sample {self._next}: {type(error).__name__}: {error}") from error
         self._kept[self._next] = item
+        # After a new beginning it may be here already, in a place from which it would be dropped next.
         self._kept.move_to_end(self._next)
         self._next += 1
         if len(self._kept) > self._num_kept:

@@ -61,11 +61,13 @@ class TokenShard:
         if path.suffix == ".npy":
             self._dtype, self._offset, self._num_tokens = _npy_header(path)
         self._row_bytes = self._length * self._dtype.itemsize
+        # The header of a .npy file fixes its number of tokens, so it cannot grow.
         self._file = _File(path, follows=data.follow and path.suffix != ".npy")
 
     def survey(self, start: int, limit: int) -> Extent:
         """See `ShardReader`. An incomplete row at the end is dropped."""
-        is_complete = self._file.is_complete()  # before the size, or a write between the two is missed
+        # Before the size, or a write between the two would be missed.
+        is_complete = self._file.is_complete()
         num_tokens = self._num_tokens
         if num_tokens is None:
             num_tokens = self._file.size() // self._dtype.itemsize
@@ -76,7 +78,6 @@ class TokenShard:
         return Extent(bounds=tuple(range(start, stop + 1)), is_end=is_complete and stop == num_rows)
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """See `ShardReader`."""
         assert stop == start + 1, (start, stop)
         offset = self._offset + start * self._row_bytes
         content = self._file.read(offset, offset + self._row_bytes)
@@ -106,7 +107,7 @@ class LineShard:
 
     def survey(self, start: int, limit: int) -> Extent:
         """See `ShardReader`. An unterminated last line is a record once the file is complete."""
-        is_complete = self._file.is_complete()  # before the size, or a write between the two is missed
+        is_complete = self._file.is_complete()  # before the size, as in `TokenShard`
         size = self._file.size()
         if size < start:
             raise ShardUnreadable(f"it has {size} bytes, and had {start} before")
@@ -117,7 +118,8 @@ class LineShard:
             try:
                 items.append(self._text.num_items(self._text_of(line)))
             except ShardUnreadable:
-                if items:  # report the records before it first
+                # The records before it are reported first.
+                if items:
                     return Extent(bounds=tuple(bounds), items=tuple(items))
                 raise
             bounds.append(stop)
@@ -126,7 +128,6 @@ class LineShard:
         return Extent(bounds=tuple(bounds), items=tuple(items), is_end=is_complete)
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """See `ShardReader`."""
         content = self._file.read(start, stop)
         lines = [line for line in content.split(b"\n") if line.strip()]
         if len(content) < stop - start or len(lines) != 1:
@@ -147,6 +148,7 @@ class LineShard:
                 yield at, line
             if len(rest) > _LONGEST_LINE:
                 raise ShardUnreadable(f"the line at byte {at} is longer than {_LONGEST_LINE >> 20} MiB")
+        # In a file that still grows, a line without an end may be half of one.
         if rest and is_complete:
             yield at + len(rest), rest
 

@@ -35,11 +35,9 @@ class ShardReader(Protocol):
 
     def survey(self, start: int, limit: int) -> Extent:
         """Return the records from position `start`, at most `limit`; 0 is the beginning. Raises ShardUnreadable."""
-        ...
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return one record, [length], filled up with NO_TOKEN. Raises ShardUnreadable."""
-        ...
 
 
 class RecordText:

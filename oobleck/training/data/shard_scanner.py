@@ -30,7 +30,6 @@ class ShardScanner:
         threading.Thread(target=self._work, daemon=True, name="survey").start()
 
     def ask(self, request: ScanRequest) -> None:
-        """Queue a request; the answer goes to `report`."""
         self._requests.put(request)
 
     def _work(self) -> None:

@@ -19,8 +19,8 @@ from oobleck.job import DataSpec
 
 from .columns import problem_with_columns
 
+# Directories of the standard library that are not its sources, or differ between installations.
 _OTHER_PEOPLES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-"""Directories of the standard library that are not its sources, or differ between installations."""
 _JSON_LINES = (".jsonl", ".ndjson")
 _ROWS_AT_ONCE = 1000
 _TEXT_TYPES = ("string", "large_string", "string_view")

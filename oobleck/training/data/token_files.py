@@ -79,7 +79,8 @@ def _open(path: Path, data: DataSpec) -> npt.NDArray[np.generic]:
 
 
 def _digest(files: Sequence[npt.NDArray[np.generic]]) -> str:
-    """Digest the sizes, and samples from all over, since reading a whole terabyte would take too long."""
+    """Digest the sizes, and samples from all over."""
+    # Reading a whole terabyte would take too long.
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         digest.update(f"{file.shape}".encode())

@@ -25,12 +25,12 @@ END_OF_TEXT_ID = 0  # the trainer numbers special tokens first
 _ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 _MASKS = ("[MASK]", "<mask>")
 
+# The words that merges never cross: letters, punctuation or digits with the space before them, or white space. Every
+# character matches, so that none is lost between words. The most frequent alternatives come first.
 _WORDS = r" ?[^\W\d_]+| ?[^\s\w]+|\s+(?!\S)|\s+| ?\d+|_+"
-"""The words that merges never cross: letters, punctuation or digits with the space before them, or white space. Every
-character matches, so that none is lost between words. The most frequent alternatives come first."""
 
+# The amount of text to learn merges from. Training is most of the cost of preparing the data.
 _TRAINING_CHARACTERS = 1_000_000
-"""The amount of text to learn merges from. Training is most of the cost of preparing the data."""
 
 
 def train_tokenizer(documents: Sequence[str], *, vocab_size: int) -> Tokenizer:
@@ -116,7 +116,6 @@ def load_tokenizer(path: str) -> tuple[Tokenizer, int]:
 
 
 def mask_token_id(tokenizer: Tokenizer) -> int | None:
-    """Return the mask token, if there is one."""
     return next((number for name in _MASKS if (number := tokenizer.token_to_id(name)) is not None), None)
 
 

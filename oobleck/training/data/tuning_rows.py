@@ -118,6 +118,7 @@ class TuningRows:
         spans = [
             self._span(messages, number, whole) for number, each in enumerate(messages) if each["role"] == "assistant"
         ]
+        # A chat template writes special tokens itself.
         ids, labels = self._labelled(whole, spans, add_special_tokens=False)
         return {"input_ids": ids, "labels": labels}
 
@@ -179,13 +180,14 @@ class TuningRows:
 
 
 def _joined(documents: Sequence[_Columns]) -> _Columns:
-    """Join documents in one sample, without the labels of their first tokens: no document predicts another."""
+    """Join documents in one sample."""
 
     def joined(arrays: Sequence[Any]) -> npt.NDArray[np.int64]:
         return np.concatenate(arrays).astype(np.int64)
 
     return {
         "input_ids": joined([each["input_ids"] for each in documents]),
+        # Without the labels of first tokens, since no document predicts another.
         "labels": joined([[IGNORED_LABEL, *each["labels"][1:]] for each in documents]),
         "position_ids": joined([np.arange(len(each["input_ids"])) for each in documents]),
     }

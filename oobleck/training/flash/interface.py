@@ -63,7 +63,8 @@ class _Process:
         """Agree with all ranks on a number above all that any of them sees, unless this start has saved already."""
         seen = max((scripts.start_number(part.note.start) for part in parts), default=0)
         answers = [each.decode().split() for each in peers.gather(f"{seen} {time.time_ns()}".encode())]
-        if not self.start:  # all ranks compute the same name from the same answers
+        # All ranks compute the same name from the same answers.
+        if not self.start:
             unique = os.environ.get(scripts.START_VARIABLE) or f"t{answers[0][1]}"
             self.start = scripts.start_name(1 + max(int(number) for number, _ in answers), unique)
 

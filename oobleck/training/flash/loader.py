@@ -27,6 +27,7 @@ class Peers:
         self.rank = rank
         self.world_size = world_size
         self._group: dist.ProcessGroup | None = None
+        # Ranks exchange values in host memory, which NCCL does not carry.
         if world_size > 1 and dist.get_backend() != "gloo":
             self._group = dist.new_group(backend="gloo")
 
@@ -39,6 +40,7 @@ class Peers:
         longest = max(int(size) for size in sizes)
         if not longest:
             return [b""] * self.world_size
+        # A gather needs tensors of one size.
         padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
         texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
         dist.all_gather(texts, padded, group=self._group)
@@ -85,7 +87,8 @@ class Loader:
             has_read = exchange.has_read()
             if all(answer == b"1" for answer in self._peers.gather(b"1" if has_read else b"0")):
                 state = exchange.state()
-                self._peers.close()  # from here on, other ranks may overwrite what this one has read
+                # From here on, other ranks may overwrite what this one has read.
+                self._peers.close()
                 return state, chosen
             # Some rank has found damage, and all choose again without the damaged parts.
             self._parts = [part for part in self._parts if not exchange.is_damaged(part)]
@@ -139,7 +142,8 @@ class _Exchange:
             sources.append(values)
             for (number, piece), source in pieces.items():
                 before, now = self._chosen.note.shardings[number], self._now[number]
-                if before != now or before.piece(rank) == piece:  # unless it changes, a rank needs its own piece alone
+                # Unless the sharding changes, a rank needs its own piece alone.
+                if before != now or before.piece(rank) == piece:
                     sources.append(source)
         return sources
 
@@ -156,7 +160,8 @@ class _Exchange:
         text = torch.zeros(0, dtype=torch.uint8)
         if mine.reader == self._peers.rank:
             text = self._entry(mine.saver, scripts.TREE)
-        sizes = self._peers.gather(str(text.numel()).encode())  # a receiver has to allocate the text
+        # A receiver has to allocate the text.
+        sizes = self._peers.gather(str(text.numel()).encode())
         requests = self._send_values(scripts.TREE)
         if mine.reader != self._peers.rank:
             text = torch.empty(int(sizes[mine.reader]), dtype=torch.uint8)
@@ -237,6 +242,7 @@ class _Exchange:
 
     def _sources_of(self, rank: int, number: int) -> list[scripts.Source]:
         """Return a rank's sources of a sharding's pieces, in the same order on all ranks."""
+        # Messages have no tags: a receiver knows them by their order.
         _, pieces = self._wants[rank]
         return [source for (of, _), source in sorted(pieces.items()) if of == number]
 

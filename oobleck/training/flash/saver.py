@@ -38,6 +38,7 @@ class MemorySaver:
     def save(self, note: scripts.PartNote, flat: Flat) -> None:
         """Copy a part, and mark it valid. O(size). Raises OSError if there is no memory for it."""
         tree = json.dumps(flat.tree, separators=(",", ":")).encode()
+        # A rank that was started again continues in the newest file of the one before.
         if self._memory is None:
             with suppress(StopIteration, CorruptCheckpoint, OSError):
                 self._memory = storage.FlashMemory.open(next(iter(storage.memory_files(self._directory, self._stem))))
@@ -75,7 +76,8 @@ class MemorySaver:
         for path in storage.memory_files(self._directory, self._stem):
             if self._memory is not None and path == self._memory.path:
                 continue
-            with suppress(CorruptCheckpoint, OSError):  # a file that cannot be read is of no use
+            # A file that cannot be read is of no use.
+            with suppress(CorruptCheckpoint, OSError):
                 memory = storage.FlashMemory.open(path)
                 slots = memory.valid_slots()
                 is_needed = any(slot.holds(name) for slot in slots)

@@ -17,8 +17,6 @@ from oobleck.training.tensor_bytes import DTYPE_NAMES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """A tensor of a tree."""
-
     entry: str
     dtype: str
     shape: tuple[int, ...]
@@ -85,6 +83,7 @@ def _sharding_of(tensor: DTensor, path: str) -> Sharding:
         )
     cut = []
     for placement in tensor.placements:
+        # A subclass may lay its rows out in another way.
         if type(placement) is Shard:
             cut.append(placement.dim % tensor.ndim)  # it may count from the end
         elif type(placement) is Replicate:
@@ -123,7 +122,8 @@ def put_together(tree: TreeNode, tensors: Mapping[str, torch.Tensor], shardings:
             return local
         sharding = shardings[leaf.sharding]
         placements = [Replicate() if cut < 0 else Shard(cut) for cut in sharding.cut]
-        strides = torch.empty(leaf.shape, device="meta").stride()  # of the whole tensor, which no rank has
+        # The strides are those of the whole tensor, which no rank has.
+        strides = torch.empty(leaf.shape, device="meta").stride()
         on_device = local.to(sharding.device)
         shape = torch.Size(leaf.shape)
         return DTensor.from_local(
@@ -134,7 +134,8 @@ def put_together(tree: TreeNode, tensors: Mapping[str, torch.Tensor], shardings:
 
 
 def _meshes(shardings: tuple[Sharding, ...]) -> Callable[[Sharding], DeviceMesh]:
-    """Make a mesh for each arrangement, in the same order on all ranks."""
+    """Make a mesh for each arrangement."""
+    # All ranks take part in making a mesh, so they need one order: that of the state's shardings.
     made: dict[tuple[str, tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
     for each in shardings:
         key = each.device, each.mesh, each.names

@@ -41,27 +41,21 @@ class Forker(Protocol):
 
     def tick(self) -> float:
         """Do what is due, and return the seconds until the next call."""
-        ...
 
     def fork(self, descriptors: list[int]) -> bool:
         """Have a process forked there and close the descriptors, or do nothing and return False if it cannot."""
-        ...
 
     def spurn(self) -> None:
         """End the process, since it has not answered."""
-        ...
 
     def note_end(self, pid: int, status: int) -> None:
         """Note the end of a child of the server, which may be that process."""
-        ...
 
     def leave(self) -> None:
         """Close what a forked process must not hold."""
-        ...
 
     def close(self) -> None:
         """End the process, since the server ends."""
-        ...
 
 
 class ForkServer:
@@ -89,6 +83,7 @@ class ForkServer:
         try:
             while True:
                 due_s = self._forker.tick() if self._forker is not None else None
+                # Whoever started the server may have ended before it connected.
                 events = self._selector.select(due_s if self._clients else _IDLE_TIMEOUT_S)
                 if not events and not self._clients:
                     return
@@ -109,7 +104,8 @@ class ForkServer:
     def _accept(self) -> None:
         try:
             client, _ = self._listener.accept()
-        except OSError as error:  # the client or the last descriptor is gone, and others still need this server
+        except OSError as error:
+            # The client or the last descriptor is gone, and others still need this server.
             sys.stderr.write(f"the fork server cannot accept a client: {error.strerror}\n")
             time.sleep(_PAUSE_S)
             return
@@ -137,6 +133,7 @@ class ForkServer:
 
     def leave(self) -> None:
         """Close the server's files in a forked process."""
+        # Nothing is unregistered: the forked process shares the epoll instance, and the server still needs it.
         self._selector.close()
         for other in (self._listener, self._child_wakeup, *self._clients.values()):
             other.close()
@@ -144,6 +141,7 @@ class ForkServer:
             self._forker.leave()
 
     def _reap(self) -> None:
+        # One signal may stand for several children.
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -154,7 +152,8 @@ class ForkServer:
             if pid in self._supervisors:
                 self._supervisors.discard(pid)
                 continue
-            self._broadcast({"ended": pid, "status": status})  # its supervisor may be gone
+            # A worker is a child of this process only if its supervisor has ended, perhaps without a report.
+            self._broadcast({"ended": pid, "status": status})
             if self._forker is not None:
                 self._forker.note_end(pid, status)
 
@@ -169,7 +168,8 @@ class ForkServer:
             try:
                 client.send(line.encode(), socket.MSG_DONTWAIT)
             except BlockingIOError:
-                pass  # an agent that does not read now misses it; ranks that start cold report that themselves
+                # An agent that does not read now misses it; ranks that start cold report that themselves.
+                pass
             except OSError:
                 self._drop(client)
 
@@ -186,6 +186,7 @@ def _child_signals() -> socket.socket:
     reading.setblocking(False)
     writing.setblocking(False)
     writing_fd = writing.detach()
+    # Python writes to the wakeup descriptor only for signals that have a handler.
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(writing_fd, warn_on_full_buffer=False)
     return reading
@@ -209,7 +210,8 @@ def serve(
         for name in ("fork.pid", "fork.warm"):
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(os.path.dirname(path), name))
-        with contextlib.suppress(OSError):  # a directory that another agent or job still uses stays
+        # A directory that another agent or job still uses stays.
+        with contextlib.suppress(OSError):
             os.unlink(path)
             os.rmdir(os.path.dirname(path))
             os.rmdir(os.path.dirname(os.path.dirname(path)))

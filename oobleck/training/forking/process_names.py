@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 _SELF = Path("/proc/self")
+# The fields of `stat`, after the name, with the begin and end of the arguments (`proc(5)`, fields 48 and 49).
 _ARGUMENTS = slice(45, 47)
-"""The fields of `stat`, after the name, with the begin and end of the arguments (`proc(5)`, fields 48 and 49)."""
 
 
 def set_name(name: str) -> None:

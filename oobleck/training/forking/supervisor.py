@@ -135,7 +135,8 @@ def adopt_orphans(adopts: bool) -> None:
 
 
 def _supervise(work: Callable[[socket.socket], None], own: int, report: int, *, is_warm: bool) -> NoReturn:
-    os.setsid()  # out of reach of signals to the server's process group
+    # Out of reach of signals to the server's process group.
+    os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     leave_ends_to_agents()
@@ -149,9 +150,11 @@ def _supervise(work: Callable[[socket.socket], None], own: int, report: int, *, 
             traceback.print_exc()
         finally:
             os._exit(1)
+    # Only the worker holds its socket, so that the agent sees its end.
     os.close(own)
     set_name("oobleck-waits")
-    with suppress(BrokenPipeError):  # the agent has ended, so the process will, and must still be waited for
+    # If the agent has ended, the process soon ends too, and must still be waited for.
+    with suppress(BrokenPipeError):
         os.write(report, REPORT.pack(FORKED, pid, is_warm))
     _, status = os.waitpid(pid, 0)
     with suppress(BrokenPipeError):
@@ -160,9 +163,7 @@ def _supervise(work: Callable[[socket.socket], None], own: int, report: int, *, 
 
 
 def leave_ends_to_agents() -> None:
-    """Ignore signals to all processes at once: a terminal's Ctrl-C, and Slurm's notice to a whole step.
-
-    The agent receives them as well, and knows what to do before its workers may end.
-    """
+    """Ignore signals to all processes at once: a terminal's Ctrl-C, and Slurm's notice to a whole step."""
+    # The agent receives them as well, and knows what to do before its workers may end.
     for number in ENDS:
         signal.signal(number, signal.SIG_IGN)

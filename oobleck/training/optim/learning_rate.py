@@ -13,8 +13,7 @@ from typing import TypeGuard
 from oobleck.errors import ConfigError
 from oobleck.job import OptimizerSpec, Scalar
 
-_MOST = 10**12
-"""The largest argument of a schedule: floating-point results of larger ones overflow."""
+_MOST = 10**12  # floating-point results of larger arguments overflow
 
 _Shape = Callable[[float, Mapping[str, float]], float]
 """Maps the progress after the warm-up, 0 to 1, and the schedule's arguments to a factor of the peak."""

@@ -39,5 +39,4 @@ class LossScale:
 
     @classmethod
     def from_numbers(cls, scale: float, good_steps: float, num_skipped: float) -> LossScale:
-        """Invert `as_numbers`."""
         return cls(scale=scale, good_steps=round(good_steps), num_skipped=round(num_skipped))

@@ -24,9 +24,8 @@ from .learning_rate import rate_factor
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes an optimizer over torch's parameter groups, each with its `weight_decay`."""
 
+# These are abstract, evaluate the model again within a step, or need sparse gradients.
 _UNFIT = ("Optimizer", "LBFGS", "SparseAdam")
-"""These are abstract, evaluate the model again within a step, or need sparse gradients."""
-
 _NUM_RATES_TRIED = 16
 
 
@@ -112,6 +111,7 @@ class Optimizer:
                     )
             if values is not None:
                 for own, value in zip(self._state([name]), values, strict=True):
+                    # A new parameter has taken the received tensors themselves.
                     if own.data_ptr() != value.data_ptr():
                         own.copy_(value)
 
@@ -158,9 +158,11 @@ class Optimizer:
         for name, gradient in zip(names, scaled, strict=True):
             parameter = trained[name]
             parameter.grad = gradient.view_as(parameter)
+            # The count of steps travels with no layer, since it follows from the step's number.
             if optimizer_state.STEP in (state := self._optimizer.state[parameter]):
                 state[optimizer_state.STEP].fill_(step - 1 - num_skipped)
         factor = self._schedule(step)
+        # A factory of the script's may have given its groups rates of their own.
         for group in self._optimizer.param_groups:
             group["lr"] = group.setdefault("peak_lr", group["lr"]) * factor
         self._optimizer.step()
@@ -168,10 +170,7 @@ class Optimizer:
             parameter.grad = None
 
     def layer_tensors(self, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
-        """Return each parameter, followed by its state in the order of `layout`; not copies.
-
-        A frozen parameter has no state.
-        """
+        """Return each parameter, followed by its state (none if frozen) in the order of `layout`; not copies."""
         return tuple(self._state(names))
 
     def empty_layer(
@@ -207,8 +206,7 @@ class Optimizer:
     ) -> torch.Tensor:
         """Return a flat tensor in the order of `layer_tensors`, from tensors of any precision, as of `named_state`.
 
-        Missing state, which an optimizer of another kind did not keep, has initial values. Raises CorruptCheckpoint for
-        a parameter that is missing or has another shape.
+        Missing state has initial values. Raises CorruptCheckpoint for a parameter that is missing or has another shape.
         """
         flat: list[torch.Tensor] = []
         for name in names:
@@ -218,6 +216,7 @@ class Optimizer:
                     f"parameter {name} should have the shape {list(shapes[name])}; there is {found}"
                 )
             flat.append(tensors[name].reshape(-1).to(dtype))
+            # An optimizer of another kind may have saved the checkpoint.
             for entry, key in zip(self._layout_of(name).entries, self._file_names(name)[1:], strict=True):
                 fresh = torch.full((1 if entry.is_scalar else flat[-1].numel(),), entry.initial, dtype=dtype)
                 flat.append(tensors[key].reshape(-1).to(dtype) if key in tensors else fresh)

@@ -21,22 +21,20 @@ from oobleck.errors import ConfigError
 from oobleck.training.counters import counter_of
 from oobleck.training.randomness import drawing_alike, generator_states
 
-STEP = "step"
-"""What torch's optimizers call their count of steps."""
+STEP = "step"  # the name that torch's optimizers give their count of steps
 
 _PROBE_SHAPE = (2, 3)
 _PROBE_SHAPES = {"probe": _PROBE_SHAPE, "other": (5, 7)}
+# The second step's gradients are large enough for an optimizer that clips them to do so.
 _GRADIENT_SCALES = (1.0, 1e4)
-"""Of the steps of a trial: large enough for what clips them to do so."""
+# The sizes of one parameter's gradients in other trials, and the factor by which those of the other are larger.
 _SIZES, _FARTHER = tuple(10.0**exponent for exponent in range(-8, 8, 2)), 1e3
-"""Of one parameter's gradients in other trials, and how many times larger the other's are."""
+# A longer trial has enough steps for a count up to ten to start over.
 _SCALES_OF_STEPS = (1.0, 1e4, -1.0, 0.5, 2.0, -3.0, 1.0, 1.0, -0.1, 10.0, 1.0, -1.0)
-"""Of a longer trial: enough steps for what counts up to ten to come around."""
 _NO_OWN = frozenset({"state", "param_groups"})
-_DEEPEST = 6
-"""Of containers in containers that are looked into."""
+_DEEPEST = 6  # levels of nested containers that are compared
+# Updates nearer than this differ by rounding alone: fused or not, or several parameters in one kernel.
 _SAME = 1e-4
-"""How near updates are that differ by rounding alone: fused and not, or several parameters in one kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +49,15 @@ class StateEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayout:
-    """All that an optimizer keeps for a parameter, beside the count of steps."""
+    """All that an optimizer keeps for a parameter, except the count of steps."""
 
     entries: tuple[StateEntry, ...]
     step_device: torch.device | None
-    """Where the count of steps is kept; None where there is none."""
+    """The device of the count of steps; None if the optimizer has no count."""
 
     @property
     def num_tensors(self) -> int:
-        """Tensors of a parameter's shape."""
+        """The number of tensors of the parameter's shape."""
         return sum(not entry.is_scalar for entry in self.entries)
 
     def size(self, num_elements: int) -> int:
@@ -67,12 +65,11 @@ class StateLayout:
         return sum(1 if entry.is_scalar else num_elements for entry in self.entries) + num_elements
 
 
-NO_STATE = StateLayout(entries=(), step_device=None)
-"""Of a parameter that is not trained."""
+NO_STATE = StateLayout(entries=(), step_device=None)  # for frozen parameters
 
 
 def layout_of(optimizer: torch.optim.Optimizer, probe: nn.Parameter) -> StateLayout:
-    """Find what `optimizer`, which looks after `probe` alone, keeps for it. Changes both.
+    """Find the state that `optimizer` keeps for `probe`, its only parameter. Changes both.
 
     Raises ConfigError for an optimizer whose state depends on a parameter's shape in another way.
     """
@@ -91,7 +88,6 @@ def layout_of(optimizer: torch.optim.Optimizer, probe: nn.Parameter) -> StateLay
 
 
 def make_probe(device: torch.device, shape: tuple[int, int] = _PROBE_SHAPE) -> nn.Parameter:
-    """Return a parameter to try an optimizer on."""
     return nn.Parameter(torch.ones(shape, device=device))
 
 
@@ -99,11 +95,9 @@ _Make = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 
 
 def require_independent(make: _Make, device: torch.device) -> None:
-    """Require that a parameter's updates do not depend on the others that the optimizer from `make` looks after.
+    """Require that a parameter's updates do not depend on the other parameters of an optimizer from `make`.
 
-    Workers hold different layers, so such an optimizer would train differently with each plan. Gradients of one are
-    much smaller than those of the other, at many sizes of both: somewhere between them, a bound on all of them that is
-    neither tiny nor huge makes a difference. Raises ConfigError.
+    Workers hold different layers, so such an optimizer would train differently with each plan. Raises ConfigError.
     """
     kind = type(make({"probe": make_probe(device)})).__name__
     with drawing_alike(0):
@@ -115,8 +109,10 @@ def require_independent(make: _Make, device: torch.device) -> None:
                 "results would depend on the plan; leave that out, or add noise in a layer"
             )
     _require_alike(kind, make, device, {"probe": 1.0, "other": 1.0})
+    # The other parameter's gradients are much larger, at many sizes of both. A bound on all gradients that is neither
+    # tiny nor huge then lies between the two, and makes a difference.
     for size in _SIZES:
-        with suppress(TypeError, ValueError, RuntimeError):  # one that computes in no such precision
+        with suppress(TypeError, ValueError, RuntimeError):  # some optimizers do not compute in this precision
             _require_alike(kind, make, device, {"probe": size, "other": _FARTHER * size}, torch.float64)
 
 
@@ -143,7 +139,7 @@ def _updated(
     sizes: Mapping[str, float] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, torch.Tensor]:
-    """Return parameters of ones after some steps, which have gradients of the same sizes every time."""
+    """Return parameters after some steps from ones, with the same gradients every time."""
     parameters = {name: nn.Parameter(make_probe(device, _PROBE_SHAPES[name]).detach().to(dtype)) for name in names}
     optimizer = make(parameters)
     for scale in _GRADIENT_SCALES:
@@ -155,10 +151,10 @@ def _updated(
 
 
 def require_state_alone(make: _Make, layout: StateLayout, device: torch.device) -> None:
-    """Require that all an optimizer from `make` goes by is in its `state`, as `layout` has it.
+    """Require that the updates of an optimizer from `make` depend on nothing but its `state`, as in `layout`.
 
     Workers recreate it in every recovery, each with other parameters, and would lose anything that it keeps elsewhere.
-    Raises ConfigError that names such a thing, or the optimizer whose updates show that there is one.
+    Raises ConfigError that names what it keeps elsewhere, where that can be found.
     """
     stayed, moved = make_probe(device), make_probe(device)
     optimizer = make({"probe": stayed})
@@ -175,7 +171,7 @@ def require_state_alone(make: _Make, layout: StateLayout, device: torch.device) 
             each.step()
         before, kept = kept, _kept_outside(optimizer, stayed)
         changed = sorted(name for name in kept.keys() | before.keys() if kept.get(name) != before.get(name))
-        # What the first step makes for later ones is made in the first step of a new one too.
+        # Whatever the first step creates, the first step of a new optimizer creates too.
         if (changed and step) or not _is_close(stayed, moved):
             raise ConfigError(
                 f"optimizer.optim: {type(optimizer).__name__} goes by {changed[0] if changed else 'something'}, which "
@@ -184,13 +180,14 @@ def require_state_alone(make: _Make, layout: StateLayout, device: torch.device) 
                 "rates to lr_lambda"
             )
         with torch.no_grad():
-            moved.copy_(stayed)  # rounding does not add up
+            # Otherwise rounding would add up over the steps.
+            moved.copy_(stayed)
 
 
 def require_no_count(make: _Make, device: torch.device) -> None:
-    """Require that steps do not depend, sooner or later, on what an optimizer from `make` keeps for all of them.
+    """Require that no update of an optimizer from `make` depends on a count that all its instances share.
 
-    That is what classes and functions have, as a count of steps in a module's dictionary: each worker would have its
+    Classes and functions may have one, such as a count of steps in a module's dictionary: each worker would have its
     own. Raises ConfigError that names it.
     """
 
@@ -218,7 +215,7 @@ def _is_close(one: nn.Parameter, other: nn.Parameter) -> bool:
 
 
 def _kept_outside(optimizer: torch.optim.Optimizer, probe: nn.Parameter) -> dict[str, object]:
-    """What an optimizer has beside the state of its parameter: its own attributes, and what its groups say."""
+    """Return what an optimizer keeps besides its parameter's state: its own attributes, and those of its groups."""
     kept = {f"self.{name}": _plain(value, probe) for name, value in vars(optimizer).items() if name not in _NO_OWN}
     for group in optimizer.param_groups:
         kept |= {
@@ -229,13 +226,13 @@ def _kept_outside(optimizer: torch.optim.Optimizer, probe: nn.Parameter) -> dict
 
 
 def _plain(value: object, probe: nn.Parameter, depth: int = 0) -> object:
-    """A value as something to compare with what it is later; what has no value of its own is the same always."""
+    """Return a value in a form that can be compared with its later value; routines and classes never change."""
     if value is probe or depth > _DEEPEST or inspect.isroutine(value) or inspect.isclass(value):
         return type(value).__name__
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), tuple(value.detach().reshape(-1).tolist())
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
-        return repr(value)  # so that not-a-number is the same as itself
+        return repr(value)  # not-a-number equals itself only as text
     inner: Iterable[object] = vars(value).items() if hasattr(value, "__dict__") else ()
     if isinstance(value, Mapping):
         inner = value.items()
@@ -247,7 +244,7 @@ def _plain(value: object, probe: nn.Parameter, depth: int = 0) -> object:
 def initial_state(
     layout: StateLayout, parameter: nn.Parameter, values: Sequence[torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return the state of a parameter before its first step; with `values`, these, one for each entry."""
+    """Return the state of a parameter before its first step, or with these `values`, one for each entry."""
     if values is not None:
         state = {entry.name: value for entry, value in zip(layout.entries, values, strict=True)}
     else:
@@ -265,7 +262,7 @@ def initial_state(
 def flat_tensors(
     layout: StateLayout, parameter: nn.Parameter, state: Mapping[str, torch.Tensor]
 ) -> Iterator[torch.Tensor]:
-    """Yield what travels of a parameter: itself, and its state in the layout's order."""
+    """Yield a parameter's tensors that move with a layer: itself, and its state in the layout's order."""
     yield parameter.detach()
     for entry in layout.entries:
         yield state[entry.name]
@@ -285,7 +282,8 @@ def _entry(
 
 
 def _initialized(optimizer: torch.optim.Optimizer, probe: nn.Parameter) -> dict[str, object]:
-    """Return copies of what the optimizer keeps before its first step; what it makes in that step starts from zero."""
+    """Return copies of what the optimizer keeps before its first step."""
+    # Most optimizers of torch have this method. State that is created in the first step itself starts from zero.
     start: Any = getattr(optimizer, "_init_group", None)
     if start is not None:
         lists: Sequence[list[object]] = [[] for _ in list(inspect.signature(start).parameters)[1:]]

@@ -32,6 +32,7 @@ Train = Callable[[PlainJob], tuple[PlainAccount, Recorder]]
 
 def serve(train: Train) -> int:
     """Train the job on stdin by `train`, and compare it with a run's checkpoints; returns the exit status."""
+    # The script may print, so nothing but answers goes to the original stdout.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     shield_scripts()
@@ -49,7 +50,8 @@ def serve(train: Train) -> int:
     answers.flush()
     line = sys.stdin.buffer.readline()
     if recorder is not None and line:
-        recorder.forget_model()  # the memory is needed for the run's weights
+        # The memory is needed for the run's weights.
+        recorder.forget_model()
         asked_tensors = decode_json((TensorsAsked,), line)
         answers.write(encode_json(_compared(recorder, Path(asked_tensors.checkpoints))))
         answers.flush()

@@ -22,21 +22,18 @@ from oobleck.training.model import Precision
 from .recorder import Recorder, gradient_norm
 from .uncut_model import ListedLayers, uncut_model
 
-_CHUNK_TOKENS = 16_384
-"""A larger batch is computed in chunks."""
+_CHUNK_TOKENS = 16_384  # a larger batch is computed in chunks
 
 
 def train_job(asked: PlainJob) -> tuple[PlainAccount, Recorder]:
-    """Train a job's first steps.
-
-    Raises ConfigError for an invalid job, or one whose samples get their numbers in a run.
-    """
+    """Train a job's first steps. Raises ConfigError for an invalid job, or if its samples are numbered in a run."""
     job = asked.job
     assembly = assemble(job, cache_dir=Path(asked.directory) / "cache")
     if assembly.train.records is not None:
         raise ConfigError("data: samples of shards and streams get their numbers in a run, so nothing can be compared")
     made = made_by_script(job)
     model = uncut_model(job, assembly, made)
+    # A run draws other random numbers for dropout than one process does.
     dropped = turn_off_dropout(model)
     model.to(torch.device(job.device))
     recorder = Recorder(model, num_steps=asked.num_steps, tolerance=tolerance_of(job.dtype))
@@ -48,6 +45,7 @@ def train_job(asked: PlainJob) -> tuple[PlainAccount, Recorder]:
             assembly.train.batch(numbers[first : first + chunk], step=step) for first in range(0, len(numbers), chunk)
         ]
         loss = _backward(job, model, batches, made.get("loss"))
+        # Before clipping, as in a run's records.
         norm = gradient_norm(model.parameters())
         recorder.note_gradients()
         if job.optimizer.max_grad_norm:
@@ -76,6 +74,7 @@ def _backward(job: JobSpec, model: nn.Module, batches: list[Batch], loss_functio
                 loss = _loss_of_layers(model, batch, loss_function, num_items)
             else:
                 mean = model(input_ids=batch.input_ids, labels=batch.labels, use_cache=False, **batch.others).loss
+                # The model's loss is the mean over a chunk, and the step's that over all chunks.
                 loss = mean * (batch.num_items / num_items)
         loss.backward()  # type: ignore[no-untyped-call]  # torch's own
         total += float(loss.detach())
@@ -121,6 +120,7 @@ def _optimizer(
         if "betas" in takes:
             arguments = {"betas": (spec.adam_beta1, spec.adam_beta2), "eps": spec.adam_epsilon, **arguments}
         optimizer = kind(groups, **arguments)
-    assembly.optimizer.layout()  # `learning_rate` needs the peak that this finds
+    # `learning_rate` needs the peak that this finds.
+    assembly.optimizer.layout()
     peak = optimizer.param_groups[0]["lr"]
     return optimizer, lambda step: assembly.optimizer.learning_rate(step) / peak

@@ -16,8 +16,6 @@ Values = dict[str, torch.Tensor]
 
 
 class Recorder:
-    """Records the training of a model."""
-
     def __init__(self, model: nn.Module, *, num_steps: int, tolerance: Tolerance) -> None:
         """Copies the model's current values."""
         self._model = model
@@ -32,7 +30,6 @@ class Recorder:
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps are recorded."""
         return len(self.steps) >= self._num_steps
 
     def note_gradients(self) -> None:
@@ -48,7 +45,6 @@ class Recorder:
         self._noise = frozenset(name for name, norm in norms.items() if 0 < norm <= least)
 
     def step_done(self, *, loss: float, grad_norm: float, learning_rate: float, samples: Iterable[int] | None) -> None:
-        """Record an applied step."""
         step = len(self.steps) + 1
         self.steps.append(
             StepAccount(

@@ -44,15 +44,11 @@ class ListedLayers(nn.Module):
 
     @property
     def layers(self) -> tuple[nn.Module, ...]:
-        """All layers, in their order."""
         return (self.embedding, *self.blocks, self.head)
 
 
 def uncut_model(job: JobSpec, assembly: Assembly, made: Mapping[str, Callable[..., Any]]) -> nn.Module:
-    """Return the model with its initial values, in training mode.
-
-    Raises ConfigError where the script's model cannot be built.
-    """
+    """Return the model with its initial values, in training mode. Raises ConfigError if the script cannot build it."""
     dtype = Precision.of(job.dtype).parameters
     model: Any
     read: frozenset[str] = frozenset()
@@ -65,7 +61,8 @@ def uncut_model(job: JobSpec, assembly: Assembly, made: Mapping[str, Callable[..
         model = build_model(assembly.structure.config, task=assembly.structure.task, dtype=dtype)
     if assembly.structure.adapters is not None and "model" not in made:
         add_adapters(model, assembly.structure.adapters)
-    if "model" not in made or assembly.structure.weights is None:  # else the script sets all values itself
+    # A script's model that comes with weights has all its values already.
+    if "model" not in made or assembly.structure.weights is None:
         _copy_drawn(job, assembly, model, read)
     model.train()
     whole: nn.Module = model

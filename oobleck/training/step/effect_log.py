@@ -34,7 +34,6 @@ def logged(log: WorkerLog, effect: steps.WorkerEffect, worker_id: WorkerId) -> I
 
 
 def update_text(update: PlanUpdate) -> str:
-    """Return an order as a line of text."""
     parts = [f"plan of {len(update.plan.pipelines)} pipelines from step {update.boundary} on"]
     if update.catch_up is not None:
         parts.append(f"catch up with step {update.catch_up.step}")

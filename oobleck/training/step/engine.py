@@ -109,8 +109,7 @@ class Engine:
             step_timer=self._step_timer,
             device_work=DeviceWork.on(groups.waiter.device),
         )
-        self._pipeline_rank: PipelineRank | None = None
-        """This worker's place in the plan in force; None for a spare."""
+        self._pipeline_rank: PipelineRank | None = None  # for a spare
         self._formed_s = 0.0
         self._transfer_s = 0.0
         self._received_bytes = 0
@@ -140,7 +139,8 @@ class Engine:
                 return self._sections.carry_out(effect)
             case steps.Fold():
                 self._sections.carry_out(effect)
-                self._layer_store.drop_kept()  # all workers that committed the section have adopted the plan
+                # All workers that committed the section have adopted the plan.
+                self._layer_store.drop_kept()
             case steps.Compute():
                 assert self._pipeline_rank is not None
                 assert self._reducers.in_force is not None
@@ -165,18 +165,21 @@ class Engine:
             case steps.Evaluate():
                 return self._evaluate(effect)
             case steps.AwaitPlanUpdate():
-                self._groups.abort_sums()  # sums that are still open were given up: no worker waits for them
+                # Sums that are still open were given up: no worker waits for them.
+                self._groups.abort_sums()
                 self._groups.abandon_forming()
                 update = self._next_update()
                 self._log.info("follows a plan: %s", update_text(update))
                 return update
             case steps.FormGroups(keys=keys, committee=committee):
                 if committee is not None:
+                    # Before the groups form: from here on, a peer's lost link counts.
                     self._agreements.join(committee)
                 is_forming = self._groups.form(
                     keys,
                     self._commit_state.is_fenced,
                     generation=self._commit_state.generation,
+                    # No worker needs these before the first sums of a step.
                     beside=self._reducers.keys_of(committee),
                 )
                 self._formed_s = time.monotonic()  # transfers begin here
@@ -252,7 +255,8 @@ class Engine:
         own_norm = squared_norm(self._reducers.buckets_of(committee), self._step.reduced, self._worker_id)
         loss, norm = work.loss_and(own_norm)
         saves = self._saving is not None and self._saving.is_wanted(effect.step)
-        took_s = self._step_timer.post_step()  # before the agreement: a wait for others does not count
+        # Before the agreement, since a wait for others does not count.
+        took_s = self._step_timer.post_step()
         numbers = (loss, float(work.num_items), norm, float(effect.stop), float(saves), took_s)
         part = protocol.Totals(numbers, protocol.Tally.of(work.counted))
         # Once this returns, all workers have reduced all their gradients. If it raises, this worker cannot know whether
@@ -266,6 +270,7 @@ class Engine:
             step=effect.step,
             generation=committee.generation,
             loss=(partial.loss + loss) / item_share,
+            # Reduced gradients are those of the loss times the scale, over the divisor.
             grad_norm=grad_norm / scale / item_share,
             loss_scale=scale,
             item_share=item_share,
@@ -275,6 +280,7 @@ class Engine:
             num_samples=self._step.batch.num_samples,
             samples_repeated=0,
             samples_missing=0,
+            # The total is a sum over the members, and the duration their mean.
             duration_s=took_s / len(committee.members),
         )
         return steps.Agreed(record, total.counted, stop=stops > 0, save=saving > 0)
@@ -301,7 +307,7 @@ class Engine:
                 saving.settle()
 
     def _settle(self) -> None:
-        """Wait for a save in progress, before layers change."""
+        # A save copies the layers while the next step computes, and has to end before they change.
         if self._saving is not None:
             self._saving.settle()
 
@@ -312,6 +318,7 @@ class Engine:
         assert located is not None
         assert pipeline_rank is not None
         assert self._evaluator is not None
+        # In groups that nothing else uses, since a failure may leave messages stuck in them.
         with self._stage_sums.within(self._groups.find(effect.stage_key), self._commit_state.is_fenced):
             outcome = self._evaluator.run(
                 effect.step,
@@ -319,7 +326,8 @@ class Engine:
                 share=(located[0], len(committee.plan.pipelines)),
                 sum_up=partial(self._sum_over, committee, effect.subject),
             )
-        self._step_timer.begin_step()  # an evaluation is no part of the step's time
+        # An evaluation is no part of the step's time.
+        self._step_timer.begin_step()
         return outcome
 
     def _exchange(self, effect: steps.Exchange) -> None:
@@ -337,6 +345,7 @@ class Engine:
             update,
             lambda item: self._groups[steps.transfer_key(item, update.generation)],
             self._groups.waiter,
+            # In the middle of a step, layers take their committed sums along.
             sums=self._sections.sums if update.partial.microbatches else None,
             interrupted=self._commit_state.is_fenced,
             on_progress=report,
@@ -351,7 +360,8 @@ class Engine:
             self._records.follow(update.assignment_version, step=update.boundary)
         self._step_timer.pace.adopt(len(update.plan.worker_ids))
         if self._pipeline_rank is None:
-            self._step_timer.begin_step()  # a spare has rested until now
+            # A spare has rested until now.
+            self._step_timer.begin_step()
         self._settle()
         sums = self._layer_store.take(
             () if seat is None else seat.chunks,
@@ -359,6 +369,7 @@ class Engine:
             is_initial=update.initial,
             sums=self._sections.sums if update.partial.microbatches else None,
         )
+        # Reducers take the parameters of the layers that the model holds by now.
         self._reducers.adopt(effect.committee)
         self._sections.adopt(self._reducers.in_force, sums)
         self._pipeline_rank = None

@@ -24,16 +24,14 @@ from oobleck.training.model import MicrobatchKey, StageModel
 from .step_work import PipelineRank, item_share_of
 
 _PROGRESS_INTERVAL_S = 1.0
+# Messages that a stage may send before the next stage has received them. Each takes memory.
 _SENDS_AHEAD = 2
-"""Messages that a stage may send before the next stage has received them; each costs memory."""
 
 _Send = tuple[Pending, torch.Tensor]
 SumUp = Callable[[tuple[float, ...]], tuple[float, ...]]
 
 
 class Evaluator:
-    """Evaluates a job's model on its validation samples."""
-
     def __init__(
         self,
         job: JobSpec,
@@ -63,6 +61,7 @@ class Evaluator:
                 f"eval_steps: {self._num_samples} samples are not one microbatch of {job.microbatch_size}; keep more "
                 "by data.validation_split, or raise max_eval_samples"
             )
+        # Known without reading the samples; `item_share_of` corrects it once all tokens are counted.
         self._divisor = self._num_microbatches * job.microbatch_size * dataset.items_per_sample
 
     def run(self, step: int, pipeline_rank: PipelineRank, *, share: tuple[int, int], sum_up: SumUp) -> Evaluation:
@@ -72,7 +71,8 @@ class Evaluator:
         Interrupted or PeerLost; messages may then be stuck in the groups.
         """
         began_s = time.monotonic()
-        sends: deque[_Send] = deque()  # kept until the total: a send that is dropped early holds up those after it
+        # Kept until the total, since a send that is dropped early holds up those after it.
+        sends: deque[_Send] = deque()
         loss, num_items = sum_up(self._sum_losses(step, pipeline_rank, share, sends))
         return Evaluation(
             loss=loss / item_share_of(num_items, divisor=self._divisor),
@@ -109,7 +109,8 @@ class Evaluator:
 
     def _received(self, pipeline_rank: PipelineRank, microbatch: int, chunk: int) -> torch.Tensor | None:
         interrupted, model = self._interrupted, self._model
-        self._waiter.wait(lambda: not interrupted(), interrupted)  # raises Interrupted if there is a fence
+        # Raises Interrupted if there is a fence: a first stage may have no other wait.
+        self._waiter.wait(lambda: not interrupted(), interrupted)
         if pipeline_rank.is_first(chunk):
             return None
         source, _ = pipeline_rank.before(chunk)

@@ -1,8 +1,6 @@
 """Executes the compiled program of one stage, instruction by instruction.
 
-This module decides nothing: the program states what to compute, receive and send, and in which order. Helper threads
-post receives ahead in the program's order, so that a tensor has often arrived before its instruction. Sends are posted
-and forgotten.
+This module decides nothing: the program states what to compute, receive and send, and in which order.
 """
 
 from __future__ import annotations
@@ -22,10 +20,8 @@ from oobleck.training.model import StageModel, WeightGradients
 from .sections import SectionSums
 from .step_work import GlobalBatch, PipelineRank, StepWork
 
-_Passing = tuple[int, int]
-"""A microbatch, and the chunk of the stage that it passes."""
-_UPSTREAM_OPS = (Op.RECV_F, Op.SEND_B)
-"""Messages from and to the previous virtual stage."""
+_Passing = tuple[int, int]  # a microbatch, and the chunk of the stage that it passes
+_UPSTREAM_OPS = (Op.RECV_F, Op.SEND_B)  # messages from and to the previous virtual stage
 _GRADIENT_OPS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 _COMPUTING_OPS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
@@ -36,7 +32,6 @@ class Execution:
 
     batch: GlobalBatch
     work: StepWork
-    """Receives the results."""
     pipeline_rank: PipelineRank
     model: StageModel
     commit_state: CommitState
@@ -52,8 +47,7 @@ class Execution:
     _inputs: dict[_Passing, torch.Tensor] = field(init=False, default_factory=dict)
     _outputs: dict[_Passing, torch.Tensor] = field(init=False, default_factory=dict)
     _output_gradients: dict[_Passing, torch.Tensor] = field(init=False, default_factory=dict)
-    _inboxes: dict[int, Inbox] = field(init=False, default_factory=dict)
-    """The inboxes for neighbours' messages, keyed by the neighbour's stage."""
+    _inboxes: dict[int, Inbox] = field(init=False, default_factory=dict)  # keyed by the neighbour's stage
 
     def run(
         self, program: Program, microbatches: Sequence[int], *, around_last: AbstractContextManager[object]
@@ -92,6 +86,7 @@ class Execution:
                     self._num_items[microbatch] = batch.num_items
                 self._batches[microbatch] = batch.to(self.model.device)
             case Op.RECV_F:
+                # SEND_B sends the gradient of this input.
                 self._inputs[passing] = self._take(op, chunk).requires_grad_()
             case Op.FORWARD:
                 self._forward(microbatch, chunk)
@@ -116,6 +111,7 @@ class Execution:
 
     def _expect(self, program: Program, microbatches: Sequence[int]) -> None:
         """Begin to receive all messages, those of each neighbour in the program's order."""
+        # Helper threads post them ahead, so that a tensor has often arrived before its instruction.
         for instruction in program:
             op, chunk = instruction.op, instruction.chunk
             if op not in (Op.RECV_F, Op.RECV_B):
@@ -137,7 +133,6 @@ class Execution:
         return self._inboxes[stage], post
 
     def _neighbour(self, op: Op, chunk: int) -> int:
-        """Return the stage at the other end of a message."""
         rank = self.pipeline_rank
         return (rank.before(chunk) if op in _UPSTREAM_OPS else rank.after(chunk))[0]
 
@@ -148,6 +143,7 @@ class Execution:
 
     def _take(self, op: Op, chunk: int) -> torch.Tensor:
         inbox = self._inboxes[self._neighbour(op, chunk)]
+        # The neighbour may be waiting for this worker's part of a section before it sends.
         if self.sections is not None:
             self.sections.look_until(inbox.has_arrived, self.commit_state.is_pipeline_stopped, [inbox.source])
         return inbox.take(self.commit_state.is_pipeline_stopped)
@@ -171,6 +167,7 @@ class Execution:
         passing = microbatch, chunk
         output, gradient = self._outputs.pop(passing), self._output_gradients.pop(passing, None)
         if self._reports_loss(chunk):
+            # Kept on the device: reading a loss here would wait for everything launched so far.
             self.work.losses.append(output.detach())
             self.work.num_items += self._num_items.pop(microbatch)
         if output.requires_grad:  # False on a first stage that trains nothing
@@ -179,7 +176,8 @@ class Execution:
     def _backward_weight(self, microbatch: int, chunk: int) -> None:
         if self.put_off is not None:
             self.put_off.finish(microbatch)
-        if chunk == 0:  # a microbatch returns to a stage's chunks in reverse: it is done here
+        # A backward pass takes a stage's chunks in reverse, so a microbatch is done with the first of them.
+        if chunk == 0:
             self.commit_state.note_microbatch()
         if self.pipeline_rank.is_first(chunk) and self.pipeline_rank.reports:
             self.work.counted.append(microbatch)
@@ -196,10 +194,8 @@ class Execution:
             self.work.sends.append((pending, tensor))
 
     def _tag(self, op: Op, microbatch: int, chunk: int) -> int:
-        """Return a number that no other message of the step has between the same two workers.
-
-        Two stages may exchange messages of several chunks, in both directions of the computation.
-        """
+        """Return a number that no other message of the step has between the same two workers."""
+        # Two stages may exchange messages of several chunks, in both directions of the computation.
         rank, is_backward = self.pipeline_rank, op in (Op.SEND_B, Op.RECV_B)
         cut = rank.cut_before(chunk) if op in _UPSTREAM_OPS else rank.cut_after(chunk)
         return 2 * rank.tag(microbatch, cut) + is_backward

@@ -22,8 +22,7 @@ from oobleck.training.optim import LossScale, Optimizer
 Sums = Mapping[str, torch.Tensor]
 """The committed sums of gradients of the step in flight, keyed by parameter."""
 
-_LOSS_SCALE = "training.loss_scale"
-"""The name in layers' files of the numbers of `LossScale`."""
+_LOSS_SCALE = "training.loss_scale"  # the numbers of `LossScale` in layers' files
 
 
 class LayerStore:
@@ -66,12 +65,14 @@ class LayerStore:
         assert self.loss_scale is not None
         if not record.is_skipped:
             limit = self._job.optimizer.max_grad_norm
-            clip = min(1.0, limit / (record.grad_norm + 1e-6)) if limit else 1.0  # as torch's clip_grad_norm_
+            # The small number is that of torch's `clip_grad_norm_`.
+            clip = min(1.0, limit / (record.grad_norm + 1e-6)) if limit else 1.0
             num_skipped = self.loss_scale.num_skipped
             divisor = record.loss_scale * record.item_share
             self._optimizer.step(record.step, reduced, clip / divisor, num_skipped=num_skipped)
         self.loss_scale = self.loss_scale.after(is_skipped=record.is_skipped)
-        self.drop_kept()  # a step is committed only after all have adopted the plan
+        # A step is committed only after all workers have adopted the plan, and so have received their layers.
+        self.drop_kept()
 
     def named_state(self, layer: int) -> dict[str, torch.Tensor]:
         """Return a layer's state, named as in a file."""
@@ -86,13 +87,13 @@ class LayerStore:
 
     def _state_of(self, layer: int, sums: Sums | None) -> LayerState:
         """Return the content of a layer's transfer: the optimizer's state, and the committed sums, if any."""
+        # A layer that an earlier plan took away is sent as it was then.
         if layer in self._kept:
             return self._kept[layer]
         partial = () if sums is None else tuple(sums[name] for name in self._structure.trained_parameters(layer))
         return self._optimizer.layer_tensors(self._structure.layer_parameters(layer)) + partial
 
     def _empty_state(self, layer: int, *, has_partial: bool = False) -> LayerState:
-        """Allocate memory for a layer."""
         shapes = self._structure.shapes
         dtype, device = self._precision.parameters, self._model.device
         wanted = {name: shapes[name] for name in self._structure.layer_parameters(layer)}
@@ -117,6 +118,7 @@ class LayerStore:
         received = {item.layer for item in transfers if item.target == self._worker_id}
         sent = {item.layer for item in transfers if item.source == self._worker_id}
         restored: dict[int, LayerState] = {}
+        # The files have the scale of that step. Without any layer to read, this worker learns it from others.
         if self._precision.scales_loss:
             self.loss_scale = None
         for layer in sorted(sent | (set(layers) - received)):
@@ -148,7 +150,8 @@ class LayerStore:
         workers. `on_progress(received, all)` is called with bytes now and then. Raises Interrupted or PeerLost.
         """
         has_partial = sums is not None
-        self._received = {}  # an exchange that was interrupted leaves nothing behind
+        # An interrupted exchange leaves nothing behind that the memory for this one would add to.
+        self._received = {}
         self._received = exchange_layers(
             update.transfers,
             worker_id=self._worker_id,
@@ -197,7 +200,8 @@ class LayerStore:
         kept = {layer: self._state_of(layer, sums) for layer in keep}
         states = {layer: state for layer, state in self._kept.items() if layer in layers} | self._received
         self._kept, self._received = kept, {}
-        if is_initial:  # all training before is discarded
+        if is_initial:
+            # All training before is discarded: layers that stay here must not keep their values.
             states = {}
             self._model.adopt_chunks((), {})
             self._optimizer.adopt({})

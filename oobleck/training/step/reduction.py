@@ -37,8 +37,7 @@ def make_buckets(
     """Group the parameters that a worker trains by their owner sets among the nodes not lost; O(parameters).
 
     All owners of a parameter put it into the same bucket, and any two workers have their common buckets in the same
-    order: that in which a backward pass completes them. No bucket has more than `max_elements`, unless a single
-    parameter does.
+    order. No bucket has more than `max_elements`, unless a single parameter does.
     """
     located = plan.locate(worker_id)
     assert located is not None
@@ -49,6 +48,7 @@ def make_buckets(
     names = {
         name for layer in plan.pipelines[pipeline].stages[stage].layers for name in structure.trained_parameters(layer)
     }
+    # A backward pass ends with the first layers, so the parameters of a bucket become final one soon after the other.
     for name in sorted(names, key=lambda name: (-structure.layers_with(name)[0], name)):
         # A tied parameter belongs to several layers, and to all workers that hold any of them. Where devices share a
         # stage, those of the same rank own the same share of a parameter.
@@ -87,6 +87,7 @@ def _cut(names: Sequence[str], structure: ModelStructure, max_elements: int) -> 
 
 def _rank(bucket: Bucket, structure: ModelStructure) -> tuple[int, GroupKey, str]:
     """Sort buckets in the order in which a backward pass completes them: by the first layer of all their parameters."""
+    # Key and name settle ties, since any two workers must agree on the order.
     first_layer = min(structure.layers_with(name)[0] for name in bucket.parameters)
     return -first_layer, bucket.key, bucket.parameters[0]
 
@@ -129,10 +130,11 @@ class GradientReducer:
         return tuple(sorted({worker_id for each in self._pending if not each.is_done() for worker_id in each.others}))
 
     def abandon(self) -> None:
-        """Give up all sums under way."""
-        self._flats = {}  # sums that were given up may still write to the copies: the next ones need others
+        # Sums that were given up may still write to these copies, so the next ones need others.
+        self._flats = {}
         for reduction in self._pending:
-            reduction.give_up()  # on a GPU, a sum that is stuck in one group would hold up all others
+            # On a GPU, a sum that is stuck in one group would hold up all others.
+            reduction.give_up()
         self._forget()
 
     @contextmanager
@@ -195,13 +197,13 @@ class GradientReducer:
 
     def _num_complete(self, missing: Sequence[int]) -> int:
         """Count the buckets before the first one that is shared and lacks gradients."""
+        # All members of a group post its sums in one order, so a bucket waits for those before it.
         return next((at for at, count in enumerate(missing) if count and self._is_shared(at)), len(missing))
 
     def _is_shared(self, index: int) -> bool:
         return len(self.buckets[index].key.members) > 1
 
     def _post_before(self, stop: int) -> None:
-        """Post all buckets before `stop` that were not posted yet."""
         while self._num_posted < stop and self._failure is None:
             index, bucket = self._num_posted, self.buckets[self._num_posted]
             self._num_posted += 1
@@ -220,6 +222,7 @@ class GradientReducer:
             return torch.cat(flat) if out is None else torch.cat(flat, out=out)
 
     def _gradient(self, name: str) -> torch.Tensor:
+        # A worker without a gradient takes part with zeros: a sum needs all members of its group.
         parameter = self.parameters[name]
         gradient = parameter.grad if self._others is None else self._others.get(name)
         return torch.zeros_like(parameter).detach() if gradient is None else gradient.detach()
@@ -258,8 +261,7 @@ class Reducers:
         self._share = share
         self._model = model
         self._groups = groups
-        self._buckets: tuple[Committee, tuple[Bucket, ...]] | None = None
-        """The buckets of the newest committee."""
+        self._buckets: tuple[Committee, tuple[Bucket, ...]] | None = None  # of the newest committee
 
     def adopt(self, committee: Committee | None) -> None:
         """Put a plan in force, whose layers the model holds; None for a spare."""
@@ -275,7 +277,6 @@ class Reducers:
         return [] if committee is None else [bucket.key for bucket in self.buckets_of(committee)]
 
     def buckets_of(self, committee: Committee) -> tuple[Bucket, ...]:
-        """Return this worker's buckets in a committee."""
         if self._buckets is None or self._buckets[0] is not committee:
             buckets = make_buckets(
                 committee.plan, self._worker_id, self._share, key_of=committee.key_of, lost=committee.lost
@@ -291,6 +292,7 @@ def squared_norm(
     buckets: Sequence[Bucket], reduced: Mapping[str, torch.Tensor], worker_id: WorkerId
 ) -> torch.Tensor | None:
     """Return a worker's part of the squared global gradient norm, a scalar, or None if it has no part."""
+    # All owners have the same sums, and the first one counts them.
     counted = [
         reduced[name]
         for bucket in buckets

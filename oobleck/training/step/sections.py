@@ -25,18 +25,14 @@ from .step_work import StepWork
 class _Posted:
     """A section whose sums are under way."""
 
-    work: StepWork
-    """The work that it was taken from, and is given back to."""
-    own: dict[str, torch.Tensor]
-    """This worker's gradients."""
+    work: StepWork  # it was taken from this, and may be given back to it
+    own: dict[str, torch.Tensor]  # this worker's gradients
     losses: list[torch.Tensor]
     loss: HostCopy | None
     counted: list[int]
     num_items: int
-    sums: dict[str, torch.Tensor] | None = None
-    """None until all are complete."""
-    subject: Subject | None = None
-    """None until this worker has posted its part of the section's agreement."""
+    sums: dict[str, torch.Tensor] | None = None  # until all are complete
+    subject: Subject | None = None  # until this worker has posted its part of the section's agreement
 
 
 @dataclass(slots=True)
@@ -53,8 +49,7 @@ class SectionSums:
     sums: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
     """The committed sums of gradients, keyed by parameter."""
     _in_force: PlanReducer | None = field(init=False, default=None)
-    _work: StepWork | None = field(init=False, default=None)
-    """The work of the step in flight, once a section of it has begun."""
+    _work: StepWork | None = field(init=False, default=None)  # of the step in flight, once a section of it has begun
     _posted: _Posted | None = field(init=False, default=None)
 
     def adopt(self, in_force: PlanReducer | None, sums: Mapping[str, torch.Tensor]) -> None:
@@ -71,10 +66,7 @@ class SectionSums:
         return self.partial_commit.begin_step_sums()
 
     def begin(self, work: StepWork) -> None:
-        """Begin to commit a step's work so far, while the program continues.
-
-        Raises Interrupted if the pipeline is stopped.
-        """
+        """Begin to commit the work so far, while the program goes on. Raises Interrupted if the pipeline is stopped."""
         self._work = work
         self.drive(self.partial_commit.begin(work.step))
 
@@ -97,12 +89,12 @@ class SectionSums:
             self.look()
 
     def carry_out(self, effect: steps.SectionEffect) -> steps.EffectOutcome:
-        """Carry out an effect of the partial commit."""
         match effect:
             case steps.PostSection():
                 self._post()
             case steps.TakeSums():
                 reducer = self._plan.reducer
+                # This runs between two instructions of a program, which never stops for a section.
                 if not reducer.is_done():
                     return False
                 self._section.sums = reducer.finish(self.commit_state.is_fenced)
@@ -136,6 +128,7 @@ class SectionSums:
         losses, work.losses = work.losses, []
         counted, work.counted = work.counted, []
         num_items, work.num_items = work.num_items, 0
+        # Copied now, so that reading the loss later waits for no computation that is launched meanwhile.
         loss = HostCopy(torch.stack(losses)) if losses else None
         self._posted = _Posted(work=work, own=own, losses=losses, loss=loss, counted=counted, num_items=num_items)
         reducer.begin(own)
@@ -165,6 +158,7 @@ class SectionSums:
     def _give_back(self) -> None:
         section, reducer = self._section, self._plan.reducer
         work, self._posted = section.work, None
+        # The sums ran in copies, so this worker's own gradients are as it set them aside.
         reducer.abandon()
         # In front, so that results are in the same order as without the section.
         work.losses = [*section.losses, *work.losses]
@@ -198,4 +192,5 @@ class SectionSums:
 
     @property
     def _poll_s(self) -> float | None:
+        # Messages of an agreement wake the waiter, so that needs no polling.
         return self._plan.reducer.poll_s if self._section.sums is None else None

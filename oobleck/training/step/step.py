@@ -54,13 +54,11 @@ class StepInFlight:
 
     @property
     def batch(self) -> GlobalBatch:
-        """The samples of the step in flight."""
         assert self._batch is not None
         return self._batch
 
     @property
     def work(self) -> StepWork:
-        """The results of the step in flight."""
         assert self._work is not None
         return self._work
 
@@ -96,6 +94,7 @@ class StepInFlight:
             return samples, len(samples) * self.dataset.items_per_sample
         self.waiter.wait(lambda: records.is_told(step), self.commit_state.is_pipeline_stopped)
         numbers, num_items = records.numbers_of(step, batch)
+        # If no token counts, the sums are zero, whatever divides them.
         return numbers, max(1, num_items)
 
     def await_records(self, step: int) -> None:
@@ -154,6 +153,7 @@ class StepInFlight:
             self.device_work.mark()
             self.waiter.wait(self.device_work.is_done, self.commit_state.is_pipeline_stopped, poll_s=_DEVICE_POLL_S)
         ended_s = time.monotonic()
+        # Whenever the GPU did not compute, it waited for others.
         if self.device_work is not None:
             waited_s = max(0.0, ended_s - began_s - self.device_work.seconds())
         self.step_timer.add(

@@ -8,10 +8,9 @@ from collections import deque
 from oobleck.control.speed import PaceMeter
 from oobleck.control.steps import without
 
-_STEPS_TIMED = 16
-"""The number of latest steps over which `spent` sums."""
+_STEPS_TIMED = 16  # the latest steps, over which `spent` sums
+# The latest stretches of computation, which show how long a recovery stalled all workers.
 _BUSY_TIMES = 32
-"""The number of latest stretches of computation that are kept, which show how long a recovery stalled all workers."""
 
 
 class StepTimer:
@@ -20,8 +19,7 @@ class StepTimer:
     def __init__(self, device: int) -> None:
         self.pace = PaceMeter(device, time.monotonic())
         self._step_began_s = time.monotonic()
-        self._posted_s: float | None = None
-        """When this worker posted its part of the step's commit."""
+        self._posted_s: float | None = None  # when this worker posted its part of the step's commit
         self._busy_s: deque[tuple[float, float]] = deque(maxlen=_BUSY_TIMES)
         self._busy_in_step: list[tuple[float, float]] = []
         self._whole_in_step_s = self._waited_in_step_s = 0.0
@@ -44,11 +42,9 @@ class StepTimer:
         self.pace.add(ended_s - began_s - waited_s, num_microbatches)
 
     def begin_step(self) -> None:
-        """Start the step's time."""
         self._step_began_s, self._posted_s = time.monotonic(), None
 
     def forget_step(self) -> None:
-        """Drop what was measured of the step."""
         self._busy_in_step, self._whole_in_step_s, self._waited_in_step_s = [], 0.0, 0.0
 
     def end_step(self) -> None:

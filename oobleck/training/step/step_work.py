@@ -21,13 +21,11 @@ class PipelineRank:
     stage: int
     num_stages: int
     num_chunks: int = 1
-    """Chunks of each stage."""
     group: Group | None
     """None for a pipeline of one worker."""
     rank: int
     """This device's number among those that share the stage."""
     degree: int
-    """The number of devices that share each stage."""
     schedule: ScheduleKind
 
     @classmethod
@@ -52,7 +50,6 @@ class PipelineRank:
         return (self.stage, chunk) == (0, 0)
 
     def is_last(self, chunk: int) -> bool:
-        """Return whether a chunk has the model's last layer."""
         return (self.stage, chunk) == (self.num_stages - 1, self.num_chunks - 1)
 
     def before(self, chunk: int) -> tuple[int, int]:
@@ -69,7 +66,6 @@ class PipelineRank:
         return 2 * chunk + (self.stage == self.num_stages - 1)
 
     def cut_before(self, chunk: int) -> int:
-        """Return the number of the cut before a chunk."""
         stage, before = self.before(chunk)
         return 2 * before + (stage == self.num_stages - 1)
 
@@ -104,6 +100,7 @@ class GlobalBatch:
     @property
     def num_samples(self) -> int:
         """The number of samples, which may be smaller in the last step."""
+        # Places without a sample fill the last step's microbatches up.
         return sum(index != NO_SAMPLE for index in self.samples)
 
     def load(self, microbatch: int) -> Batch:
