@@ -89,6 +89,7 @@ def plan_transfers(
         holders = inventory.holders(layer)
         num_parts = len(holders)
         if num_parts > max_sources:
+            # Readers of one layer share the holders out, so that none of these serves all of them.
             num_parts = max(1, min(max_sources, num_parts // len(targets)))
         # The readers take the holders in turn, and each layer starts at another holder: the load stays even.
         turn = layer * num_parts
