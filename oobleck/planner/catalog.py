@@ -206,7 +206,6 @@ class Catalog(ABC):
         return Form(template=pipeline.template, kinds=self.kinds_of(pipeline.nodes))
 
     def counts_of(self, form: Form) -> Counts:
-        """Count the nodes of each kind in a pipeline."""
         return tuple(form.kinds.count(kind) for kind in range(len(self.costs.kinds)))
 
     def share(self, size: int, num_nodes: int) -> int:

@@ -19,8 +19,8 @@ from .choice import choose_schedule, evaluate, kind_for
 from .costs_of_stages import profiles_of_stages
 from .timeline import Timeline
 
+# Stages, identities of their nodes' profiles, and microbatches: pipelines that have these alike behave alike.
 _Alike = tuple[tuple[StageTemplate, ...], tuple[int, ...], int]
-"""Stages, identities of their nodes' profiles, and microbatches: pipelines that have these alike behave alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +73,6 @@ class PipelineForecast:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The forecast of a plan's step."""
-
     plan: ExecutionPlan
     pipelines: tuple[PipelineForecast, ...]
     """One for each kind of pipeline, in the order of their first appearance."""

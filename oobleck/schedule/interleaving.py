@@ -20,17 +20,17 @@ from .choice import LEAST_GAIN, chosen_step_s, kind_for, step_s
 from .costs_of_stages import stage_costs
 from .step_flow import step_flow
 
+# 0, and the layer at which each chunk stops.
 _Stops = tuple[int, ...]
-"""0, and the layer at which each chunk stops."""
 
+# Rounds of a microbatch for each stage that are evaluated; the time of each further round is taken as constant.
 _MOST_ROUNDS = 8
-"""Rounds of a microbatch for each stage that are evaluated; the time of each further round is taken as constant."""
+# Rounds with which cuts are compared: their differences show in each round.
 _ROUNDS = 2
-"""Rounds with which cuts are compared: their differences show in each round."""
+# Passes over the boundaries, each moving every boundary to its best place: few, as a recovery waits for them.
 _PASSES = 2
-"""Passes over the boundaries, each moving every boundary to its best place: few, as a recovery waits for them."""
+# Chunks of a pipeline up to which the even cut is improved.
 _MOST_CHUNKS = 16
-"""Chunks of a pipeline up to which the even cut is improved."""
 
 
 def make_cutter(kind: ScheduleKind | None, num_chunks: int) -> Callable[[Profile], Interleaving] | None:

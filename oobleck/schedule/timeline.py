@@ -3,7 +3,7 @@
 The evaluation is exact, event by event, bubbles included. A stage runs its program in order. A send costs the
 stage nothing: the message waits for the link, occupies it, and has then arrived. Messages of one link follow each
 other, those of different links overlap. A receive waits for the arrival. A commit begins when all stages have reached
-it. Links here hold any number of messages, since senders do not wait for them.
+it.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ def timeline(schedule: Schedule, costs: Sequence[StageCost]) -> Timeline:
         start_s, duration_s = now_s[stage], seconds[stage][instruction.op, instruction.chunk]
         if wire is not None and wire.is_send:
             link = wire.link
+            # Links hold any number of messages here, since senders do not wait for them.
             start_s = max(start_s, free_s.get(link, 0.0))
             free_s[link] = start_s + duration_s
             arrivals_s.setdefault(link, deque()).append(free_s[link])

@@ -20,13 +20,11 @@ from .reduction import choose_with_reduction
 from .search import MixedSearch
 
 _FEWEST = 8
+# The most combinations of numbers of nodes to search together; beyond, each pipeline has nodes of one kind.
 _MOST_TOGETHER = 2_048
-"""The most combinations of numbers of nodes to search together; beyond, each pipeline has nodes of one kind."""
 
 
 class MixedCatalog(Catalog):
-    """The pipelines of nodes of several kinds."""
-
     def __init__(
         self, kinds: Sequence[NodeKind], settings: PlannerSettings, kind_of: Mapping[str, str], *, mixes: bool = True
     ) -> None:
@@ -137,6 +135,7 @@ class MixedCatalog(Catalog):
             return self.costs.timing(form, speeds)
         key = id(form.template), form.kinds
         if key not in self._nominal:
+            # The value keeps the template alive, whose identity is in the key.
             self._nominal[key] = form.template, self.costs.timing(form)
         return self._nominal[key][1]
 

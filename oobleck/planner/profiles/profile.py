@@ -26,6 +26,7 @@ _OPTIONAL_KEYS = ("frozen_bytes", *_GPU_KEYS)
 
 _MAX_LAYERS = 1_024
 _MAX_SECONDS = 1e6
+# The planner divides by the seconds of stages, so some layer must take time.
 _LEAST_SECONDS = 1e-9
 _MAX_BYTES = 2**60
 _MAX_BYTES_PER_S = 1e18
@@ -108,8 +109,6 @@ class LayerProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
-    """One device of a node."""
-
     name: str
     memory_bytes: int
     communication_bytes: int = 0

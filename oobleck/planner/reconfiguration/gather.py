@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from oobleck.planner.inventory import Holding, missing_bytes
 
+# The most slow nodes to move; more stay where they are.
 _MOST_GATHERED = 32
-"""The most slow nodes to move; more stay where they are."""
 
+# A pipeline, and a node's position in it.
 _Spot = tuple[int, int]
-"""A pipeline, and a node's position in it."""
 
 
 def gather_slow_nodes(
@@ -47,6 +47,7 @@ def gather_slow_nodes(
             continue
         gathered = [list(nodes) for nodes in pipelines]
         for a in outside:
+            # The spot itself breaks ties, so that equal situations lead to equal plans.
             b = min(inside, key=lambda spot: (swapped_bytes(a, spot, gathered), spot))
             inside.remove(b)
             gathered[a[0]][a[1]], gathered[b[0]][b[1]] = gathered[b[0]][b[1]], gathered[a[0]][a[1]]

@@ -20,8 +20,6 @@ _LEAST_GAIN = 1e-6
 
 
 class Recut:
-    """Cuts the templates of one cost table again."""
-
     def __init__(self, costs: StageCosts, times: PassTimes) -> None:
         self._costs, self._times = costs, times
 
