@@ -32,8 +32,6 @@ class TemplateRow(NamedTuple):
 
 
 class AfterLosing(NamedTuple):
-    """The answer to `--after-losing`."""
-
     lost: tuple[str, ...]
     decision: Decision
     forecast: Forecast
@@ -41,8 +39,6 @@ class AfterLosing(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """The throughput of some nodes for their price."""
-
     nodes: Mapping[str, int]
     dollars_per_h: float
     step_s: float
@@ -51,8 +47,6 @@ class Priced:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """Everything that `oobleck plan` shows."""
-
     profile: Profile
     num_nodes: int
     devices_per_node: int

@@ -52,7 +52,6 @@ class VirtualAgreements:
     def total(
         self, committee: Committee, subject: Subject, part: Totals, *, takes_s: float = 0.0
     ) -> Generator[Wait, None, Totals]:
-        """Post a part, and wait for the total."""
         self.bring(committee, subject, part)
         yield self.arrival(committee, subject, takes_s=takes_s)
         return self.take(committee, subject)

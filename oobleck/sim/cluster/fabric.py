@@ -16,18 +16,16 @@ from oobleck.control.protocol import Subject, WorkerAddress
 from oobleck.control.steps import Committee, GroupKey
 from oobleck.planner import WorkerId
 
+# The number of agreements to remember, far more than are in progress at a time.
 _AGREEMENTS = 64
-"""The number of agreements to remember, far more than are in progress at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """One member's contribution to an all-reduce."""
-
     step: int
     numbers: tuple[int, ...]
+    # Digests of the summed layers: if they differed, members would train different models.
     versions: tuple[int, ...] = ()
-    """Digests of the summed layers; equal for all members, or they would train different models."""
 
 
 class Violation(AssertionError):
@@ -146,6 +144,7 @@ class Fabric:
     def lacks_a_member(self, key: GroupKey) -> bool:
         if self._breaks and not self.is_whole(key.members):
             return True
+        # Mostly no ended worker can have been in the group, and its members need no look.
         if self._newest_end < key.generation:
             return False
         return any(self.is_gone(member, key.generation) for member in key.members)
@@ -166,6 +165,7 @@ class Fabric:
         self._note(key, (target,))
 
     def has_mail(self, key: GroupKey, source: WorkerId, target: WorkerId, tag: int) -> bool:
+        # `get` leaves no empty queue in the defaultdict, as it is asked again and again.
         return bool(self._mail.get((key, source, target, tag))) and self.is_whole((source, target))
 
     def receive(self, key: GroupKey, source: WorkerId, target: WorkerId, tag: int) -> object:
@@ -216,6 +216,7 @@ class Fabric:
         self._tell(concerned)
 
     def _tell(self, worker_ids: Iterable[WorkerId]) -> None:
+        # Sorted, so that equal runs wake workers in the same order.
         for worker_id in sorted(worker_ids):
             if worker_id in self._watchers:
                 self._watchers[worker_id]()

@@ -41,7 +41,6 @@ class GroupTable:
         self._addresses = {self._worker_id: self.address}
 
     def know(self, addresses: Iterable[WorkerAddress]) -> None:
-        """Note the addresses of peers."""
         self._addresses.update((each.worker_id, each) for each in addresses if each.worker_id != self._worker_id)
 
     def form(self, keys: Sequence[GroupKey], *, beside: Sequence[GroupKey]) -> Generator[Wait, None, bool]:
@@ -124,7 +123,7 @@ class GroupTable:
 
 
 def buckets_of(committee: Committee, worker_id: WorkerId) -> tuple[Bucket, ...]:
-    """Return a worker's layers by their owners in a committee, in an order that all owners share."""
+    """Return a worker's layers by their owners in a committee."""
     located = committee.plan.locate(worker_id)
     assert located is not None
     pipeline, stage = located
@@ -132,4 +131,5 @@ def buckets_of(committee: Committee, worker_id: WorkerId) -> tuple[Bucket, ...]:
     for layer in committee.plan.pipelines[pipeline].stages[stage].layers:
         living = tuple(owner for owner in committee.plan.owners_of(layer) if owner.node not in committee.lost)
         by_owners.setdefault(living, []).append(layer)
+    # Sorted, since all owners have to post their sums in the same order.
     return tuple((committee.key_of(members), tuple(layers)) for members, layers in sorted(by_owners.items()))

@@ -32,7 +32,6 @@ class Version:
         return Version(self.step, self.generation, digest, tuple(sorted((*self.partial, *microbatches))))
 
     def then(self, record: CommitRecord) -> Version:
-        """Return the version after one more step."""
         return Version(record.step, record.generation, hash((self.digest, record.step, record.generation)))
 
 
@@ -52,7 +51,6 @@ class HeldLayers:
         return tuple(self.held[layer].digest for layer in layers)
 
     def fold(self, summed: Mapping[int, tuple[int, ...]], record: SectionRecord) -> None:
-        """Add a section's sums to those of the layers."""
         self._advance(summed, lambda layer, version: version.with_section(summed[layer], record))
 
     def apply(self, summed: Mapping[int, tuple[int, ...]], record: CommitRecord) -> None:

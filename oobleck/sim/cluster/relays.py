@@ -32,7 +32,6 @@ class VirtualRelays:
         self._edges: list[_Edge] = []
 
     def of(self, node: str) -> _Network:
-        """Return the network of a node's agent."""
         return _Network(self, node)
 
     def settle(self) -> None:

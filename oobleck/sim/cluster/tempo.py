@@ -15,8 +15,8 @@ from oobleck.schedule.choice import kind_for
 from oobleck.sim.costs import Costs, StepTimes, costs_on
 
 _FREE = Costs(**dict.fromkeys([part.name for part in fields(Costs)], 0.0))
+# The instructions that end a microbatch's backward pass, in one part or as the second of two.
 _LAST_OF_BACKWARD = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
-"""The instructions that end a microbatch's backward pass, in one part or as the second of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,6 @@ class Tempo:
         return asking_s + self.costs.deciding_s(num_workers) + self.costs.ordering_s(num_workers)
 
     def part_bytes(self, item: LayerTransfer) -> int:
-        """Return the bytes of a transfer."""
         return self._profile.layers[item.layer].state_bytes // item.num_parts
 
     def latency_s(self, source: WorkerId, target: WorkerId) -> float:

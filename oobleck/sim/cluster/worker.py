@@ -36,6 +36,7 @@ class VirtualWorker:
     ) -> None:
         """Take the job's `shards`; by default, endless ones."""
         self.worker_id = worker_id
+        # All virtual workers share a thread, so there is nothing to lock.
         self.commit_state = steps.CommitState(worker_id, ports.announce, lock=nullcontext())
         self._ports = ports
         self._job = job

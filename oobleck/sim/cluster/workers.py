@@ -185,6 +185,7 @@ class WorkerProcess:
         return self._world.time.now_s - began_s
 
     async def _pause_until(self, due_s: float) -> None:
+        # Calls of the clock cannot be cancelled, so each moment gets only one.
         if due_s not in (math.inf, self._alarm_s):
             self._alarm_s = due_s
             self._world.time.call_at(due_s, self._unpark)
@@ -194,6 +195,7 @@ class WorkerProcess:
         """Step the training thread as its waits end, are interrupted, or fail."""
         wait, due_s = worker.wait, math.inf
         while True:
+            # Time in which the process was frozen does not count as work.
             due_s += await self._frozen()
             self._hear(worker)
             is_ready = wait.ready()
@@ -202,8 +204,11 @@ class WorkerProcess:
                 due_s = self._works_since_s + wait.takes_s
             if not is_ready and wait.interrupted():
                 worker.step()
+            # Data and the error of a lost peer race: either may come first.
             elif wait.can_fail() and (not is_ready or self._world.rng.random() < 0.5):
+                # Neighbours notice a peer's end at different moments.
                 await self._pause_until(self._world.time.now_s + self._world.up_to(self._world.delays.notice_s))
+                # A fence or a freeze during this pause comes first.
                 if wait.interrupted() or self._gate.is_closed:
                     continue
                 worker.fail()
@@ -219,8 +224,6 @@ class WorkerProcess:
 
 @dataclass(eq=False)
 class VirtualWorkerHost:
-    """Starts virtual workers on one node."""
-
     world: World
     gate: Gate
     nursery: trio.Nursery
@@ -258,7 +261,6 @@ class VirtualWorkerHost:
         return process
 
     def crash(self, device: int) -> None:
-        """Kill the workers of a device."""
         for process in self.processes:
             if process.worker_id.device == device:
                 process.kill()

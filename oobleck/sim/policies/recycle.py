@@ -68,6 +68,7 @@ class _Run(PolicyRun):
         if peers < 1:
             return None
         m = max(1, self._grids.num_microbatches // self._num_pipelines)
+        # Both are in units of w; their ratio scales the time of a step without losses.
         fault_free = m + self._depth - 1
         rerouted = m * self._num_pipelines / peers + (self._depth - 1) * _FORWARD_SHARE
         return self._whole_s * max(1.0, rerouted / fault_free) * self._slowest
@@ -77,6 +78,7 @@ class _Run(PolicyRun):
         if self._checkpoint_every_s > 0 and t_s - self._saved_s >= self._checkpoint_every_s:
             since_s = (t_s - self._saved_s) % self._checkpoint_every_s
             self._saved_s = t_s - since_s
+            # Only steps since the newest checkpoint can be lost.
             self._done = min(self._done, since_s / step_s)
         self.ledger.train(t_s, steps=length_s / step_s, step_s=step_s, checkpoint_s=0.0)
 

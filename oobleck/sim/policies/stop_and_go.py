@@ -35,8 +35,6 @@ def adjacent_in_grid(depth: int) -> Callable[[Collection[str], Sequence[str]], b
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The behaviour of a system."""
-
     name: str
     about: str
     throughput: Throughput
@@ -113,6 +111,7 @@ class _Run(PolicyRun):
     def _happen(self, happening: MembershipChange) -> None:
         lost = set(happening.lost).intersection(self._used)
         if happening.slowest != self._slowest:
+            # The position is in seconds of the old pace, so it is carried over in steps.
             done, self._slowest = self._done(), happening.slowest
             self._set_pace()
             self._continue_after(done)

@@ -24,8 +24,8 @@ from .world import Agenda, NodeStates
 
 _PYTHON = "3.11.0"
 _NO_LIMIT = 2**62
+# The delay of a node that joins while the job is starting.
 _SOON_S = 0.1
-"""The delay of a node that joins while the job is starting."""
 
 
 class JobRun:
@@ -116,6 +116,7 @@ class JobRun:
         else:
             self._unreported_step = 0
             self.log.save(stretch)
+            # A report arrives at the end of its last step, not with the next event of the trace.
             self.agenda.now_s = max(self.agenda.now_s, stretch.end_s)
             message = protocol.StepCommitted(device=worker_id.device, record=record)
             self.feed(events.MessageReceived(node=worker_id.node, message=message), from_step=first_step)
@@ -142,6 +143,7 @@ class JobRun:
                     self._unreported_step = 0
                 case events.Record(entry=entry):
                     self.log.record(entry)
+                # The pattern binds `fence`: answers come after all commands of this turn.
                 case events.SendAll(message=protocol.Fence(generation=fence)):
                     pass
                 case events.SendAll(worker_ids=worker_ids, message=protocol.AskActivity() as asked) if (
@@ -397,7 +399,6 @@ class JobRun:
         self._report(worker_id, ready)
 
     def drain(self, node: str) -> None:
-        """Announce that a node will be taken away."""
         if self.nodes.is_well(node) and self.log.is_planned:
             self.feed(events.DrainRequested(node=node))
 

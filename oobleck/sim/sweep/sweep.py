@@ -109,6 +109,7 @@ class Faults:
         """
         if node in self._nodes.members and not self._agenda.is_blind:
             self._run.feed(MessageReceived(node=node, message=Heartbeat(sequence=0)))  # the last one
+        # The number tells this silence from the node's next one.
         number = self._nodes.silent[node] = self._agenda.number()
         if self._crew.is_training(node):
             self._crew.stop(self._agenda.now_s)

@@ -18,8 +18,6 @@ from .trace import MAX_EVENTS, Trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A node joins, or leaves."""
-
     t_s: float
     node: str
     joins: bool

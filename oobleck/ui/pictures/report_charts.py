@@ -18,8 +18,6 @@ _LABEL_SHARE = 18.0  # percent of the width for the label of a marker, as in the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """A line through points."""
-
     points: Sequence[tuple[float, float]]
     style: str
     """A class of the style sheet."""
