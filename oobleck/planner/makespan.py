@@ -30,8 +30,6 @@ def stops_of(template: PipelineTemplate) -> Stops:
 
 
 class PassTimes:
-    """The seconds of passes and messages of one profile."""
-
     def __init__(self, profile: Profile, device_counts: Sequence[int]) -> None:
         layers = profile.layers
         self._forward = {n: prefix_sums([layer.forward_s[n] for layer in layers]) for n in device_counts}

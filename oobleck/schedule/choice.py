@@ -1,8 +1,7 @@
 """Chooses a pipeline's schedule where the job leaves that open: 1F1B, or the zero-bubble kind where it saves time.
 
 The timeline decides, with measured costs of a backward pass in two parts. A pipeline with several chunks a stage is
-interleaved, as decided before (`interleaving.py`). Like `forecast`, this module is not among the package's names,
-because it imports the planner's cost model.
+interleaved, as decided before (`interleaving.py`).
 """
 
 from __future__ import annotations

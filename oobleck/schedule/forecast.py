@@ -1,7 +1,4 @@
-"""Predicts the timeline and the memory of each of a plan's pipelines from a profile.
-
-This module is not among the package's names, because it imports the planner's cost model, and numpy with it.
-"""
+"""Predicts the timeline and the memory of each of a plan's pipelines from a profile."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Cuts pipelines into several chunks of layers a stage, for an interleaved schedule, where the timeline is shorter.
 
 A cut begins with the most even chunks (those with the least sum of squared seconds), and is improved by moving single
-layers over a boundary where that shortens the step's timeline. Like `forecast`, this module is not among the package's
-names, because it imports the planner's cost model.
+layers over a boundary where that shortens the step's timeline.
 """
 
 from __future__ import annotations

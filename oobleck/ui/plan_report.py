@@ -66,7 +66,6 @@ class PlanReport:
     kinds: tuple[tuple[str, int, int], ...] = ()
     """The name, nodes and devices per node of each kind, if there are several kinds."""
     kind_of: Mapping[str, str] = field(default_factory=dict)
-    """The kind of each node, if there are several kinds."""
     priced: tuple[Priced, ...] = ()
     """All nodes, and then those that train the most for their price, if these are fewer."""
 
@@ -248,7 +247,6 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _stages(report: PlanReport, forecast: Forecast) -> RenderableType:
-    """Draw the stages of each template once."""
     # Of several pipelines, the one with the most microbatches holds the most activations.
     fullest: dict[tuple[int, tuple[str, ...]], PipelineForecast] = {}
     for each in forecast.pipelines:

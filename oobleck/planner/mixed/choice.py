@@ -158,10 +158,7 @@ class _Apart:
 
 
 class _Knapsack:
-    """The most microbatches that pipelines take, at [pipelines, nodes of each kind].
-
-    The last number of pipelines stands for as many or more, unless `exactly`.
-    """
+    """The most microbatches that pipelines take, at [pipelines, nodes of each kind]."""
 
     def __init__(self, items: Ints, values: Floats, nodes: Counts, most: int, *, exactly: bool) -> None:
         usable = (values >= 1) & (items <= np.array(nodes)).all(axis=1)
@@ -185,6 +182,7 @@ class _Knapsack:
             written = tuple(slice(times * weight, None) for weight in item)
             for number in range(self._most + 1):
                 target = number + times
+                # The last number of pipelines stands for as many or more, unless `exactly`.
                 if target > self._most:
                     if self._exactly:
                         break

@@ -92,6 +92,7 @@ class OneKindCatalog(Catalog):
         if limit > self._searched:
             found = find_templates(
                 self._costs,
+                # Known sizes keep their templates, which other tables recognise by identity.
                 range(self._searched + 1, limit + 1),
                 microbatches_per_device=self.settings.microbatches_per_device,
             )

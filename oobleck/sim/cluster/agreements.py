@@ -13,8 +13,6 @@ from .ports import WorkerPorts
 
 
 class VirtualAgreements:
-    """One worker's part in agreements, and its waits for them."""
-
     def __init__(self, agreements: Agreements, commit_state: CommitState, ports: WorkerPorts) -> None:
         self._worker_id = commit_state.worker_id
         self._agreements = agreements

@@ -125,6 +125,7 @@ class _AgentProcess:
                         relays=self._relays.of(machine.name),
                     )
                     await self.agent.run()
+                    # Workers and ranks end with their agent.
                     nursery.cancel_scope.cancel()
         finally:
             self.end()
@@ -154,6 +155,7 @@ class _AgentProcess:
             else:
                 link.far.close()
         self.links.clear()
+        # `run` calls this once more, when a successor may be in its place.
         if self._machine.agent is self:
             self._machine.agent = None
 
@@ -306,7 +308,7 @@ class VirtualCluster:
         self._machines[name].is_up = True
 
     def lose(self, name: str) -> None:
-        """Switch a machine off; its last messages may be lost, or still arrive."""
+        # The last messages are lost, or still arrive: both happen.
         self._machines[name].lose_power(loses_words=self._world.rng.random() < 0.5)
 
     def freeze(self, name: str) -> None:
@@ -388,6 +390,7 @@ class VirtualCluster:
         self._world.time.call_at(fails_s, self._world.fabric.break_connections)
 
     def heal(self) -> None:
+        # Relays ask the fabric which nodes reach each other, so it changes first.
         self._world.fabric.heal()
         self._relays.settle()
         for machine in self._machines.values():

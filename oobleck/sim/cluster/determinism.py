@@ -75,6 +75,7 @@ def run_virtual(main: Callable[[], Awaitable[T]], *, seed: int, horizon_s: float
         with trio.fail_after(horizon_s):
             with watch.scope:
                 return await main()
+            # Only the watch cancels its scope.
             raise Livelock(f"tasks keep one another busy at {time.now_s:g} s, and time cannot continue")
 
     with _scheduling(seed):

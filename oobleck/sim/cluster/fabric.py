@@ -191,6 +191,7 @@ class Fabric:
     def total(self, key: GroupKey, sequence: int, step: int) -> tuple[int, ...]:
         """Return the sorted numbers of all contributions to a complete all-reduce."""
         found = self._reductions[key, sequence]
+        # All members take the same total, so only the first computes it.
         if key not in self._totals or self._totals[key][0] != sequence:
             agreed = {(each.step, each.versions) for each in found.values()}
             if len(agreed) > 1 or next(iter(agreed))[0] != step:
@@ -203,6 +204,7 @@ class Fabric:
         """Note that a worker posts its part of an agreement; its messages take another path."""
         self._brought.setdefault((committee.generation, subject), set()).add(worker_id)
         if len(self._brought) > _AGREEMENTS:
+            # The first key is the oldest.
             del self._brought[next(iter(self._brought))]
 
     def check_brought(self, committee: Committee, subject: Subject, worker_id: WorkerId) -> None:

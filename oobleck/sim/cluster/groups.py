@@ -1,7 +1,4 @@
-"""The groups of a virtual worker, and the all-reduces in them: the twin of `training.comm.groups`.
-
-The groups that sum gradients follow from the plan as in `training.step.reduction`, without parameters.
-"""
+"""The groups of a virtual worker, and the all-reduces in them: the twin of `training.comm.groups`."""
 
 from __future__ import annotations
 
@@ -131,5 +128,5 @@ def buckets_of(committee: Committee, worker_id: WorkerId) -> tuple[Bucket, ...]:
     for layer in committee.plan.pipelines[pipeline].stages[stage].layers:
         living = tuple(owner for owner in committee.plan.owners_of(layer) if owner.node not in committee.lost)
         by_owners.setdefault(living, []).append(layer)
-    # Sorted, since all owners have to post their sums in the same order.
+    # As in `training.step.reduction`, but by layers: sorted, since all owners have to post their sums in one order.
     return tuple((committee.key_of(members), tuple(layers)) for members, layers in sorted(by_owners.items()))

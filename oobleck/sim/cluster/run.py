@@ -96,7 +96,6 @@ class ScriptsRun:
     ranks: tuple[VirtualRank, ...]
     """All ranks that ever ran, in the order of their starts."""
     left_at_end: tuple[VirtualRank, ...]
-    """The ranks that lived when the master ended."""
     left: tuple[VirtualRank, ...]
     """The ranks that still lived after all nodes had been well again for longer than the orphan timeout."""
 
@@ -329,6 +328,7 @@ class _Simulation:
         coordinator = self._coordinator
         if self._master is None or coordinator is None:
             return
+        # Freezes may overlap: the last one to end counts.
         until_s = max(coordinator.frozen_until_s, trio.current_time() + frozen_s)
         coordinator.frozen_until_s = until_s
         cluster.freeze_master(until_s)

@@ -116,6 +116,7 @@ class Tempo:
         programs = []
         for end_s, spans in zip(evaluated.ends_s, evaluated.spans, strict=True):
             instructions = [(span.end_s, span.instruction) for span in spans]
+            # With several chunks, a microbatch's backward pass ends at the first one.
             ends_s = (at_s for at_s, each in instructions if each.op in _LAST_OF_BACKWARD and each.chunk == 0)
             programs.append(ProgramTimes(end_s=end_s, backward_ends_s=tuple(ends_s)))
         return tuple(programs)

@@ -124,9 +124,9 @@ class WorkerProcess:
         )
 
     def _read(self) -> None:
-        """Handle messages at once, as the control thread does, whatever the training thread is doing."""
         if self._worker is None or self._gate.is_closed:
             return
+        # A real worker's control thread reads whatever the training thread is doing.
         messages, self._unread = self._unread, []
         for message in messages:
             match message:
@@ -149,13 +149,14 @@ class WorkerProcess:
         self._world.time.call_at(arrives_s, self._unpark)
 
     def _hear(self, worker: VirtualWorker) -> None:
-        """Handle arrived messages of other workers; a partition delays them until it ends."""
+        """Handle arrived messages of other workers."""
         letters, self._letters = self._letters, []
         for letter in letters:
             arrives_s, source, message = letter
             if arrives_s <= self._world.time.now_s and self._world.fabric.is_whole((source, self.worker_id)):
                 worker.hear(source, message)
             else:
+                # A partition delays messages until it ends.
                 self._letters.append(letter)
 
     def _time_link(self, peer: WorkerId) -> None:
@@ -172,10 +173,10 @@ class WorkerProcess:
         self._outbox.send_nowait(protocol.Profiled(device=self.worker_id.device, profile_json=profile_json))
 
     async def _work(self, seconds: float) -> None:
-        """Work for some seconds, without progress while the process is frozen."""
         due_s = self._world.time.now_s + seconds
         while self._world.time.now_s < due_s:
             await self._pause_until(due_s)
+            # A frozen process makes no progress.
             due_s += await self._frozen()
 
     async def _frozen(self) -> float:
@@ -219,6 +220,7 @@ class WorkerProcess:
                 continue
             wait, due_s = worker.wait, math.inf
             self._worked_s, self._works_since_s = self.processor_s(), math.inf
+            # An open gate is no checkpoint: without this one, waits that are ready would keep other tasks from running.
             await trio.lowlevel.checkpoint()
 
 

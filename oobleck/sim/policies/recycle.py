@@ -105,6 +105,7 @@ class _Run(PolicyRun):
 
     def _reroute(self, t_s: float, lost: tuple[str, ...], *, trained: bool) -> None:
         if trained:
+            # Peers hold all state, so only the step in flight is made again.
             in_flight = self._done - floor(self._done)
             self._done -= in_flight
             self.ledger.lose(in_flight)

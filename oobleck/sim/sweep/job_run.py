@@ -219,6 +219,7 @@ class JobRun:
             return
 
         def tick() -> None:
+            # Another coordinator has deadlines of its own.
             if self._coordinator is coordinator:
                 self._carry_out(coordinator.handle_deadline(self.agenda.now_s))
 
@@ -260,6 +261,7 @@ class JobRun:
                 return
             for worker_ids, pace in reports.make(plan, self.crew.factors):
                 self.feed(events.BatchReceived(worker_ids=worker_ids, message=pace))
+                # A report may lead to a new plan, for which the others come too late.
                 if not is_listening():
                     break
 
@@ -276,6 +278,7 @@ class JobRun:
         # The account sums the bytes over workers, so one of them reports all.
         self.feed(events.BatchReceived(worker_ids=worker_ids[:1], message=replace(resumed, received_bytes=num_bytes)))
         self.feed(events.BatchReceived(worker_ids=worker_ids[1:], message=resumed))
+        # A node of the new plan may have fallen silent before its adoption.
         if any(map(self.crew.is_training, self.nodes.silent)):
             self.crew.stop(self.agenda.now_s)
         self.report_later()
@@ -297,6 +300,7 @@ class JobRun:
         coordinator = self._coordinator
 
         def connect() -> None:
+            # The report about one node may end this coordinator's run before the next.
             for node in nodes:
                 if self._coordinator is coordinator:
                     self._connect(node)

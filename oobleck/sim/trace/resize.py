@@ -50,6 +50,7 @@ def _possible(events: tuple[TraceEvent, ...], kept: frozenset[str], start: tuple
         named = event_nodes(event)
         inside = tuple(node for node in named if node in kept)
         less = replace(event, nodes=inside) if isinstance(event, Partitioned) and inside else event
+        # An event of left-out nodes is dropped, and one that makes no sense without such an event, as a heal.
         if bool(inside) == bool(named) and cluster.problem(less) is None:
             cluster.apply(less)
             yield less
