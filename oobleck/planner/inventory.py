@@ -75,8 +75,7 @@ def plan_transfers(
 ) -> tuple[LayerTransfer, ...]:
     """Return the transfers after which each arriving node holds what it has to, given as (node, needed).
 
-    A node reads a layer in equal parts from all its holders, or from at most `max_sources` of them.
-    O(transfers + holders · log holders).
+    A node reads a layer in equal parts from up to `max_sources` of its holders. O(transfers + holders · log holders).
     """
     wanted: dict[int, list[WorkerId]] = defaultdict(list)
     for node, needed in arrivals:

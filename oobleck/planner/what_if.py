@@ -86,8 +86,7 @@ _Group = list[tuple[str, ...]]
 
 
 def _groups(plan: ExecutionPlan, kind_of: Callable[[str], str]) -> list[_Group]:
-    # Nodes at the same place of like pipelines are alike: losing either leads to the same plan but for names. So one
-    # case is decided, and stands for all.
+    # Losing either of two nodes at the same place of like pipelines leads to the same plan but for names.
     groups: dict[object, _Group] = defaultdict(list)
     for pipeline in plan.pipelines:
         groups[pipeline.template.stages, tuple(map(kind_of, pipeline.nodes))].append(pipeline.nodes)

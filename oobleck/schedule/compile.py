@@ -1,7 +1,6 @@
 """The compiler: from a kind, a number of stages and a number of microbatches to one program a stage.
 
-The kind determines the order of the passes. The compiler adds the communication that each needs in the chain of virtual
-stages.
+The kind determines the order of the passes. The compiler adds the communication that each needs.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ def compile_schedule(
     interrupted step. Gradients are committed at the end of each of `num_sections` sections of about equal size but the
     last, whose gradients the step's own reduction sums.
 
-    Raises `ScheduleError` for numbers that have no schedule. O(stages · microbatches · chunks), or a look-up for recent
-    arguments.
+    Raises `ScheduleError` for numbers that have no schedule. O(stages · microbatches · chunks), or a look-up.
     """
     check_numbers(num_stages, num_microbatches, num_chunks)
     if kind is not ScheduleKind.INTERLEAVED and num_chunks != 1:
@@ -92,8 +90,7 @@ def _compile_program(order: Order, shape: PipelineShape, stage: int, section_end
 @lru_cache(maxsize=65536)
 def _expand(op: Op, microbatch: int, chunk: int, is_first: bool, is_last: bool, ends_section: bool) -> Program:
     """Surround a pass with its communication at a first, middle or last virtual stage."""
-    # A receive comes right before its pass and a send right after, so that a stage waits as late and sends as early as
-    # it can.
+    # Receives come right before the pass and sends right after, so that a stage waits late and sends early.
     before: tuple[Op, ...] = ()
     after: tuple[Op, ...] = ()
     if op is Op.FORWARD:

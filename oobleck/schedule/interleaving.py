@@ -57,8 +57,7 @@ class Interleaving:
     def cut(self, template: PipelineTemplate, num_microbatches: int) -> PipelineTemplate:
         """Return the template for steps of `num_microbatches`: cut into chunks, or the same object.
 
-        O(L² · chunks) for L layers, plus an evaluation of two rounds for each of a few cuts at every boundary; once for
-        equal arguments.
+        O(L² · chunks) for L layers, plus an evaluation of two rounds for each of a few cuts at every boundary.
         """
         key = template.stages, num_microbatches
         if key not in self._known:

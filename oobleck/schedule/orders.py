@@ -1,7 +1,6 @@
 """The order in which a stage runs its passes, for each kind of schedule.
 
-A pass is the forward or the backward work (or a part of the latter) of one microbatch in one chunk. The compiler adds
-receives and sends.
+A pass is the forward or the backward work (or a part of the latter) of one microbatch in one chunk.
 """
 
 from __future__ import annotations

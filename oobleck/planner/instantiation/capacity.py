@@ -1,8 +1,7 @@
 """The microbatches that N nodes take within a step time, and the least time for a whole batch.
 
 A pipeline of n nodes takes floor((T - first) / next) + 1 microbatches within T. The search lowers T to what the
-pipelines found truly take, until none beat it. Pipelines of even sizes need no search; mostly nothing beats the best of
-them, as one knapsack proves.
+pipelines found truly take, until none beat it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Instantiation: the number of pipelines of each size that makes the shortest step.
 
 Within a target T a pipeline of n nodes takes m_n(T) microbatches; whether N nodes take the whole batch is a knapsack
-(see `capacity`). The time to reduce gradients comes on top. The search starts from the best pipelines of even sizes.
+(see `capacity`). The time to reduce gradients comes on top.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ def choose_sizes(
     Exact over all multisets of the options' sizes that take at most `num_nodes` nodes, with whole microbatches, at
     least one for each pipeline. Of equal ones the most even wins; nodes left over are spares.
     """
+    # Even sizes need no search, and mostly nothing beats the best of them, as one knapsack proves.
     best = _best_even(options, num_nodes, num_microbatches, network, range(fewest, most + 1))
     # The reduction depends on the pipeline with the most bytes a node, so the search enumerates limits on these.
     for least_s, reduced_bytes in _limits(options, num_nodes, num_microbatches, network, fewest):

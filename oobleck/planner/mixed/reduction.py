@@ -58,8 +58,7 @@ def choose_with_reduction(
             if step_s < best_s:
                 best, best_s = found, step_s
             # With the number of pipelines fixed, any faster choice reduces less, so pipelines with as many bytes are
-            # left out. A pipeline's bytes are known once its stages are; until then its nodes count as sharing all
-            # evenly.
+            # left out. A pipeline's bytes are known once its stages are; until then its nodes share all evenly.
             usable = {
                 counts: timing
                 for counts, timing in usable.items()

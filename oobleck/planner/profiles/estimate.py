@@ -1,8 +1,7 @@
 """Profiles without the hardware: a model's shape and a device's data sheet in, a profile out.
 
 The times are a roofline: operations at a share of the data sheet's peak, or bytes at its memory rate, whichever takes
-longer. A GPU also holds copies (gradients being summed, weights cast by autocast), the transients of passes, messages,
-and NCCL's buffers.
+longer.
 """
 
 from __future__ import annotations
@@ -123,8 +122,7 @@ def _block(setting: _Setting) -> LayerProfile:
     # (Narayanan et al. 2021, appendix; causal masks are not exploited).
     flops = 2 * shape.block_params * tokens + 4 * tokens * setting.sequence_length * shape.hidden_size
     per_value = setting.value_bytes // 2
-    # Korthikanti et al. 2022, section 4.1, in 16 bit: 34 bytes for each token and hidden unit, and 5 for each pair of
-    # tokens and head.
+    # In 16 bit, 34 bytes for each token and hidden unit, 5 for each pair of tokens and head (Korthikanti et al. 2022).
     kept = tokens * (34 * shape.hidden_size * per_value + 5 * setting.sequence_length * shape.num_heads * per_value)
     forward, backward = {}, {}
     for count in setting.device_counts:
@@ -195,6 +193,7 @@ def _layer(
         return layer
     return replace(
         layer,
+        # A GPU also holds gradients being summed, weights cast by autocast, the transients of passes, and messages.
         copy_bytes=(_PARAM_BYTES + cast_bytes) * params,
         transient_bytes=transient_bytes,
         message_bytes=0 if last else setting.hidden_bytes,

@@ -234,8 +234,7 @@ def profile_to_json(profile: Profile) -> str:
 def profile_from_json(text: str, *, source: str = "profile") -> Profile:
     """Read a profile file's text; `source` names the file in errors.
 
-    Raises ConfigError that names the layer, the field and the expectation; for an unknown key it suggests the nearest
-    known one.
+    Raises ConfigError that names the layer, the field and the expectation, or the known key nearest to an unknown one.
     """
     try:
         return _read_profile(JsonTable(parse_json(text), "the file"))

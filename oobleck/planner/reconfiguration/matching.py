@@ -1,7 +1,6 @@
 """The matching of nodes to the positions of new pipelines that moves the fewest bytes: an assignment problem.
 
-Most nodes already hold exactly what some position needs. The rest has few kinds of nodes and positions, and `transport`
-solves it exactly.
+Most nodes already hold exactly what some position needs; `transport` solves the rest exactly.
 """
 
 from __future__ import annotations
@@ -44,6 +43,7 @@ def match_nodes(
     chosen = _exact_pairs(positions, holdings, origins)
     taken = set(chosen.values())
     # The inner dictionaries are ordered sets.
+    # Few kinds of nodes and positions are left, so kinds are matched instead of nodes.
     nodes: dict[Holding, dict[str, None]] = defaultdict(dict)
     for node, holding in holdings.items():
         if node not in taken:

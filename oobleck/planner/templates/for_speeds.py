@@ -2,8 +2,7 @@
 
 The objective is that of all templates, `sum(w) + (m - 1) * max(w)`, with the compute of a node's stages divided by its
 speed. The search is exact for the given order of nodes: under a bound on max(w), a dynamic programme over (stages,
-layers) finds the least sum(w), and few bounds need trying (see `templates`). Of equal cuts, the one that moves the
-fewest bytes wins.
+layers) finds the least sum(w), and few bounds need trying (see `templates`).
 """
 
 from __future__ import annotations

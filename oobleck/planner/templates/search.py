@@ -156,8 +156,7 @@ class _Run:
         self._bias = -_LEFTMOST * stages.scale_s * np.arange(width, dtype=np.float64)[:, None, None]
         self._keys = list(tables)
         self._seconds = [table.seconds for table in tables.values()]
-        # From the right, because 1F1B keeps as many microbatches in flight at a stage as there are stages from it to
-        # the end.
+        # From the right, because 1F1B keeps as many microbatches in flight at a stage as there are stages from it on.
         for total in range(1, num_devices + 1):
             for key, rest in self._steps(total):
                 self._extend(key, rest, total)

@@ -65,8 +65,7 @@ class VirtualTime(trio.abc.Clock):
 def run_virtual(main: Callable[[], Awaitable[T]], *, seed: int, horizon_s: float, time: VirtualTime | None = None) -> T:
     """Run `main` in virtual time; the same seed gives the same order of events, in any process.
 
-    Raises trio.TooSlowError at `horizon_s` virtual seconds, and Livelock when tasks keep one another busy and time
-    cannot continue.
+    Raises trio.TooSlowError at `horizon_s` virtual seconds, and Livelock when tasks keep one another busy endlessly.
     """
     time = time or VirtualTime()
     watch = _Watch(time)

@@ -1,7 +1,6 @@
 """Virtual links: byte streams with latency and a bounded window that may be held, frozen or cut.
 
-A stream keeps the contract of trio's half-closeable streams, as trio's own conformance checks show. It knows nothing of
-messages or nodes.
+A stream keeps the contract of trio's half-closeable streams, as trio's own conformance checks show.
 """
 
 from __future__ import annotations

@@ -279,8 +279,7 @@ class AnalyticWorkers:
     ) -> tuple[float, tuple[float, float]]:
         """Return when whole pipelines have finished the step: their own share, reassigned microbatches, the reduction.
 
-        Returns also the start and end of the time in which all of them waited, after their own share, for orders and
-        for groups.
+        Returns also when they began and ended to wait, after their own share, for orders and groups.
         """
         assert self.plan is not None
         extra: dict[int, int] = defaultdict(int)

@@ -4,8 +4,7 @@ Months of a cluster of thousands of nodes take seconds, since nothing happens be
 and steps are summed up. The real coordinator and planner decide; workers answer at once (see `analytic_workers`), and
 times come from `costs` and from the schedule's timeline on the profile.
 
-When the coordinator cannot continue, its job restarts from the newest checkpoint as soon as the present nodes hold the
-model.
+When the coordinator cannot continue, its job restarts from the newest checkpoint once the present nodes hold the model.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ def sweep(
 ) -> tuple[JournalEntry, ...]:
     """Play a trace and return the journal of the run, with entries of many steps in place of one a step.
 
-    `report` is called now and then with the simulated seconds. Raises PlanningError where all nodes of the trace
-    together do not hold the model.
+    `report` receives the simulated seconds as progress. Raises PlanningError where all nodes do not hold the model.
     """
     # Collect cycles a hundredth as often: there are hardly any, and each collection traverses all plans so far.
     before = gc.get_threshold()

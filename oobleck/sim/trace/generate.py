@@ -159,8 +159,7 @@ class _Generator:
         model = self._model
         # A failure takes several nodes on average, so each node begins fewer.
         mean_s = model.mean_time_to_failure_s * model.mean_batch
-        # With shape 1 lifetimes are exponential; below 1 failures cluster, as on LANL's systems (0.7 to 0.8; Schroeder
-        # and Gibson, DSN 2006).
+        # Below a shape of 1 failures cluster, as on LANL's systems (0.7 to 0.8; Schroeder and Gibson, DSN 2006).
         scale_s = mean_s / math.gamma(1 + 1 / model.shape)
         self._at(now_s + self._rng.weibullvariate(scale_s, model.shape), "fail", number)
         self._be_slow_later(number, now_s)
