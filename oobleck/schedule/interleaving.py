@@ -55,21 +55,14 @@ class Interleaving:
         self._of_speed: dict[float, Profile] = {}
 
     def cut(self, template: PipelineTemplate, num_microbatches: int) -> PipelineTemplate:
-        """Return the template for steps of `num_microbatches`: cut into chunks, or the same object.
-
-        O(L² · chunks) for L layers, plus an evaluation of two rounds for each of a few cuts at every boundary.
-        """
+        """Return the template cut into chunks, or the same object; O(L² · chunks), and a few timelines a boundary."""
         key = template.stages, num_microbatches
         if key not in self._known:
             self._known[key] = self._cut(template, num_microbatches)
         return self._known[key]
 
     def step_s(self, template: PipelineTemplate, num_microbatches: int, speeds: Sequence[float] | None = None) -> float:
-        """Return the event-exact seconds of a step under the best schedule for a template as it is cut.
-
-        `speeds` are those of its nodes, 0.5 for a node that takes twice as long; by default, none is slow.
-        O(instructions) of up to 8 rounds, once for equal arguments.
-        """
+        """Return the event-exact seconds of a step under the best schedule, see `Cutter`; O(instructions)."""
         key = template.stages, num_microbatches, None if speeds is None else tuple(speeds)
         if key not in self._steps_s:
             profile: Profile | Sequence[Profile] = self._profile

@@ -48,7 +48,6 @@ class Timeline:
     ends_s: tuple[float, ...]
     """The end of each stage's last instruction."""
     costs: tuple[StageCost, ...]
-    """The costs of each virtual stage."""
 
     @property
     def makespan_s(self) -> float:

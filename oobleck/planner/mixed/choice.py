@@ -38,8 +38,6 @@ class Choice:
 
 
 class Chooser:
-    """Chooses among pipelines whose step times are known."""
-
     def __init__(
         self, timings: Mapping[Counts, Timing], num_microbatches: int, *, most_states: int = _MOST_STATES
     ) -> None:

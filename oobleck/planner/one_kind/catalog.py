@@ -170,7 +170,6 @@ class OneKindCatalog(Catalog):
         return self._sizings[key]
 
     def predicted_step_s(self, plan: ExecutionPlan, bound_s: float, speeds: Mapping[str, float]) -> float:
-        """Return the seconds of a plan's step: `bound_s`, or the event-exact time of interleaved pipelines."""
         if self._cutter is None or all(pipeline.template.num_chunks == 1 for pipeline in plan.pipelines):
             return bound_s
         exact_s: dict[tuple[int, int], float] = {}
@@ -186,7 +185,6 @@ class OneKindCatalog(Catalog):
         return slowest_s + reduction_s(self.profile.network, reduced_bytes, len(plan.pipelines))
 
     def timing(self, form: Form, speeds: Sequence[float] | None, share: int, still_fast: float = STILL_FAST) -> Timing:
-        """Return the bound on a pipeline's step of about `share` microbatches; `speeds` where nodes are slow."""
         template = form.template
         bound = self.options(template.num_nodes)[template.num_nodes].timing
         if template is self._templates[template.num_nodes]:

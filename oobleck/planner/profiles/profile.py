@@ -121,8 +121,6 @@ class DeviceProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkProfile:
-    """Links between nodes and between the devices of one node."""
-
     inter_node_bytes_per_s: float
     inter_node_latency_s: float
     intra_node_bytes_per_s: float

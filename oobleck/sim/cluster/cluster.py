@@ -88,6 +88,7 @@ class _AgentProcess:
 
     def connect(self) -> VirtualLink:
         link = VirtualLink(self._world.time, latency_s=self._world.delays.link_latency_s)
+        # The node may have been cut off or frozen while its agent was started.
         if self._machine.is_cut_off:
             link.hold()
         if self._machine.gate.is_closed or self._world.time.now_s < self.frozen_until_s:
@@ -216,6 +217,7 @@ class _Machine:
         self._warm_s = None
         if self.agent is not None:
             self.agent.end(loses_words=loses_words)
+        # A machine that comes up again is not frozen.
         self.gate.open()
         self.wake()
 

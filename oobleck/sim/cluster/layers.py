@@ -28,6 +28,7 @@ class Version:
 
     def with_section(self, microbatches: Sequence[int], record: SectionRecord) -> Version:
         """Return the version after one more section of the step in flight."""
+        # Hashes of whole numbers are the same in every process.
         digest = hash((self.digest, record.step, record.generation, record.number))
         return Version(self.step, self.generation, digest, tuple(sorted((*self.partial, *microbatches))))
 

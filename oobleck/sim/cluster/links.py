@@ -40,6 +40,7 @@ class _Pipe:
 
     async def send(self, data: bytes) -> None:
         await self.wait_for_room()
+        # The other end may have gone during the wait.
         self.check_sender()
         if data and not self._is_abandoned:
             self._flying.append((self._arrival_s(), data))
@@ -134,6 +135,7 @@ class _Pipe:
         """Lose the bytes in flight; the receiver finds the link broken one latency later."""
         self._breaks_s = self._time.now_s + self.latency_s
         self._time.call_at(self._breaks_s, self._wake)
+        # Senders fail at once, unlike the receiver.
         self._senders.unpark_all()
 
     def abandon(self) -> None:

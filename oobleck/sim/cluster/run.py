@@ -145,6 +145,7 @@ class _Profiles:
         self._stored: dict[str, str] = {}
 
     def load(self, key: str) -> str | None:
+        # A link's key stands for a link's speed, which is no profile.
         return self._stored.get(key, None if key.startswith(LINK_KEYS) else self._profile_json)
 
     def store(self, key: str, profile_json: str) -> None:

@@ -195,6 +195,7 @@ class StepDriver:
         if any(version.partial for version in self._layers.held.values()):
             raise Violation(f"{self._commit_state.worker_id} evaluates in the middle of step {effect.step + 1}")
         yield from self._agreements.total(effect.committee, effect.subject, Totals(()))
+        # The time of an evaluation is not the next step's.
         self._step_began_s, self._posted_s = self._ports.clock(), None
         return steps.Evaluation(loss=1.0, num_samples=self._job.microbatch_size, duration_s=0.0)
 

@@ -139,5 +139,6 @@ class Tempo:
 
     def transfer_s(self, item: LayerTransfer) -> float:
         """Return the seconds of a transfer; a worker receives its transfers in sequence."""
+        # `LINKS` has the link between nodes first: False and True are their places.
         link = self._profile.network.speed_of(LINKS[item.source.node == item.target.node])
         return link.latency_s + self.part_bytes(item) / link.bytes_per_s

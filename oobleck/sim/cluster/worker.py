@@ -68,6 +68,7 @@ class VirtualWorker:
         """Handle one message, as the control thread does."""
         match message:
             case protocol.Fence(probe_addresses=probed):
+                # The answer counts what the program has done by now.
                 self._programs.note_microbatches()
                 reaches, here = self._ports.fabric.reaches, self.worker_id.node
                 unreachable = tuple(each.worker_id for each in probed if not reaches(here, each.worker_id.node))

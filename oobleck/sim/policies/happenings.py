@@ -38,6 +38,7 @@ class PolicyRun(ABC):
         for happening in happenings(self._trace):
             self._move_to(happening.t_s)
             for node in happening.lost:
+                # A node whose process restarted is in both, and moves to the end of the order.
                 self._here.pop(node, None)
             self._here.update(dict.fromkeys(happening.joined))
             self._happen(happening)

@@ -56,6 +56,7 @@ class _Run(PolicyRun):
         self._whole_s = whole_s
         self._stage_of = {node: index % depth for index, node in enumerate(self._here)} if depth else {}
         self._away: dict[str, int] = {}  # the stages of lost nodes
+        # Nodes that make no whole pipeline idle.
         self._used = set(list(self._here)[: self._depth * self._num_pipelines])
 
     def pace_s(self) -> float | None:

@@ -84,6 +84,7 @@ class _Run(PolicyRun):
         if self._rules.checkpoint_every_steps is not None:
             self._steps_each: float = self._rules.checkpoint_every_steps
         else:
+            # There is at least a step between two checkpoints.
             self._steps_each = max(1.0, self._rules.checkpoint_every_s / self._step_s) if self._step_s else inf
 
     def pace_s(self) -> float | None:

@@ -296,6 +296,7 @@ class AnalyticWorkers:
                 own_s = self._pace.compute_s(pipeline, own, self.factors, kind)
                 seconds[key] = own_s, self._pace.compute_s(pipeline, extra[index], self.factors, kind)
         computed_s = self._began_s + max(own_s for own_s, _ in seconds.values())
+        # Reassigned microbatches are a separate program, which needs orders and new groups.
         formed_s = max(computed_s, ordered_s) + forming_s
         extra_s = max(extra_s for _, extra_s in seconds.values())
         committing_s = self._costs.committing_s(len(self.plan.worker_ids))

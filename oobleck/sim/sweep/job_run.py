@@ -146,6 +146,7 @@ class JobRun:
                 # The pattern binds `fence`: answers come after all commands of this turn.
                 case events.SendAll(message=protocol.Fence(generation=fence)):
                     pass
+                # Workers that compute are not stuck: all their time is processor time.
                 case events.SendAll(worker_ids=worker_ids, message=protocol.AskActivity() as asked) if (
                     self.crew.is_computing
                 ):
@@ -366,6 +367,7 @@ class JobRun:
             elif not self.log.is_planned:  # the job is about to start
                 self.agenda.when_seen(self.agenda.now_s + starting_s + _SOON_S, join)
             else:
+                # The coordinator may still count on the node's earlier life.
                 self.fail(node, AgentLost())
                 self.nodes.members[node] = life
                 self.feed(events.AddRequested(spec=self.kinds.spec(node)))

@@ -152,6 +152,7 @@ class Faults:
         def thaw() -> None:
             if is_mute():
                 del self._nodes.mute[node]
+                # The master may have given it up meanwhile.
                 if node not in self._nodes.members:
                     self._run.join(node)
 
@@ -175,6 +176,7 @@ class Faults:
                 continue
             self._nodes.silent.pop(node, None)
             if self._nodes.is_well(node):
+                # A fence may have waited for its answer.
                 self._run.answer_from(node)
             else:
                 self._run.join(node)

@@ -136,6 +136,7 @@ def _parcae(source: _Source) -> Trace:
         entry = _json(line, where)
         if not isinstance(entry, list) or len(entry) != 3:
             raise ConfigError(f"{where}: {line.strip()!r} is not [milliseconds, event, details]")
+        # Lines without a change count too: the last line tells when the trace ends.
         end_s = _number(entry[0], where) / 1000
         begin_s = begin_s if changes else end_s
         if entry[1] in ("add", "remove"):

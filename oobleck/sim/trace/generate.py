@@ -137,6 +137,7 @@ class _Generator:
             self._begin_life(number, 0.0)
         while self._queue:
             t_s, _, what, number, life = heapq.heappop(self._queue)
+            # A high rate of failures must not fill the memory first.
             if len(self._events) > MAX_EVENTS:
                 raise _too_many(t_s)
             # Other nodes' failures may have ended the life that this belongs to.

@@ -94,6 +94,7 @@ class _Reserve:
         yield from self._arrivals(self._trace.duration_s)
 
     def _arrivals(self, until_s: float) -> Iterator[TraceEvent]:
+        # All take equally long to activate, so the first lost is the first replaced.
         while self._coming and self._coming[0][0] <= until_s:
             t_s, node = self._coming.popleft()
             joined = Joined(t_s=t_s, node=node)

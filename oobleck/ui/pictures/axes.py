@@ -59,6 +59,7 @@ def round_up(value: float) -> float:
 
 
 def _multiples(low: float, high: float, step: float) -> list[float]:
+    # Rounding must not lose a tick at one of the ends.
     first = math.ceil(low / step - 1e-9)
     return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
 
