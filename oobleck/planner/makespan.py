@@ -20,7 +20,7 @@ from .profiles import Profile
 Stops = NDArray[np.int64]
 """[candidate, S + 1]: 0, and where each stage stops."""
 
-# From this many microbatches for each stage on, each further one takes a constant time.
+# With this many microbatches for each stage, each further one takes a constant time.
 _MOST_ROUNDS = 8
 
 

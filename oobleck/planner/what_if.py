@@ -79,9 +79,9 @@ def transfer_s(profile: Profile, transfers: Sequence[LayerTransfer]) -> float:
     return max((*sent.values(), *received.values()), default=0.0) / profile.network.inter_node_bytes_per_s
 
 
-# Lost nodes, and the number of losses that are like this one.
+# A case has the lost nodes, and the number of losses like this one.
 _Case = tuple[tuple[str, ...], int]
-# The nodes of each pipeline of one template; a spare counts as a pipeline of one node.
+# A group has the nodes of each pipeline of one template; a spare counts as a pipeline of one node.
 _Group = list[tuple[str, ...]]
 
 

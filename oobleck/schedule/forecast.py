@@ -16,7 +16,7 @@ from .choice import choose_schedule, evaluate, kind_for
 from .costs_of_stages import profiles_of_stages
 from .timeline import Timeline
 
-# Stages, identities of their nodes' profiles, and microbatches: pipelines that have these alike behave alike.
+# Pipelines with equal stages, profiles of their nodes (by identity) and microbatches behave alike.
 _Alike = tuple[tuple[StageTemplate, ...], tuple[int, ...], int]
 
 

@@ -19,16 +19,16 @@ from .choice import LEAST_GAIN, chosen_step_s, kind_for, step_s
 from .costs_of_stages import stage_costs
 from .step_flow import step_flow
 
-# 0, and the layer at which each chunk stops.
+# Stops are 0, and the layer at which each chunk stops.
 _Stops = tuple[int, ...]
 
-# Rounds of a microbatch for each stage that are evaluated; the time of each further round is taken as constant.
+# This many rounds, with a microbatch for each stage, are evaluated; each further one takes a constant time.
 _MOST_ROUNDS = 8
-# Rounds with which cuts are compared: their differences show in each round.
+# Cuts are compared over this many rounds: their differences show in each.
 _ROUNDS = 2
-# Passes over the boundaries, each moving every boundary to its best place: few, as a recovery waits for them.
+# Passes over the boundaries are few, as a recovery waits for them; each moves every boundary to its best place.
 _PASSES = 2
-# Chunks of a pipeline up to which the even cut is improved.
+# The even cut is improved for pipelines of up to this many chunks.
 _MOST_CHUNKS = 16
 
 

@@ -20,7 +20,7 @@ from .reduction import choose_with_reduction
 from .search import MixedSearch
 
 _FEWEST = 8
-# The most combinations of numbers of nodes to search together; beyond, each pipeline has nodes of one kind.
+# Beyond this many combinations of numbers of nodes, each pipeline has nodes of one kind.
 _MOST_TOGETHER = 2_048
 
 

@@ -24,7 +24,7 @@ Ints = NDArray[np.int64]
 _MOST_STATES = 1 << 16
 _CLOSE = 1e-3
 _MOST_ROUNDS = 64
-# The number of targets tried for the cheapest nodes, between the shortest step and 16 times that.
+# The cheapest nodes are searched with this many targets, between the shortest step and 16 times that.
 _PRICED_STEPS = 48
 
 

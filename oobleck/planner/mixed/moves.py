@@ -15,7 +15,7 @@ from oobleck.planner.reconfiguration import UNCHANGED, LivingNodes, Move
 
 from .catalog import MixedCatalog
 
-# The old pipeline that a new one continues, and the new one's nodes.
+# A pair has the old pipeline that a new one continues, and the new one's nodes.
 _Pipeline = tuple[int | None, Counts]
 
 

@@ -16,11 +16,11 @@ from oobleck.planner.profiles import NetworkProfile
 
 from .choice import Choice, Chooser
 
-# The most rounds of leaving pipelines out, for each number of pipelines.
+# Pipelines are left out in at most this many rounds, for each number of pipelines.
 _MOST_CUTS = 12
-# The largest number of pipelines to search exactly; from there on reductions take about the same time.
+# Larger numbers of pipelines are not searched exactly: their reductions take about the same time.
 _MOST_FIXED = 8
-# The most combinations of numbers of nodes for which numbers of pipelines are searched exactly.
+# Numbers of pipelines are searched exactly up to this many combinations of numbers of nodes.
 _MOST_STATES = 1 << 7
 
 

@@ -21,13 +21,13 @@ from oobleck.planner.kinds import Counts, Form, KindCosts
 
 from .choice import Ints, at
 
-# The number of bounds tried first, to know a good pipeline for all numbers of nodes.
+# This many bounds are tried first, to know a good pipeline for all numbers of nodes.
 _COARSE = 24
 _CHUNK = 64
 _EQUAL = 1e-12
 
 _Flags = NDArray[np.bool_]
-# A kind, and the devices of its first node that a suffix uses; (0, 0) where all nodes are full.
+# A mode is a kind, and the devices of its first node that a suffix uses; (0, 0) where all nodes are full.
 _Mode = tuple[int, int]
 _FULL: _Mode = (0, 0)
 

@@ -21,7 +21,7 @@ from .catalog import OneKindCatalog
 
 Choose = Callable[[int, int], tuple[int, ...]]
 
-# The most other nodes that the pipelines of slow nodes are tried with.
+# Pipelines of slow nodes are tried with at most this many other nodes.
 _MOST_COMPANY = 2
 
 

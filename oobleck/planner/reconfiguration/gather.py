@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from oobleck.planner.inventory import Holding, missing_bytes
 
-# The most slow nodes to move; more stay where they are.
+# More slow nodes than these stay where they are, since each one is compared with all places.
 _MOST_GATHERED = 32
 
-# A pipeline, and a node's position in it.
+# A spot is a pipeline, and a node's position in it.
 _Spot = tuple[int, int]
 
 

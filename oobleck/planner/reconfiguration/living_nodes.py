@@ -10,7 +10,7 @@ from oobleck.plan import ExecutionPlan, WorkerId
 from oobleck.planner.inventory import Holding, Inventory, missing_bytes, needed_holdings
 from oobleck.planner.profiles import NetworkProfile
 
-# The number of lowest speeds at or below which nodes are left out on trial.
+# Nodes at or below each of this many lowest speeds are left out on trial: each trial adds all its moves.
 _SLOW_VARIANTS = 3
 _NOTHING: frozenset[int] = frozenset()
 

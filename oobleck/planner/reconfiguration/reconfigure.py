@@ -24,7 +24,7 @@ _TOLERANCE = 1e-9
 # change, and predictions are hardly more exact.
 _WORTH = 0.01
 
-# Pipelines too few or too many, then the weighed seconds of a step.
+# A score has the pipelines too few or too many, then the weighed seconds of a step.
 _Score = tuple[int, float]
 
 

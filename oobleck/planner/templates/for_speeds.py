@@ -104,7 +104,7 @@ class _Search:
     def tightest_s(self) -> float:
         """Return the seconds of the slowest stage in the cut where it is fastest."""
         best = np.full(len(self._seconds[0]), np.inf)
-        # No stages, no slowest one.
+        # A cut without stages has no slowest one.
         best[0] = -np.inf
         for seconds in self._seconds:
             best = np.maximum(best[:, None], seconds).min(axis=0)

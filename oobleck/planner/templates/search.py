@@ -29,7 +29,7 @@ _EVENNESS = 1e-9
 _LEFTMOST = 1e-13
 _CHUNK = 32
 
-# A kind of stage: its devices, and whether its left and right neighbours are on the same node.
+# A key names a kind of stage: its devices, and whether its left and right neighbours are on the same node.
 _Key = tuple[int, bool, bool]
 
 

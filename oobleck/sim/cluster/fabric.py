@@ -16,7 +16,7 @@ from oobleck.control.protocol import Subject, WorkerAddress
 from oobleck.control.steps import Committee, GroupKey
 from oobleck.planner import WorkerId
 
-# The number of agreements to remember, far more than are in progress at a time.
+# Far fewer agreements than these are in progress at a time.
 _AGREEMENTS = 64
 
 

@@ -15,7 +15,7 @@ import trio
 from .determinism import VirtualTime
 from .gate import Gate
 
-# The most bytes in flight: more than two kernels buffer.
+# At most this is in flight, which is more than two kernels buffer.
 _WINDOW_BYTES = 1 << 20
 
 

@@ -15,7 +15,7 @@ from .fabric import Violation, Wait, label
 from .ports import Moves, WorkerPorts
 from .tempo import ProgramTimes
 
-# The number of busy times to remember, as many as a real worker does.
+# A real worker remembers as many busy times.
 _BUSY_TIMES = 16
 
 

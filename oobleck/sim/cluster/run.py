@@ -31,9 +31,9 @@ from .tempo import Delays
 from .world import World
 
 _STARTED_AT = "2026-01-01T00:00:00Z"
-# The most seconds from the end of the trace to the end of the run.
+# A run ends at most this long after its trace.
 _GRACE_S = 600.0
-# The most seconds from the orphan timeout of agents to the end of their ranks.
+# Ranks end at most this long after their agents' orphan timeout.
 _ORPHANS_END_S = 60.0
 
 

@@ -15,7 +15,7 @@ from oobleck.schedule.choice import kind_for
 from oobleck.sim.costs import Costs, StepTimes, costs_on
 
 _FREE = Costs(**dict.fromkeys([part.name for part in fields(Costs)], 0.0))
-# The instructions that end a microbatch's backward pass, in one part or as the second of two.
+# A microbatch's backward pass ends with one of these: in one part, or with the second of two.
 _LAST_OF_BACKWARD = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 
 

@@ -12,7 +12,7 @@ from oobleck.schedule import ScheduleKind, StageCost, compile_schedule, timeline
 from oobleck.schedule.choice import kind_for
 from oobleck.schedule.costs_of_stages import stage_costs
 
-# The most microbatches times stages of a program to evaluate whole. A longer program has met its bottleneck, and
+# Programs of up to this many microbatches times stages are evaluated whole. A longer one has met its bottleneck, and
 # repeats itself with a period of as many microbatches as stages. After 3 microbatches a stage that is not certain: the
 # step of one in eight random pipelines was wrong, by up to 4 %.
 _WHOLE = 4096

@@ -24,7 +24,7 @@ from .world import Agenda, NodeStates
 
 _PYTHON = "3.11.0"
 _NO_LIMIT = 2**62
-# The delay of a node that joins while the job is starting.
+# A node that joins while the job is starting tries again this much later.
 _SOON_S = 0.1
 
 

@@ -20,7 +20,7 @@ _DAY_S = 86_400.0
 _MAX_WEIGHT = 1e9
 _HOUR_S = 3600.0
 
-# Preemptions by the number of nodes at once, of AWS P3 spot instances (the SOSP'23 artifact's trace).
+# AWS P3 spot instances were preempted in these numbers at once, so often (the SOSP'23 artifact's trace).
 _SPOT_BATCHES: Mapping[int, float] = {1: 39, 2: 13, 3: 15, 4: 7, 5: 1, 6: 4}
 # 3 to 5 % of hardware failures coincide with others.
 _TOGETHER: Mapping[int, float] = {1: 96, 2: 4}
@@ -76,9 +76,9 @@ def _require(condition: bool, name: str, value: object, expectation: str) -> Non
         raise ConfigError(f"{name} is {shown(value)}; it must be {expectation}")
 
 
-# Mean hours of absence: absent nodes over losses an hour (Little's law), in the SOSP'23 artifact's traces.
+# Mean hours of absence are absent nodes over losses an hour (Little's law), in the SOSP'23 artifact's traces.
 _AWAY_H = {"p3": 0.54, "g4dn": 1.6, "gcp": 1.1}
-# InfiniteHBD's trace (SIGCOMM 2025): 584 faults of 400 servers in 348 days.
+# InfiniteHBD's trace (SIGCOMM 2025) has 584 faults of 400 servers in 348 days.
 _HARDWARE_REPAIRS = tuple(
     (share, hours * _HOUR_S)
     for share, hours in ((0.1, 0.23), (0.25, 2.05), (0.5, 20.4), (0.75, 76.0), (0.9, 312.0), (0.99, 1748.0))
