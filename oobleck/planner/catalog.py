@@ -135,6 +135,7 @@ class Catalog(ABC):
             cut = cut_for_speeds(costs, template, speeds, holdings, num_microbatches)
             self._for_speeds[key] = Form(template=cut, kinds=form.kinds)
         found = self._for_speeds[key]
+        # Callers compare forms by identity, so an equal cut has to be the same object.
         return form if found.template.stages == template.stages else found
 
     def cut_plan(self, plan: ExecutionPlan) -> ExecutionPlan:
@@ -205,7 +206,6 @@ class Catalog(ABC):
         return Form(template=pipeline.template, kinds=self.kinds_of(pipeline.nodes))
 
     def counts_of(self, form: Form) -> Counts:
-        """Count the nodes of each kind in a pipeline."""
         return tuple(form.kinds.count(kind) for kind in range(len(self.costs.kinds)))
 
     def share(self, size: int, num_nodes: int) -> int:

@@ -1,8 +1,6 @@
 """The costs of a stage: seconds and bytes of any run of layers on any number of a node's devices.
 
-Prefix sums over layers make one stage cost O(1), and all L² of them one numpy expression. A stage pays for the
-messages that it sends: its output to the next stage, and its input's gradient to the previous one. Summed over a
-pipeline, these are exactly one microbatch's way there and back.
+Prefix sums over layers make one stage cost O(1), and all L² of them one numpy expression.
 """
 
 from __future__ import annotations
@@ -96,10 +94,12 @@ def chunks_footprint(profile: Profile, chunks: Sequence[StageTemplate]) -> Footp
     num_devices = chunks[0].num_devices
     each = [footprint(profile, *ends, num_devices=num_devices) for ends in _ends(chunks)]
     summed = Footprint(**{field.name: sum(getattr(held, field.name) for held in each) for field in fields(Footprint)})
+    # The communication library's buffers belong to the devices, whatever the number of chunks.
     once = (len(chunks) - 1) * num_devices * profile.device.communication_bytes
     return replace(
         summed,
         communication_bytes=summed.communication_bytes - once,
+        # A device runs one pass at a time.
         transient_bytes=max(held.transient_bytes for held in each),
     )
 
@@ -157,6 +157,7 @@ class StageCosts:
             [layer.state_bytes + GRADIENT_COPIES * layer.trained_bytes + layer.copy_bytes for layer in layers]
         )
         self._transient = _largest([layer.transient_bytes for layer in layers])
+        # The first stage exchanges nothing to its left, and the last one nothing to its right.
         self._messages = np.array([0, *(layer.message_bytes for layer in layers[:-1]), 0], dtype=np.float64)
         self._activation = prefix_sums([layer.activation_bytes for layer in layers])
         self._trained = prefix_sums([layer.trained_bytes for layer in layers])
@@ -175,8 +176,11 @@ class StageCosts:
         table = compute[None, :] - compute[:, None]
         if speed != 1.0:
             table /= speed
+        # A stage pays for the messages that it sends: its input's gradient to the previous stage, and its output to the
+        # next. Summed over a pipeline, these are exactly one microbatch's way there and back.
         table += self._cuts[left_same_node][:, None]
         table += self._cuts[right_same_node][None, :]
+        # Every stage has a layer.
         table[np.tril_indices_from(table)] = np.inf
         return table
 
@@ -190,7 +194,9 @@ class StageCosts:
         at_cuts = MESSAGES_AT_A_CUT * (self._messages[None, :] + self._messages[:, None])
         room = num_devices * (self.usable_bytes - self.profile.device.communication_bytes - at_cuts)
         room -= self._held[None, :] - self._held[:, None] + self._transient
+        # Each device keeps the whole output, from which the backward pass starts.
         activation = self._activation[None, :] - self._activation[:, None] + num_devices * self._messages[None, :]
+        # A stage that keeps no activations divides by 0; the line after that lets it take any number.
         with np.errstate(divide="ignore", invalid="ignore"):
             most = np.floor(room / activation)
         most[(activation <= 0) & (room >= 0)] = np.inf
@@ -220,6 +226,7 @@ class StageCosts:
     def timing(self, template: PipelineTemplate, speeds: Sequence[float] = ()) -> Timing:
         """Return the step times of a pipeline in O(S)."""
         seconds = self.stage_seconds(template, speeds)
+        # The chunks of a stage take turns on its devices, so their seconds add up.
         size = template.num_stages
         return Timing(first_s=math.fsum(seconds), next_s=max(math.fsum(seconds[stage::size]) for stage in range(size)))
 

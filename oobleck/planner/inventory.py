@@ -75,8 +75,7 @@ def plan_transfers(
 ) -> tuple[LayerTransfer, ...]:
     """Return the transfers after which each arriving node holds what it has to, given as (node, needed).
 
-    A node reads a layer in equal parts from all its holders, or from at most `max_sources` of them.
-    O(transfers + holders · log holders).
+    A node reads a layer in equal parts from up to `max_sources` of its holders. O(transfers + holders · log holders).
     """
     wanted: dict[int, list[WorkerId]] = defaultdict(list)
     for node, needed in arrivals:
@@ -89,6 +88,7 @@ def plan_transfers(
         holders = inventory.holders(layer)
         num_parts = len(holders)
         if num_parts > max_sources:
+            # Readers of one layer share the holders out, so that none of these serves all of them.
             num_parts = max(1, min(max_sources, num_parts // len(targets)))
         # The readers take the holders in turn, and each layer starts at another holder: the load stays even.
         turn = layer * num_parts

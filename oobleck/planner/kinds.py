@@ -1,8 +1,4 @@
-"""Stage costs on several kinds of nodes, in pipelines that may mix them.
-
-The kinds share one network: a message between nodes takes the time of the slowest kind's profile, one within a node
-that of its own kind. Most clusters have one kind.
-"""
+"""Stage costs on several kinds of nodes, in pipelines that may mix them."""
 
 from __future__ import annotations
 
@@ -37,6 +33,7 @@ class KindCosts:
         _check(kinds, settings)
         self.kinds = tuple(kinds)
         self.settings = settings
+        # A message between nodes takes the time of the slowest kind's profile, one within a node that of its own kind.
         profiles = with_shared_links([kind.profile for kind in kinds])
         self.network = profiles[0].network
         self.of = tuple(

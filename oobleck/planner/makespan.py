@@ -2,9 +2,7 @@
 
 The planner's searches bound a step by `sum(w) + (m - 1) * max(w)`, with messages counted as work of the sending
 stages. Here a pass waits for the previous pass on its stage and for its message, and a message occupies only its link:
-the rules and the seconds of a schedule's timeline. Stages do their passes in lockstep. With s counted from 0 of S
-stages, the forward pass of microbatch i belongs to slot 2i + s and its backward pass to slot 2i + 2S - 1 - s. So a pass
-waits for earlier slots only, and one slot is a few numpy expressions over all stages of all candidates.
+the rules and the seconds of a schedule's timeline.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ from .profiles import Profile
 Stops = NDArray[np.int64]
 """[candidate, S + 1]: 0, and where each stage stops."""
 
+# With this many microbatches for each stage, each further one takes a constant time.
 _MOST_ROUNDS = 8
-"""From this many microbatches for each stage on, each further one takes a constant time."""
 
 
 def stops_of(template: PipelineTemplate) -> Stops:
@@ -32,8 +30,6 @@ def stops_of(template: PipelineTemplate) -> Stops:
 
 
 class PassTimes:
-    """The seconds of passes and messages of one profile."""
-
     def __init__(self, profile: Profile, device_counts: Sequence[int]) -> None:
         layers = profile.layers
         self._forward = {n: prefix_sums([layer.forward_s[n] for layer in layers]) for n in device_counts}
@@ -56,6 +52,7 @@ class PassTimes:
         if num_microbatches <= most:
             return _makespans(*passes, num_microbatches)
         most_s = _makespans(*passes, most)
+        # The difference leaves out the warm-up and the drain, which both runs have.
         each_s = (most_s - _makespans(*passes, most // 2)) / (most - most // 2)
         steps_s: Floats = most_s + (num_microbatches - most) * each_s
         return steps_s
@@ -76,18 +73,22 @@ class PassTimes:
 
 
 def _makespans(forward: Floats, backward: Floats, messages: Floats, num_microbatches: int) -> Floats:
-    """Return when the last stage ends; the module explains the slots."""
+    """Return when the last stage ends."""
     size, width = forward.shape
     last = num_microbatches - 1
     # Stage s sends forward over link s + 1 and back over link s; the outer links carry nothing.
     links = np.concatenate([np.zeros((1, width)), messages, np.zeros((1, width))])
     # Arrivals at stage s from the previous stage, and at stage s - 1 from the next one.
     now, ahead, back = np.zeros((size, width)), np.zeros((size + 1, width)), np.zeros((size + 1, width))
+    # Stages do their passes in lockstep. With s counted from 0 of S stages, the forward pass of microbatch i belongs to
+    # slot 2i + s and its backward pass to slot 2i + 2S - 1 - s. So a pass waits for earlier slots only, and one slot is
+    # a few numpy expressions over all stages of all candidates.
     for slot in range(2 * (last + size)):
         first, stop = _stages(slot - 2 * last, slot, slot, size)
         if first < stop:
             own, after = slice(first, stop, 2), slice(first + 1, stop + 1, 2)
             now[own] = np.maximum(now[own], ahead[own]) + forward[own]
+            # The last arrival is also the moment when the link is free again.
             ahead[after] = np.maximum(now[own], ahead[after]) + links[after]
         turn = 2 * size - 1 - slot
         first, stop = _stages(turn, turn + 2 * last, turn, size)

@@ -54,6 +54,7 @@ class Planner:
                 *groups.grouped(kind.profile, replace(settings, devices_per_node=kind.devices_per_node), self._degree),
                 make_cutter=make_cutter,
             )
+            # Reports and forecasts see single devices; only the catalog takes a group for one.
             self._profiles = (groups.with_times_of_groups(kind.profile, self._degree),)
             self._catalog, self._propose = alike, partial(one_kind.propose_moves, alike)
         else:
@@ -63,6 +64,7 @@ class Planner:
             self._profiles = tuple(costs.profile for costs in several.costs.of)
             self._catalog, self._propose = several, partial(mixed.propose_moves, several)
         seconds = [_seconds_a_node(kind) for kind in self.kinds]
+        # Equally fast kinds share a rank, so that `best_first` leaves their nodes in order.
         self._ranks = [sorted(seconds).index(own_s) for own_s in seconds]
 
     def with_changes(self, *, num_pipelines: int | None, mixes: bool = True) -> Planner:
@@ -109,6 +111,7 @@ class Planner:
             total = self._catalog.count(nodes[:number])
             return self._catalog.num_pipelines(total)[0] if self._catalog.timings(total) else 0
 
+        # More nodes never form fewer pipelines, so a bisection finds the first number that suffices.
         return bisect_left(range(1, len(nodes)), wanted, key=num_copies) + 1
 
     def step_s(self, nodes: Sequence[str]) -> float:
@@ -119,10 +122,10 @@ class Planner:
         """Plan the start of a job on named nodes. Raises PlanningError.
 
         `slow` gives a node's computing time as a multiple of its profile's (2.0: twice as long); others take 1.0.
-        Nodes of like speed share pipelines; the slowest become spares, if there are any.
         """
         speeds = _speeds_of(slow)
         self._check(nodes)
+        # Pipelines take nodes in this order: nodes of like speed share one, and the slowest become spares.
         ordered = sorted(nodes, key=lambda node: -speeds.get(node, 1.0))
         best: tuple[ExecutionPlan, float] | None = None
         # Try all nodes, then leave out those at or below each low speed.
@@ -131,6 +134,7 @@ class Planner:
             if limit and not self.can_hold(chosen):
                 continue
             plan, step_s = self._plan(ordered, chosen, speeds)
+            # A faster step with fewer pipelines does not win: pipelines are the copies of the state.
             if best is None or (len(plan.pipelines) >= len(best[0].pipelines) and step_s < best[1]):
                 best = plan, step_s
         assert best is not None, "all nodes were tried"
@@ -200,6 +204,7 @@ class Planner:
     def has_room(self, plan: ExecutionPlan, *, gradient_copies: int) -> bool:
         """Return whether every device under a plan has memory for `gradient_copies` more copies of its gradients."""
         kinds_of, pipelines = self._catalog.kinds_of, groups.contract_plan(plan, self._degree).pipelines
+        # Equal templates on equal kinds need equal memory, and thousands of pipelines share a few.
         distinct = {(id(each.template), kinds_of(each.nodes)): each for each in pipelines}
         forms = map(self._catalog.form_of, distinct.values())
         return all(self._catalog.costs.fits(form, more_copies=gradient_copies) for form in forms)
@@ -276,6 +281,7 @@ class Planner:
 
 
 def _seconds_a_node(kind: NodeKind) -> float:
+    # Every profile has the times of 1 device; those of more are optional.
     seconds = math.fsum(layer.forward_s[1] + layer.backward_s[1] for layer in kind.profile.layers)
     return seconds / kind.devices_per_node
 

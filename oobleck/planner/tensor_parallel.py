@@ -102,6 +102,7 @@ def contract_held(held: Mapping[WorkerId, frozenset[int]], degree: int) -> Mappi
     for worker_id, layers in held.items():
         groups.setdefault(WorkerId(node=worker_id.node, device=worker_id.device // degree), []).append(layers)
     return {
+        # A group with a device missing holds no layer whole.
         group: frozenset.intersection(*shares) if len(shares) == degree else frozenset()
         for group, shares in groups.items()
     }

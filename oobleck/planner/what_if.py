@@ -1,8 +1,4 @@
-"""What-if analysis: the plan after each loss of nodes before it happens, and the cost of other numbers of pipelines.
-
-Nodes at the same place of like pipelines are alike: losing either leads to the same plan but for names. So one case of
-each kind is decided, and stands for all of its kind.
-"""
+"""What-if analysis: the plan after each loss of nodes before it happens, and the cost of other numbers of pipelines."""
 
 from __future__ import annotations
 
@@ -55,6 +51,7 @@ def what_if_lost(planner: Planner, plan: ExecutionPlan, num_lost: int, *, max_ca
     kinds = list(_singles(groups) if num_lost == 1 else _pairs(groups))
     wanted = min(len(kinds), max_cases)
     cases = []
+    # Cases are listed group by group, so the first ones alone would leave whole groups out.
     for lost, num_alike in [kinds[number * len(kinds) // wanted] for number in range(wanted)]:
         decision, failure = None, ""
         try:
@@ -82,13 +79,14 @@ def transfer_s(profile: Profile, transfers: Sequence[LayerTransfer]) -> float:
     return max((*sent.values(), *received.values()), default=0.0) / profile.network.inter_node_bytes_per_s
 
 
+# A case has the lost nodes, and the number of losses like this one.
 _Case = tuple[tuple[str, ...], int]
-"""Lost nodes, and the number of losses that are like this one."""
+# A group has the nodes of each pipeline of one template; a spare counts as a pipeline of one node.
 _Group = list[tuple[str, ...]]
-"""The nodes of each pipeline of one template; a spare counts as a pipeline of one node."""
 
 
 def _groups(plan: ExecutionPlan, kind_of: Callable[[str], str]) -> list[_Group]:
+    # Losing either of two nodes at the same place of like pipelines leads to the same plan but for names.
     groups: dict[object, _Group] = defaultdict(list)
     for pipeline in plan.pipelines:
         groups[pipeline.template.stages, tuple(map(kind_of, pipeline.nodes))].append(pipeline.nodes)

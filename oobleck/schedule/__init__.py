@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from oobleck.plan import ScheduleKind
 
+# `choice`, `forecast` and `interleaving` are no names of this package: they load the planner's cost model, and numpy.
 from .check import check_schedule
 from .compile import SECTIONED_KINDS, compile_schedule, section_stops
 from .cost import StageCost

@@ -169,6 +169,7 @@ def _check_program(schedule: Schedule, stage: int, max_in_flight: int | None) ->
 def _check_section_commit(stage: int, index: int, instruction: Instruction, seen: list[list[int]]) -> None:
     """Prove that a section holds the whole microbatches up to its own, and no others."""
     assert instruction.microbatch is not None
+    # The last section has no commit of its own: the step's reduction sums it.
     if instruction.microbatch >= len(seen[0]) - 1:
         raise _error(stage, index, instruction, "commits nothing that the end of the step does not reduce")
     for done_of in seen:
@@ -192,7 +193,6 @@ def _check_tail(schedule: Schedule, stage: int) -> int:
 
 
 def _rules_of(schedule: Schedule, stage: int, chunk: int) -> dict[Op, _Rule]:
-    """Return the rules of the operations that this virtual stage may have."""
     is_first = schedule.previous_of(stage, chunk) is None
     is_last = schedule.next_of(stage, chunk) is None
     before_forward = _LOAD if is_first else _LOAD | _BITS[Op.RECV_F]

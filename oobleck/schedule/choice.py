@@ -1,8 +1,7 @@
 """Chooses a pipeline's schedule where the job leaves that open: 1F1B, or the zero-bubble kind where it saves time.
 
 The timeline decides, with measured costs of a backward pass in two parts. A pipeline with several chunks a stage is
-interleaved, as decided before (`interleaving.py`). Like `forecast`, this module is not among the package's names,
-because it imports the planner's cost model.
+interleaved, as decided before (`interleaving.py`).
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ activations."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleChoice:
-    """A pipeline's schedule, on the timeline."""
-
     timeline: Timeline
     saved: float
     """The share of 1F1B's step that it saves at least; 0 for 1F1B itself, and where stages have several chunks."""
@@ -75,6 +72,7 @@ def _choose(
     """Return a pipeline's schedule, the share of 1F1B's step that it saves, and the seconds of its step."""
     plain_kind = kind_for(template, ScheduleKind.ONE_F_ONE_B)
     plain_s = step_s(plain_kind, profile, template, num_microbatches)
+    # One stage has no bubble to fill, and interleaving was decided when the template was cut.
     if template.num_stages == 1 or template.num_chunks > 1 or not num_microbatches:
         return plain_kind, 0.0, plain_s
     flow = _flow(ScheduleKind.ZERO_BUBBLE, template, num_microbatches)

@@ -1,8 +1,6 @@
 """The compiler: from a kind, a number of stages and a number of microbatches to one program a stage.
 
-The kind determines the order of the passes. The compiler adds the communication that each needs in the chain of virtual
-stages: a receive right before its pass, and a send right after, so that a stage waits as late and sends as early as it
-can.
+The kind determines the order of the passes. The compiler adds the communication that each needs.
 """
 
 from __future__ import annotations
@@ -39,8 +37,7 @@ def compile_schedule(
     interrupted step. Gradients are committed at the end of each of `num_sections` sections of about equal size but the
     last, whose gradients the step's own reduction sums.
 
-    Raises `ScheduleError` for numbers that have no schedule. O(stages · microbatches · chunks), or a look-up for recent
-    arguments.
+    Raises `ScheduleError` for numbers that have no schedule. O(stages · microbatches · chunks), or a look-up.
     """
     check_numbers(num_stages, num_microbatches, num_chunks)
     if kind is not ScheduleKind.INTERLEAVED and num_chunks != 1:
@@ -83,6 +80,7 @@ def _compile_program(order: Order, shape: PipelineShape, stage: int, section_end
     last = shape.num_stages - 1, shape.num_chunks - 1
     program: list[Instruction] = []
     for op, microbatch, chunk in order(shape, stage):
+        # Backward passes of a microbatch end at the first chunk.
         ends_section = op is Op.BACKWARD and chunk == 0 and microbatch in section_ends
         program += _expand(op, microbatch, chunk, (stage, chunk) == (0, 0), (stage, chunk) == last, ends_section)
     return tuple(program)
@@ -92,6 +90,7 @@ def _compile_program(order: Order, shape: PipelineShape, stage: int, section_end
 @lru_cache(maxsize=65536)
 def _expand(op: Op, microbatch: int, chunk: int, is_first: bool, is_last: bool, ends_section: bool) -> Program:
     """Surround a pass with its communication at a first, middle or last virtual stage."""
+    # Receives come right before the pass and sends right after, so that a stage waits late and sends early.
     before: tuple[Op, ...] = ()
     after: tuple[Op, ...] = ()
     if op is Op.FORWARD:

@@ -10,8 +10,6 @@ from .schedule import ScheduleError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """The costs of one virtual stage: for one microbatch, and at the end of the step."""
-
     forward_s: float
     backward_s: float
     backward_weight_s: float | None = None

@@ -1,7 +1,4 @@
-"""Predicts the timeline and the memory of each of a plan's pipelines from a profile.
-
-This module is not among the package's names, because it imports the planner's cost model, and numpy with it.
-"""
+"""Predicts the timeline and the memory of each of a plan's pipelines from a profile."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ from .choice import choose_schedule, evaluate, kind_for
 from .costs_of_stages import profiles_of_stages
 from .timeline import Timeline
 
+# Pipelines with equal stages, profiles of their nodes (by identity) and microbatches behave alike.
 _Alike = tuple[tuple[StageTemplate, ...], tuple[int, ...], int]
-"""Stages, identities of their nodes' profiles, and microbatches: pipelines that have these alike behave alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +70,6 @@ class PipelineForecast:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The forecast of a plan's step."""
-
     plan: ExecutionPlan
     pipelines: tuple[PipelineForecast, ...]
     """One for each kind of pipeline, in the order of their first appearance."""

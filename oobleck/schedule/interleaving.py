@@ -1,8 +1,7 @@
 """Cuts pipelines into several chunks of layers a stage, for an interleaved schedule, where the timeline is shorter.
 
 A cut begins with the most even chunks (those with the least sum of squared seconds), and is improved by moving single
-layers over a boundary where that shortens the step's timeline. Like `forecast`, this module is not among the package's
-names, because it imports the planner's cost model.
+layers over a boundary where that shortens the step's timeline.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from .choice import LEAST_GAIN, chosen_step_s, kind_for, step_s
 from .costs_of_stages import stage_costs
 from .step_flow import step_flow
 
+# Stops are 0, and the layer at which each chunk stops.
 _Stops = tuple[int, ...]
-"""0, and the layer at which each chunk stops."""
 
+# This many rounds, with a microbatch for each stage, are evaluated; each further one takes a constant time.
 _MOST_ROUNDS = 8
-"""Rounds of a microbatch for each stage that are evaluated; the time of each further round is taken as constant."""
+# Cuts are compared over this many rounds: their differences show in each.
 _ROUNDS = 2
-"""Rounds with which cuts are compared: their differences show in each round."""
+# Passes over the boundaries are few, as a recovery waits for them; each moves every boundary to its best place.
 _PASSES = 2
-"""Passes over the boundaries, each moving every boundary to its best place: few, as a recovery waits for them."""
+# The even cut is improved for pipelines of up to this many chunks.
 _MOST_CHUNKS = 16
-"""Chunks of a pipeline up to which the even cut is improved."""
 
 
 def make_cutter(kind: ScheduleKind | None, num_chunks: int) -> Callable[[Profile], Interleaving] | None:
@@ -56,22 +55,14 @@ class Interleaving:
         self._of_speed: dict[float, Profile] = {}
 
     def cut(self, template: PipelineTemplate, num_microbatches: int) -> PipelineTemplate:
-        """Return the template for steps of `num_microbatches`: cut into chunks, or the same object.
-
-        O(L² · chunks) for L layers, plus an evaluation of two rounds for each of a few cuts at every boundary; once for
-        equal arguments.
-        """
+        """Return the template cut into chunks, or the same object; O(L² · chunks), and a few timelines a boundary."""
         key = template.stages, num_microbatches
         if key not in self._known:
             self._known[key] = self._cut(template, num_microbatches)
         return self._known[key]
 
     def step_s(self, template: PipelineTemplate, num_microbatches: int, speeds: Sequence[float] | None = None) -> float:
-        """Return the event-exact seconds of a step under the best schedule for a template as it is cut.
-
-        `speeds` are those of its nodes, 0.5 for a node that takes twice as long; by default, none is slow.
-        O(instructions) of up to 8 rounds, once for equal arguments.
-        """
+        """Return the event-exact seconds of a step under the best schedule, see `Cutter`; O(instructions)."""
         key = template.stages, num_microbatches, None if speeds is None else tuple(speeds)
         if key not in self._steps_s:
             profile: Profile | Sequence[Profile] = self._profile

@@ -1,10 +1,6 @@
 """The order in which a stage runs its passes, for each kind of schedule.
 
-A pass is the forward or the backward work (or a part of the latter) of one microbatch in one chunk. The compiler adds
-receives and sends.
-
-In every kind, backward passes run in the order of the forward passes, so that a chunk's gradients are summed
-in the order of the microbatches, whatever the kind and the number of stages.
+A pass is the forward or the backward work (or a part of the latter) of one microbatch in one chunk.
 """
 
 from __future__ import annotations
@@ -79,6 +75,8 @@ def _split_backward(order: Iterator[Pass], lag: int, num_microbatches: int) -> I
         yield Pass(Op.BACKWARD_WEIGHT, microbatch, 0)
 
 
+# In every kind, backward passes run in the order of the forward passes, so that a chunk's gradients are summed in the
+# order of the microbatches, whatever the kind and the number of stages.
 ORDERS: Mapping[ScheduleKind, Order] = MappingProxyType(
     {
         ScheduleKind.GPIPE: _gpipe,

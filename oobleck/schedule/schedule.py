@@ -68,8 +68,6 @@ def check_numbers(num_stages: int, num_microbatches: int, num_chunks: int) -> No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """One program for each stage of a pipeline."""
-
     kind: ScheduleKind
     num_stages: int
     num_microbatches: int

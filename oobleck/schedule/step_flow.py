@@ -1,8 +1,6 @@
 """The time and the peak memory of a step, equal to the timeline's, for searches that compare many cuts.
 
-The order of a schedule's instructions (`in_order`) does not depend on their costs. So it is found once for a schedule,
-and each step with other costs is one pass over it. Loads and the end of the step are left out, as they cost nothing in
-comparisons.
+The order of a schedule's instructions is found once, and each step with other costs is one pass over it.
 """
 
 from __future__ import annotations
@@ -73,6 +71,7 @@ class StepFlow:
         return tuple(peaks)
 
 
+# The order (`in_order`) does not depend on the instructions' costs, so cuts that are compared share a flow.
 @lru_cache(maxsize=32)
 def step_flow(kind: ScheduleKind, *, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> StepFlow:
     """Return the flow of a compiled schedule; O(instructions), or a look-up for the latest ones."""
@@ -96,6 +95,7 @@ def step_flow(kind: ScheduleKind, *, num_stages: int, num_microbatches: int, num
             num_messages += 1
         elif wire is not None:
             instructions.append((stage, _RECEIVE, unreceived[wire.link].popleft()))
+        # Loads and the end of the step are left out, as they cost nothing in comparisons.
         elif op in _PASSES:
             instructions.append((stage, _PASS, priced(stage, op, chunk)))
     changes = tuple(

@@ -2,8 +2,7 @@
 
 The evaluation is exact, event by event, bubbles included. A stage runs its program in order. A send costs the
 stage nothing: the message waits for the link, occupies it, and has then arrived. Messages of one link follow each
-other, those of different links overlap. A receive waits for the arrival. A commit begins when all stages have reached
-it. Links here hold any number of messages, since senders do not wait for them.
+other, those of different links overlap. A receive waits for the arrival.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ class Timeline:
     ends_s: tuple[float, ...]
     """The end of each stage's last instruction."""
     costs: tuple[StageCost, ...]
-    """The costs of each virtual stage."""
 
     @property
     def makespan_s(self) -> float:
@@ -111,6 +109,7 @@ def timeline(schedule: Schedule, costs: Sequence[StageCost]) -> Timeline:
         start_s, duration_s = now_s[stage], seconds[stage][instruction.op, instruction.chunk]
         if wire is not None and wire.is_send:
             link = wire.link
+            # Links hold any number of messages here, since senders do not wait for them.
             start_s = max(start_s, free_s.get(link, 0.0))
             free_s[link] = start_s + duration_s
             arrivals_s.setdefault(link, deque()).append(free_s[link])
@@ -120,7 +119,8 @@ def timeline(schedule: Schedule, costs: Sequence[StageCost]) -> Timeline:
         if wire is not None:
             now_s[stage] = max(start_s, arrivals_s[wire.link].popleft())
             continue
-        if instruction.op is Op.COMMIT:  # all stages have reached it
+        # A commit begins when all stages have reached it, which they have: `in_order` waits for that.
+        if instruction.op is Op.COMMIT:
             committed_s = max(now_s) if committed_s is None else committed_s
             start_s, duration_s = max(start_s, committed_s), commit_s
         now_s[stage] = start_s + duration_s

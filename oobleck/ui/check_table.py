@@ -14,6 +14,7 @@ from oobleck.control.node_check import CheckedNode, CheckReport, Health, sentenc
 from .formatting import bytes_text, one_line
 
 _STYLES = {Health.HEALTHY: "green", Health.SLOW: "yellow", Health.FAULTY: "bold red", Health.UNDECIDED: "yellow"}
+# As in `training/process/node_probe.py`, which would load torch.
 _COPY_BYTES = 32 << 20
 _EXCHANGE_BYTES = 8 << 20
 

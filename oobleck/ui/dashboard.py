@@ -161,7 +161,8 @@ def _node_text(node: NodeView) -> Text:
 
 
 def _columns(nodes: Sequence[NodeView], width: int) -> int:
-    """Return how many nodes fit side by side. It only counts cells, as there may be thousands of nodes."""
+    """Return how many nodes fit side by side."""
+    # Cells are counted without drawing, as there may be thousands of nodes.
     widest = max(
         (
             cell_len(node.name)

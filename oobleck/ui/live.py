@@ -50,13 +50,13 @@ async def run_dashboard(
 ) -> None:
     """Draw the run until its journal ends, the terminal is gone, or the task is cancelled.
 
-    It draws on the alternate screen, which survives resizing and restores the terminal; the last state is then printed
-    below the previous output. `now_s` returns the time of the journal's entries.
+    The last state is then printed below the previous output. `now_s` returns the time of the journal's entries.
     """
     console = console_on(output)
     live = Live(
         Dashboard(view.at(now_s())),
         console=console,
+        # The alternate screen survives resizing, and restores the terminal.
         screen=True,
         auto_refresh=False,
         redirect_stdout=True,
@@ -199,4 +199,5 @@ def _print_plain(output: Output, text: str) -> None:
 
 
 async def _in_thread(function: Callable[[], T]) -> T:
+    # A write to a stuck terminal may never return.
     return await trio.to_thread.run_sync(function, abandon_on_cancel=True)

@@ -26,7 +26,6 @@ STATE_STYLES: Mapping[str, str] = {
     "done": "bold green",
     "stopped": "bold yellow",
 }
-"""The style of each state of runs, nodes and stages."""
 
 _MARKS = {WorkState.STARTING: "…", WorkState.RECONFIGURING: "~", WorkState.LOST: "✗"}
 _MIN_CELL = 8

@@ -32,8 +32,6 @@ class TemplateRow(NamedTuple):
 
 
 class AfterLosing(NamedTuple):
-    """The answer to `--after-losing`."""
-
     lost: tuple[str, ...]
     decision: Decision
     forecast: Forecast
@@ -41,8 +39,6 @@ class AfterLosing(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """The throughput of some nodes for their price."""
-
     nodes: Mapping[str, int]
     dollars_per_h: float
     step_s: float
@@ -51,8 +47,6 @@ class Priced:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """Everything that `oobleck plan` shows."""
-
     profile: Profile
     num_nodes: int
     devices_per_node: int
@@ -72,7 +66,6 @@ class PlanReport:
     kinds: tuple[tuple[str, int, int], ...] = ()
     """The name, nodes and devices per node of each kind, if there are several kinds."""
     kind_of: Mapping[str, str] = field(default_factory=dict)
-    """The kind of each node, if there are several kinds."""
     priced: tuple[Priced, ...] = ()
     """All nodes, and then those that train the most for their price, if these are fewer."""
 
@@ -254,7 +247,6 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _stages(report: PlanReport, forecast: Forecast) -> RenderableType:
-    """Draw the stages of each template once."""
     # Of several pipelines, the one with the most microbatches holds the most activations.
     fullest: dict[tuple[int, tuple[str, ...]], PipelineForecast] = {}
     for each in forecast.pipelines:

@@ -21,8 +21,6 @@ ACTIVITIES: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """A time in which a run does one thing."""
-
     start_s: float
     stop_s: float
     activity: str

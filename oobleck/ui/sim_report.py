@@ -26,6 +26,7 @@ def sim_report(panels: Sequence[RunPanel], *, width: int) -> RenderableType:
         counts = panel.summary.steps_committed, panel.summary.steps_lost, panel.summary.num_recoveries
         shares = f"{panel.samples_per_s:,.4g}", percent_text(panel.summary.goodput)
         table.add_row(panel.name, *shares, *map(count_text, counts), _elsewhere(panel))
+    # One scale for all policies, so that their charts compare.
     top = max((band.samples_per_s for panel in panels for band in panel.bands), default=0.0)
     charts: list[RenderableType] = []
     for panel in panels:

@@ -47,8 +47,6 @@ _MIN_COLUMNS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One timeline of a picture or a trace, with a label for each stage."""
-
     title: str
     labels: tuple[str, ...]
     timeline: Timeline

@@ -13,9 +13,8 @@ from oobleck.planner.costs import Timing
 def distribute_microbatches(timings: Sequence[Timing], num_microbatches: int) -> tuple[int, ...]:
     """Return the microbatches of each pipeline: at least 1 each, `num_microbatches` in all; ties go to the first.
 
-    Exact: no other division in whole numbers has a smaller largest `Timing.step_s`. Giving the next microbatch to the
-    pipeline that would finish it first is optimal, since moving one from the last to finish to any other only ends
-    later. O(p log k) for p pipelines with k different timings, whatever the number of microbatches.
+    Exact: no other division in whole numbers has a smaller largest `Timing.step_s`. O(p log k) for p pipelines with k
+    different timings, whatever the number of microbatches.
     """
     assert 1 <= len(timings) <= num_microbatches, "each pipeline takes a microbatch"
     alike: defaultdict[Timing, list[int]] = defaultdict(list)
@@ -29,8 +28,11 @@ def distribute_microbatches(timings: Sequence[Timing], num_microbatches: int) ->
         count = max(1, math.floor((target_s - timing.first_s) / timing.next_s))
         for index in indices:
             counts[index] = count
+        # Ties go to the first pipeline; no two entries share an index, so timings are never compared.
         queue.append((timing.step_s(count + 1), indices[0], 0, timing, indices))
     heapq.heapify(queue)
+    # The next microbatch goes to the pipeline that would finish it first. That is optimal, since moving one from the
+    # last to finish to any other only ends later.
     for _ in range(num_microbatches - sum(counts)):
         # Of like pipelines, each takes this round's microbatch before any takes the next one.
         end_s, index, turn, timing, indices = queue[0]
@@ -43,16 +45,14 @@ def distribute_microbatches(timings: Sequence[Timing], num_microbatches: int) ->
 
 
 def _continuous_step_s(timings: Sequence[tuple[Timing, int]], num_microbatches: int) -> float:
-    """Return the least step time T if microbatches could be split, so that each takes max(1, (T - first) / next + 1).
-
-    Their sum is convex in T. With the k pipelines of the shortest first microbatches at more than one and the others at
-    one, it is linear and never above the true sum; so the least T of these is the answer.
-    """
+    """Return the least step time T if microbatches could be split: each takes max(1, (T - first) / next + 1)."""
     slope, constant, least_s = 0.0, 0.0, math.inf
     others = sum(number for _, number in timings)
     for timing, number in sorted(timings, key=lambda each: each[0].first_s):
         slope += number / timing.next_s
         constant += number * (timing.first_s / timing.next_s - 1)
         others -= number
+        # The sum over pipelines is convex in T. With those of the shortest first microbatches at more than one and the
+        # others at one, it is linear and never above the true sum; so the least T of these is the answer.
         least_s = min(least_s, (num_microbatches - others + constant) / slope)
     return least_s

@@ -1,9 +1,7 @@
 """The microbatches that N nodes take within a step time, and the least time for a whole batch.
 
-A pipeline of n nodes takes floor((T - first) / next) + 1 microbatches within T. Nodes may idle, so n nodes take the
-most of any size up to n, and every size between the smallest and the largest is possible. The search lowers T to what
-the pipelines found truly take, until none beat it. Each T costs at most one knapsack, and none where a simple filling
-settles it. Pipelines of even sizes need no search; mostly nothing beats the best of them, as one knapsack proves.
+A pipeline of n nodes takes floor((T - first) / next) + 1 microbatches within T. The search lowers T to what the
+pipelines found truly take, until none beat it.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from .knapsack import Ints, best_filling, best_items, best_values
 Filled = tuple[tuple[int, ...], float]
 """The sizes of pipelines, largest first, and the seconds of the slowest."""
 
+# Finite, since infinities would make NaN of the sums in `taken_within`.
 _NEVER_S = 1e300
 
 
@@ -86,6 +85,7 @@ class Capacity:
     def _taken_within(self, limit_s: float) -> Floats:
         """Return the microbatches that a pipeline of each size takes within the limit; -inf for none."""
         taken = taken_within(limit_s, self._first_s, self._next_s)
+        # Every pipeline of a plan takes a microbatch.
         taken[taken < 1] = -np.inf
         return taken
 
@@ -98,6 +98,7 @@ class Capacity:
         while target_s >= least_s and (found := answer(taken := self._taken_within(target_s))) is not None:
             sizes, counts = np.array(list(Counter(self._without_idle(taken, found)).items())).T
             best, high_s = found, min(target_s, float(self._dealt_s(sizes - self._smallest, counts)))
+            # The next limit excludes equal times, so every round makes progress.
             target_s = math.nextafter(high_s, 0.0)
         return None if best is None else (self._settled(best, high_s), high_s)
 
@@ -122,12 +123,14 @@ class Capacity:
         return self._without_idle(taken, even if enough else items)
 
     def _fill(self, taken: Floats) -> Counter[int] | None:
+        # Nodes may idle, so n nodes take the most of any size up to n.
         values = np.maximum.accumulate(taken)
         size = int(self._sizes[(taken / self._sizes).argmax()])
         times, rest = divmod(self._num_nodes, size)
         filled = Counter({size: times})
         if self._smallest <= rest:
             filled[min(rest, self._largest)] += 1
+        # A simple filling that takes the batch spares the knapsack.
         if self._sum(values, filled) >= self.num_microbatches:
             return filled
         return best_filling(self._smallest, values, total=self._num_nodes, enough=self.num_microbatches)
@@ -139,6 +142,7 @@ class Capacity:
 
     def _even(self, num_pipelines: int) -> Counter[int]:
         small, num_large = divmod(min(self._num_nodes, num_pipelines * self._largest), num_pipelines)
+        # The plus drops a size that no pipeline has.
         return +Counter({small: num_pipelines - num_large, small + 1: num_large})
 
     def _sum(self, values: Floats, items: Counter[int]) -> float:
@@ -149,5 +153,6 @@ class Capacity:
         sizes: list[int] = []
         for size, times in sorted(items.items(), reverse=True):
             upto = taken[: size - self._smallest + 1]
+            # Reversed, since `argmax` returns the first of equals, and the largest is wanted.
             sizes += [self._smallest + len(upto) - 1 - int(upto[::-1].argmax())] * times
         return tuple(sizes[: self.num_microbatches])

@@ -1,10 +1,8 @@
 """Knapsacks with whole sizes and very many items: N nodes for pipelines of a few sizes.
 
-An item of size `smallest + i` is worth `values[i]`; -inf forbids a size. Halving solves both kinds. Items in a row can
-be cut so that the parts' totals differ by at most the largest size; items dealt alternately in the order of their sizes
-differ by the range of sizes only. So the best of a total is the best of two parts whose totals lie in a window around
-the half, and each level needs one window about as wide as the sizes: O(r² log N) for sizes up to r and a total of N, or
-O(r² log p) for exactly p items.
+An item of size `smallest + i` is worth `values[i]`; -inf forbids a size. Halving solves both kinds: the best of a total
+is the best of two parts whose totals lie in a window around the half, and each level needs one window about as wide as
+the sizes: O(r² log N) for sizes up to r and a total of N, or O(r² log p) for exactly p items.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ from oobleck.planner.costs import Floats
 
 Ints = NDArray[np.int64]
 
+# Totals up to this many times the largest size are not halved further.
 _BASE = 4
-"""Totals up to this many times the largest size are not halved further."""
 
 
 class _Fillings:
@@ -29,6 +27,7 @@ class _Fillings:
         self._smallest, self._item_values = smallest, values
         self._reach = smallest + len(values) - 1
         windows = [(total, total)]
+        # Items in a row can be cut so that the parts' totals differ by at most the largest size.
         while windows[-1][1] > _BASE * self._reach:
             low, high = windows[-1]
             windows.append((max(0, (low - self._reach) // 2), (high + self._reach + 1) // 2))
@@ -46,8 +45,10 @@ class _Fillings:
         filled[reach] = 0.0
         backwards = self._item_values[::-1]
         for start in range(1, total + 1, block):
+            # Strides of 8 bytes: each row is the window of the next total.
             windows = np.ndarray((block, length), np.float64, filled, 8 * start, (8, 8))
             with_item = (windows + backwards).max(axis=1)
+            # Nodes may idle, so a total takes at least what a smaller one does.
             with_item[0] = max(filled[reach + start - 1], with_item[0])
             filled[reach + start : reach + start + block] = np.maximum.accumulate(with_item)
         return filled[reach : reach + total + 1]
@@ -126,6 +127,7 @@ class _Windows:
 
     def _parts(self, count: int, low: int, high: int) -> list[tuple[int, tuple[int, int]]]:
         first, second = (count + 1) // 2, count // 2
+        # Items dealt alternately in the order of their sizes make parts that differ by the range of sizes only.
         slack = self._largest - self._smallest
         first_low = self._first_share(count, low)
         first_high = self._first_share(count, high) + slack // 2
@@ -148,7 +150,6 @@ class _Windows:
         return float(self._values[count][total - self._starts[count]])
 
     def items(self, count: int, total: int) -> Counter[int]:
-        """Return how many items of each size the best choice has."""
         wanted: dict[int, Counter[int]] = {number: Counter() for number in self._order}
         wanted[count][total] = 1
         for current in self._order[:-1]:

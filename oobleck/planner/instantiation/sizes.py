@@ -1,10 +1,7 @@
 """Instantiation: the number of pipelines of each size that makes the shortest step.
 
 Within a target T a pipeline of n nodes takes m_n(T) microbatches; whether N nodes take the whole batch is a knapsack
-(see `capacity`). The time to reduce gradients comes on top. It depends on the pipeline with the most bytes a node, so
-the search enumerates limits on these; and it grows with the number of pipelines, so the best of any number, p, beats
-all larger numbers. Only smaller numbers remain, and only below the one from which the reduction takes constant time.
-The search starts from the best pipelines of even sizes.
+(see `capacity`). The time to reduce gradients comes on top.
 """
 
 from __future__ import annotations
@@ -23,8 +20,8 @@ from .batches import distribute_microbatches
 from .capacity import Capacity, Filled, share_s
 
 _TOLERANCE = 1e-12
+# From this many pipelines on, a ring's share 2 (p - 1) / p counts as constant: it is within 1 / 16 of its limit.
 _MANY = 16
-"""From this many pipelines on, a ring's share 2 (p - 1) / p counts as constant: it is within 1 / 16 of its limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +79,11 @@ def choose_sizes(
     Exact over all multisets of the options' sizes that take at most `num_nodes` nodes, with whole microbatches, at
     least one for each pipeline. Of equal ones the most even wins; nodes left over are spares.
     """
+    # Even sizes need no search, and mostly nothing beats the best of them, as one knapsack proves.
     best = _best_even(options, num_nodes, num_microbatches, network, range(fewest, most + 1))
+    # The reduction depends on the pipeline with the most bytes a node, so the search enumerates limits on these.
     for least_s, reduced_bytes in _limits(options, num_nodes, num_microbatches, network, fewest):
+        # Limits are sorted by their lower bounds: no later one is better.
         if least_s >= best.step_s * (1 - _TOLERANCE):
             break
         timings = {n: o.timing for n, o in options.items() if o.reduced_bytes <= reduced_bytes and n <= num_nodes}
@@ -144,6 +144,7 @@ class _Search:
         """Return the best pipelines within the limit, or `best` if none beat it."""
         numbers, least_s = range(fewest, most + 1), self._capacity.least_s
         if fewest < most:
+            # The reduction grows with the number of pipelines, up to `_MANY`.
             # No larger number than that of the best in any number is better, nor one whose limit nothing meets.
             number = min(len(best.sizes), most)
             limit_s = self._limit_s(best, number)

@@ -20,13 +20,11 @@ from .reduction import choose_with_reduction
 from .search import MixedSearch
 
 _FEWEST = 8
+# Beyond this many combinations of numbers of nodes, each pipeline has nodes of one kind.
 _MOST_TOGETHER = 2_048
-"""The most combinations of numbers of nodes to search together; beyond, each pipeline has nodes of one kind."""
 
 
 class MixedCatalog(Catalog):
-    """The pipelines of nodes of several kinds."""
-
     def __init__(
         self, kinds: Sequence[NodeKind], settings: PlannerSettings, kind_of: Mapping[str, str], *, mixes: bool = True
     ) -> None:
@@ -106,6 +104,7 @@ class MixedCatalog(Catalog):
         counts = self.counts_of(form)
         usual = self.form(counts, total) if counts in self.timings(total) else form
         own_s, usual_s = (self.timing(each, None, 0).step_s(num_microbatches) for each in (form, usual))
+        # The nodes keep their places, so only a form with their kinds in this order will do.
         return usual if usual.kinds == form.kinds and usual_s < own_s else form
 
     def choose(
@@ -137,6 +136,7 @@ class MixedCatalog(Catalog):
             return self.costs.timing(form, speeds)
         key = id(form.template), form.kinds
         if key not in self._nominal:
+            # The value keeps the template alive, whose identity is in the key.
             self._nominal[key] = form.template, self.costs.timing(form)
         return self._nominal[key][1]
 

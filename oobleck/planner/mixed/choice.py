@@ -1,9 +1,8 @@
 """The choice of pipelines over kinds of nodes for the shortest step, and of the cheapest nodes.
 
 Within a target T a pipeline takes `floor((T - first) / next) + 1` microbatches, so T is possible if a knapsack with one
-weight for each kind of node reaches the batch. Bisection brings T close. Then the exact time of the pipelines found is
-the next T to beat, until none beat it. Nodes may be left as spares. The choice is exact for the slowest pipeline; the
-reduction of gradients comes on top.
+weight for each kind of node reaches the batch. Nodes may be left as spares. The choice is exact for the slowest
+pipeline; the reduction of gradients comes on top.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ Ints = NDArray[np.int64]
 _MOST_STATES = 1 << 16
 _CLOSE = 1e-3
 _MOST_ROUNDS = 64
+# The cheapest nodes are searched with this many targets, between the shortest step and 16 times that.
 _PRICED_STEPS = 48
-"""The number of targets tried for the cheapest nodes, between the shortest step and 16 times that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +38,6 @@ class Choice:
 
 
 class Chooser:
-    """Chooses among pipelines whose step times are known."""
-
     def __init__(
         self, timings: Mapping[Counts, Timing], num_microbatches: int, *, most_states: int = _MOST_STATES
     ) -> None:
@@ -70,6 +67,7 @@ class Chooser:
         if best is None:
             return None
         low_s = least_s
+        # Bisection brings the limit close to the best.
         while best.slowest_s - low_s > _CLOSE * best.slowest_s:
             middle_s = (low_s + best.slowest_s) / 2
             found = self._within(middle_s, nodes, fewest, exactly)
@@ -77,6 +75,7 @@ class Chooser:
                 low_s = middle_s
             else:
                 best = found
+        # Then the exact time of the pipelines found is the next one to beat.
         for _ in range(_MOST_ROUNDS):
             found = self._within(math.nextafter(best.slowest_s, 0.0) * (1 - 1e-12), nodes, fewest, exactly)
             if found is None:
@@ -157,10 +156,7 @@ class _Apart:
 
 
 class _Knapsack:
-    """The most microbatches that pipelines take, at [pipelines, nodes of each kind].
-
-    The last number of pipelines stands for as many or more, unless `exactly`.
-    """
+    """The most microbatches that pipelines take, at [pipelines, nodes of each kind]."""
 
     def __init__(self, items: Ints, values: Floats, nodes: Counts, most: int, *, exactly: bool) -> None:
         usable = (values >= 1) & (items <= np.array(nodes)).all(axis=1)
@@ -178,11 +174,13 @@ class _Knapsack:
         while all(times * weight <= number for weight, number in zip(item, self._nodes, strict=True)):
             if self._exactly and times > self._most:
                 break
+            # A copy, since each multiple is added to values without it.
             before = self.values.copy()
             read = tuple(slice(None, -times * weight or None) for weight in item)
             written = tuple(slice(times * weight, None) for weight in item)
             for number in range(self._most + 1):
                 target = number + times
+                # The last number of pipelines stands for as many or more, unless `exactly`.
                 if target > self._most:
                     if self._exactly:
                         break
@@ -215,6 +213,7 @@ class _Knapsack:
             if min(rest) < 0:
                 continue
             for before in sorted(befores):
+                # Values are whole numbers, so equality is exact.
                 if before >= 0 and self.values[(before, *rest)] + worth == value:
                     return before, rest, tuple(item)
         raise AssertionError("every value belongs to some pipelines")

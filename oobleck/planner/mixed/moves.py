@@ -15,14 +15,12 @@ from oobleck.planner.reconfiguration import UNCHANGED, LivingNodes, Move
 
 from .catalog import MixedCatalog
 
+# A pair has the old pipeline that a new one continues, and the new one's nodes.
 _Pipeline = tuple[int | None, Counts]
-"""The old pipeline that a new one continues, and the new one's nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Situation:
-    """The nodes that may get a place."""
-
     before: tuple[Counts, ...]
     alive: tuple[Counts, ...]
     """The nodes of each old pipeline that may continue in it."""
@@ -62,6 +60,7 @@ def _moves(catalog: MixedCatalog, situation: _Situation, continued: Mapping[int,
         yield move
     num_microbatches, total = catalog.settings.num_microbatches, situation.total
     everything = catalog.choose(situation.nodes, num_microbatches, number, exactly=exactly, total=total)
+    # Fewer pipelines than wanted are better than none.
     if everything is None:
         everything = catalog.choose(situation.nodes, num_microbatches, 1, total=total)
     if everything is None:
@@ -69,6 +68,7 @@ def _moves(catalog: MixedCatalog, situation: _Situation, continued: Mapping[int,
     whole = [index for index in range(len(situation.before)) if situation.is_whole(index)]
     pool = _sum([situation.free, *(each for i, each in enumerate(situation.alive) if i not in whole)])
     if whole and any(pool):
+        # Whole pipelines take what they can within the time of the best plan; the others share the rest.
         taken = sum(
             max(0, int((everything.slowest_s - timing.first_s) / timing.next_s) + 1)
             for timing in (catalog.timing(continued[index], None, 0) for index in whole)

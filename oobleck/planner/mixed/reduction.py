@@ -1,11 +1,7 @@
 """The pipelines with the shortest step, the reduction of their gradients included.
 
 `Chooser` minimises the slowest pipeline alone. The reduction depends on the most bytes that a node of any pipeline
-holds, and on the number of pipelines. With that number fixed, any faster choice reduces less: so the search leaves out
-pipelines with as many bytes and chooses again, until nothing is faster. A pipeline's bytes are known once its stages
-are; until then they count as if its nodes shared all evenly.
-
-The search is exact for few nodes; for many nodes it does not fix the number of pipelines.
+holds, and on the number of pipelines. The search is exact for few nodes; for many it does not fix that number.
 """
 
 from __future__ import annotations
@@ -20,12 +16,12 @@ from oobleck.planner.profiles import NetworkProfile
 
 from .choice import Choice, Chooser
 
+# Pipelines are left out in at most this many rounds, for each number of pipelines.
 _MOST_CUTS = 12
-"""The most rounds of leaving pipelines out, for each number of pipelines."""
+# Larger numbers of pipelines are not searched exactly: their reductions take about the same time.
 _MOST_FIXED = 8
-"""The largest number of pipelines to search exactly; from there on reductions take about the same time."""
+# Numbers of pipelines are searched exactly up to this many combinations of numbers of nodes.
 _MOST_STATES = 1 << 7
-"""The most combinations of numbers of nodes for which numbers of pipelines are searched exactly."""
 
 
 def choose_with_reduction(
@@ -61,6 +57,8 @@ def choose_with_reduction(
             step_s = found.slowest_s + reduction_s(network, most, len(found.pipelines))
             if step_s < best_s:
                 best, best_s = found, step_s
+            # With the number of pipelines fixed, any faster choice reduces less, so pipelines with as many bytes are
+            # left out. A pipeline's bytes are known once its stages are; until then its nodes share all evenly.
             usable = {
                 counts: timing
                 for counts, timing in usable.items()

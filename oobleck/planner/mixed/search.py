@@ -4,9 +4,6 @@ The objective is the planner's `sum(w) + (m - 1) * max(w)`, with w the seconds o
 on max(w), a dynamic programme from the right gives the least sum(w) for every (a, b, …) nodes of each kind: a stage
 before a suffix adds its device to a node of its kind, and each order of kinds is a path. So it is exact over all orders
 and all cuts. A suffix is full, or has j devices of a node of some kind in use.
-
-The bounds to try follow as for one kind: below a bound that was tried, with its least sum, no better pipeline has a
-slower stage than `(best - least sum) / (m - 1)`. Each remaining bound is tried for all numbers of nodes at once.
 """
 
 from __future__ import annotations
@@ -24,14 +21,14 @@ from oobleck.planner.kinds import Counts, Form, KindCosts
 
 from .choice import Ints, at
 
+# This many bounds are tried first, to know a good pipeline for all numbers of nodes.
 _COARSE = 24
-"""The number of bounds tried first, to know a good pipeline for all numbers of nodes."""
 _CHUNK = 64
 _EQUAL = 1e-12
 
 _Flags = NDArray[np.bool_]
+# A mode is a kind, and the devices of its first node that a suffix uses; (0, 0) where all nodes are full.
 _Mode = tuple[int, int]
-"""A kind, and the devices of its first node that a suffix uses; (0, 0) where all nodes are full."""
 _FULL: _Mode = (0, 0)
 
 
@@ -90,6 +87,7 @@ class MixedSearch:
 
     def _find(self) -> None:
         tightest = self._run(np.array([np.inf]), np.maximum)[0].ravel()
+        # The pipeline of no nodes at all has no stage, and no bound.
         tightest[0] = np.inf
         possible = np.isfinite(tightest)
         if not possible.any():
@@ -113,6 +111,7 @@ class MixedSearch:
         before = -1
         for index, sums in tried:
             # Sums grow towards tighter bounds, so this sum limits the slowest stage of every better pipeline below.
+            # No better pipeline below a bound has a slower stage than (best - least sum) / (m - 1).
             room = (self._best.ravel()[open_] - sums[open_]) / self._rounds.ravel()[open_]
             limit_s = float(room.max(where=np.isfinite(room), initial=0.0)) * (1 - _EQUAL)
             wanted += range(before + 1, min(index, int(np.searchsorted(values, limit_s))))
@@ -177,10 +176,12 @@ class _Run:
     def _extend(self, first: int) -> None:
         size, slowest = self._costs.num_layers, self._limits[-1]
         for stop in range(first + 1, size + 1):
+            # `least` covers all later stops as well.
             if not any(least[first, stop] <= slowest for least in self._least):
                 return
             for kind, source, target, left, right, read, written in self._steps:
                 seconds = self._tables[kind, left, right][first, stop]
+                # Bounds ascend, so those from here on allow the stage.
                 start = int(np.searchsorted(self._limits, seconds))
                 if start == len(self._limits):
                     continue
@@ -209,6 +210,7 @@ class _Run:
             stop, kind, source, before = self._step_back(first, mode, left, bound)
             if mode == _FULL:
                 kinds.append(kind)
+            # A suffix uses the last devices of its first node.
             device = self._costs.devices[kind] - (mode[1] or self._costs.devices[kind])
             stages.append(
                 StageTemplate(first_layer=first, stop_layer=stop, node_index=len(kinds) - 1, first_device=device)

@@ -92,6 +92,7 @@ class OneKindCatalog(Catalog):
         if limit > self._searched:
             found = find_templates(
                 self._costs,
+                # Known sizes keep their templates, which other tables recognise by identity.
                 range(self._searched + 1, limit + 1),
                 microbatches_per_device=self.settings.microbatches_per_device,
             )
@@ -169,7 +170,6 @@ class OneKindCatalog(Catalog):
         return self._sizings[key]
 
     def predicted_step_s(self, plan: ExecutionPlan, bound_s: float, speeds: Mapping[str, float]) -> float:
-        """Return the seconds of a plan's step: `bound_s`, or the event-exact time of interleaved pipelines."""
         if self._cutter is None or all(pipeline.template.num_chunks == 1 for pipeline in plan.pipelines):
             return bound_s
         exact_s: dict[tuple[int, int], float] = {}
@@ -185,25 +185,23 @@ class OneKindCatalog(Catalog):
         return slowest_s + reduction_s(self.profile.network, reduced_bytes, len(plan.pipelines))
 
     def timing(self, form: Form, speeds: Sequence[float] | None, share: int, still_fast: float = STILL_FAST) -> Timing:
-        """Return the bound on a pipeline's step of about `share` microbatches; `speeds` where nodes are slow.
-
-        A pipeline that was cut by its event-exact time has the bound of its size, one that was cut for slow nodes its
-        own; with several chunks a stage, the bound is scaled to the event-exact time of `share` microbatches.
-        """
         template = form.template
         bound = self.options(template.num_nodes)[template.num_nodes].timing
         if template is self._templates[template.num_nodes]:
             return bound if speeds is None else self._costs.timing(template, speeds)
         if template.num_chunks > 1 and self._cutter is not None:
             slowed = self._costs.timing(template, speeds or ())
+            # The bound knows nothing of interleaving, so it is scaled to the event-exact time.
             scale = self._cutter.step_s(template, share, speeds) / slowed.step_s(share)
             return Timing(first_s=scale * slowed.first_s, next_s=scale * slowed.next_s)
         excess = self._excess(template, share)
+        # A pipeline that was cut by its event-exact time counts with the bound of its size.
         if speeds is None and excess <= still_fast:
             return bound
         own = self._costs.timing(template)
         slowed = own if speeds is None else self._costs.timing(template, speeds)
         if excess == 1.0:
+            # What slow nodes do to the pipeline's own bound, they do to that of its size.
             first_s, next_s = bound.first_s * slowed.first_s / own.first_s, bound.next_s * slowed.next_s / own.next_s
             return Timing(first_s=first_s, next_s=next_s)
         scale = min(1.0, excess * bound.step_s(share) / own.step_s(share))

@@ -1,8 +1,8 @@
 """Faster pipelines by their event-exact time, where bounds choose too coarsely.
 
 A bound may be far from the step time where messages are slow or stages uneven. So the search cuts the pipelines that
-the bounds choose again for their microbatches; it also chooses the sizes once more, with each size's event-exact time
-at its share of the batch and at twice that share. The fastest wins, if its step is truly shorter.
+the bounds choose again for their microbatches; it also chooses the sizes once more. The fastest wins, if its step is
+truly shorter.
 tools/bench/fastest_plan.py measures this.
 """
 
@@ -17,8 +17,8 @@ from oobleck.planner.instantiation import SizeOption, Sizing, choose_sizes, redu
 from oobleck.planner.makespan import PassTimes
 from oobleck.planner.templates import MOST_STAGES, Recut
 
+# Other pipelines have to save this share of a step: a plan should not depend on the last digits of a profile.
 _LEAST_GAIN = 0.005
-"""Other pipelines have to save this share of a step: a plan should not depend on the last digits of a profile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +87,10 @@ class ExactTimes:
         if template.num_stages > MOST_STAGES:
             return option
         best = self.cut_again(template, num_microbatches)
+        # A line through the event-exact times at a size's share of the batch and at twice that share.
         step_s, twice_s = self.step_s(best, num_microbatches), self.step_s(best, 2 * num_microbatches)
         next_s = (twice_s - step_s) / num_microbatches
+        # The first microbatch passes all stages, a further one only waits for the slowest.
         first_s = max(next_s, step_s - (num_microbatches - 1) * next_s)
         return SizeOption(timing=Timing(first_s=first_s, next_s=next_s), reduced_bytes=option.reduced_bytes)
 

@@ -21,8 +21,8 @@ from .catalog import OneKindCatalog
 
 Choose = Callable[[int, int], tuple[int, ...]]
 
+# Pipelines of slow nodes are tried with at most this many other nodes.
 _MOST_COMPANY = 2
-"""The most other nodes that the pipelines of slow nodes are tried with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +73,7 @@ def all_moves(situation: Situation, choose: Choose) -> list[Move]:
 
     `choose(nodes, kept)` returns the best sizes for `nodes` nodes while `kept` other pipelines stay, or no sizes.
     """
+    # The gentlest first: of moves to equal pipelines the first one gives the name.
     moves = [
         _reinstantiate(situation),
         _borrow(situation),
@@ -138,6 +139,7 @@ def _borrow(situation: Situation) -> Move | None:
     for index in borrowers:
         while counts[index] < smallest:
             donor = max(range(len(counts)), key=lambda i: (counts[i], -i))
+            # A donor must not become undersized itself.
             if counts[donor] <= smallest:
                 return None
             counts[donor] -= 1
@@ -257,6 +259,7 @@ def _separate(
         # The other nodes of these pipelines wait for the slowest, and count as equally slow.
         share = max(1, round(total * number * min(slow) / (number * min(slow) + rest)))
         most_apart = min(most - 1, number // smallest, share)
+        # Both sides need room for a pipeline, and a microbatch.
         if most_apart < 1 or share == total:
             continue
         apart = catalog.choose(number, share, 1, most_apart).sizes

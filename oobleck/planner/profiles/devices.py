@@ -12,16 +12,16 @@ from oobleck.json_table import JsonTable, parse_json
 
 from .profile import NetworkProfile
 
+# NCCL's buffers for one neighbour, of its protocols Simple, LL and LL128: the defaults in its init.cc and device.h.
 _CHANNEL_BYTES = 4_194_304 + 524_288 + 4_915_200
-"""NCCL's buffers for one neighbour, of its protocols Simple, LL and LL128: the defaults in its init.cc and device.h."""
+# Two communicators (gradients, and layers that other pipelines cut elsewhere, such as a tied table), each with two
+# neighbours in a ring over 16 channels.
 _SUM_BYTES = 2 * 2 * 16 * _CHANNEL_BYTES
-"""Two communicators (gradients, and layers that other pipelines cut elsewhere, such as a tied table), each with two
-neighbours in a ring over 16 channels."""
+# Two communicators, one for each direction, with each of the two neighbouring stages, over 2 channels each.
 _EDGE_BYTES = 2 * 2 * 2 * _CHANNEL_BYTES
-"""Two communicators, one for each direction, with each of the two neighbouring stages, over 2 channels each."""
+# Not measured: the number of channels for sums depends on the links.
 ASSUMED_COMMUNICATION_BYTES = _SUM_BYTES + _EDGE_BYTES
-"""NCCL's bytes on a GPU with neighbouring stages on both sides. This was not measured: the number of channels for sums
-depends on the links."""
+"""NCCL's bytes on a GPU with neighbouring stages on both sides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +108,7 @@ def sheet_of_product(name: str) -> DeviceSheet | None:
     return next((sheet for pattern, sheet in _PRODUCTS if re.search(rf"\b{pattern}", name)), None)
 
 
+# Variants come before the plain name, whose pattern their names match too.
 _PRODUCTS = (
     (r"A40(?![\w-])", device_sheet("A40")),
     ("A100 80GB PCIe", replace(_A100, memory_bytes_per_s=1.935e12)),
@@ -118,7 +119,6 @@ _PRODUCTS = (
     (r"H100(?!\w)", _H100),
     (r"H200(?!\w)", device_sheet("H200")),
 )
-"""Sheets by a pattern in the driver's name, which distinguishes variants of one device."""
 
 
 def device_sheet_from_json(text: str, *, source: str = "device") -> DeviceSheet:

@@ -1,14 +1,7 @@
 """Profiles without the hardware: a model's shape and a device's data sheet in, a profile out.
 
 The times are a roofline: operations at a share of the data sheet's peak, or bytes at its memory rate, whichever takes
-longer. A block's operations are its matrix products, 2 for each parameter and token, and attention's 4 · length ·
-hidden for each token (Narayanan et al. 2021, appendix; causal masks are not exploited); the backward pass takes twice
-as many, plus the forward ones again where activations are recomputed. Stages of several devices share a block as in
-Megatron-LM (Shoeybi et al. 2019): two all-reduces of its output in each pass. Activation bytes are those of Korthikanti
-et al. 2022, section 4.1, in 16 bit: 34 for each token and hidden unit, and 5 for each pair of tokens and head.
-
-Parameters, gradients and both moments of Adam are float32: 16 bytes a parameter, with bfloat16 as autocast. A GPU also
-holds copies (gradients being summed, weights cast by autocast), the transients of passes, messages, and NCCL's buffers.
+longer.
 """
 
 from __future__ import annotations
@@ -26,6 +19,7 @@ from .shapes import ModelShape
 ASSUMED_SHARE_OF_PEAK = 0.45
 """The share of the data sheet's operations a second: Narayanan et al. 2021 report 44 to 52 % on A100s."""
 
+# Parameters, gradients and both moments of Adam are float32: 16 bytes a parameter, with bfloat16 as autocast.
 _PARAM_BYTES = 4
 _OPTIMIZER_BYTES = 8
 _CAST_BYTES = 2
@@ -124,13 +118,17 @@ def _embedding(setting: _Setting) -> LayerProfile:
 
 def _block(setting: _Setting) -> LayerProfile:
     shape, tokens = setting.shape, setting.tokens
+    # Matrix products take 2 operations for each parameter and token, and attention 4 · length · hidden for each token
+    # (Narayanan et al. 2021, appendix; causal masks are not exploited).
     flops = 2 * shape.block_params * tokens + 4 * tokens * setting.sequence_length * shape.hidden_size
     per_value = setting.value_bytes // 2
+    # In 16 bit, 34 bytes for each token and hidden unit, 5 for each pair of tokens and head (Korthikanti et al. 2022).
     kept = tokens * (34 * shape.hidden_size * per_value + 5 * setting.sequence_length * shape.num_heads * per_value)
     forward, backward = {}, {}
     for count in setting.device_counts:
         params_bytes = _PARAM_BYTES * shape.block_params
         compute = _seconds(setting, flops / count, (params_bytes + kept) / count)
+        # Devices share a block as in Megatron-LM (Shoeybi et al. 2019): two all-reduces of its output in each pass.
         reduced = 2 * _all_reduce_s(setting, count)
         forward[count] = compute + reduced
         backward[count] = 2 * compute + reduced + (compute + reduced if setting.recompute else 0.0)
@@ -195,6 +193,7 @@ def _layer(
         return layer
     return replace(
         layer,
+        # A GPU also holds gradients being summed, weights cast by autocast, the transients of passes, and messages.
         copy_bytes=(_PARAM_BYTES + cast_bytes) * params,
         transient_bytes=transient_bytes,
         message_bytes=0 if last else setting.hidden_bytes,

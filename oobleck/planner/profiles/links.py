@@ -14,8 +14,8 @@ from oobleck.json_table import JsonTable, parse_json
 LINKS = ("inter_node", "intra_node")
 LINKS_IN_WORDS = {"inter_node": "between nodes", "intra_node": "between the devices of a node"}
 
+# A fit has this result where the times do not grow with the size.
 _MOST_BYTES_PER_S = 1e15
-"""The result of a fit where the times do not grow with the size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

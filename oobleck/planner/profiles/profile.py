@@ -26,6 +26,7 @@ _OPTIONAL_KEYS = ("frozen_bytes", *_GPU_KEYS)
 
 _MAX_LAYERS = 1_024
 _MAX_SECONDS = 1e6
+# The planner divides by the seconds of stages, so some layer must take time.
 _LEAST_SECONDS = 1e-9
 _MAX_BYTES = 2**60
 _MAX_BYTES_PER_S = 1e18
@@ -108,8 +109,6 @@ class LayerProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
-    """One device of a node."""
-
     name: str
     memory_bytes: int
     communication_bytes: int = 0
@@ -122,8 +121,6 @@ class DeviceProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkProfile:
-    """Links between nodes and between the devices of one node."""
-
     inter_node_bytes_per_s: float
     inter_node_latency_s: float
     intra_node_bytes_per_s: float
@@ -235,8 +232,7 @@ def profile_to_json(profile: Profile) -> str:
 def profile_from_json(text: str, *, source: str = "profile") -> Profile:
     """Read a profile file's text; `source` names the file in errors.
 
-    Raises ConfigError that names the layer, the field and the expectation; for an unknown key it suggests the nearest
-    known one.
+    Raises ConfigError that names the layer, the field and the expectation, or the known key nearest to an unknown one.
     """
     try:
         return _read_profile(JsonTable(parse_json(text), "the file"))

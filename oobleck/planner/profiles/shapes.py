@@ -40,7 +40,9 @@ class ModelShape:
         attention = 2 * self.hidden_size * (self.hidden_size + self.kv_size)
         matrices = attention + (3 if self.is_gated else 2) * self.hidden_size * self.feed_forward_size
         if self.is_gated:
+            # Two RMS norms, and no biases.
             return matrices + 2 * self.hidden_size
+        # The biases of attention and of the feed-forward part; each layer norm has a weight and a bias.
         biases = 2 * self.hidden_size + 2 * self.kv_size + self.feed_forward_size + self.hidden_size
         return matrices + biases + 4 * self.hidden_size
 

@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from oobleck.planner.inventory import Holding, missing_bytes
 
+# More slow nodes than these stay where they are, since each one is compared with all places.
 _MOST_GATHERED = 32
-"""The most slow nodes to move; more stay where they are."""
 
+# A spot is a pipeline, and a node's position in it.
 _Spot = tuple[int, int]
-"""A pipeline, and a node's position in it."""
 
 
 def gather_slow_nodes(
@@ -22,13 +22,13 @@ def gather_slow_nodes(
 ) -> Iterator[list[tuple[str, ...]]]:
     """Yield proposals: the pipelines with all slow nodes swapped into as few of them as possible.
 
-    The hosts are the pipelines with the most slow nodes, or the smallest ones. Each slow node takes the place whose
-    swap moves the fewest bytes (none between equal positions of equal templates); `needed` is what each position has to
-    hold. The caller weighs the bytes. O(slow · host nodes).
+    Each slow node takes the place whose swap moves the fewest bytes; `needed` is what each position has to hold. The
+    caller weighs the bytes. O(slow · host nodes).
     """
     if not slow:
         return
     numbers = [sum(node in slow for node in nodes) for nodes in pipelines]
+    # Pipelines with the most slow nodes need the fewest swaps, the smallest ones slow down the fewest others.
     by_number = sorted(range(len(pipelines)), key=lambda i: (-numbers[i], len(pipelines[i]), i))
     by_size = sorted(range(len(pipelines)), key=lambda i: (len(pipelines[i]), -numbers[i], i))
     every = [_hosts(order, pipelines, sum(numbers)) for order in (by_number, by_size)]
@@ -47,6 +47,7 @@ def gather_slow_nodes(
             continue
         gathered = [list(nodes) for nodes in pipelines]
         for a in outside:
+            # The spot itself breaks ties, so that equal situations lead to equal plans.
             b = min(inside, key=lambda spot: (swapped_bytes(a, spot, gathered), spot))
             inside.remove(b)
             gathered[a[0]][a[1]], gathered[b[0]][b[1]] = gathered[b[0]][b[1]], gathered[a[0]][a[1]]

@@ -10,8 +10,8 @@ from oobleck.plan import ExecutionPlan, WorkerId
 from oobleck.planner.inventory import Holding, Inventory, missing_bytes, needed_holdings
 from oobleck.planner.profiles import NetworkProfile
 
+# Nodes at or below each of this many lowest speeds are left out on trial: each trial adds all its moves.
 _SLOW_VARIANTS = 3
-"""The number of lowest speeds at or below which nodes are left out on trial."""
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -74,6 +74,7 @@ class LivingNodes:
             for device, layers in enumerate(needed):
                 for layer in layers - held[device]:
                     sent[layer] += layer_bytes[layer] / self.inventory.num_holders[layer]
+        # Reads are spread evenly, so nodes with equal holdings send equally many bytes.
         for holding in self.inventory.kinds:
             busiest = max(busiest, math.fsum(sent[layer] for layers in holding for layer in sorted(layers)))
         return network.inter_node_latency_s + busiest / network.inter_node_bytes_per_s
@@ -92,6 +93,7 @@ def look_at(plan: ExecutionPlan, changes: Changes, *, devices_per_node: int) -> 
     for node in gone:
         origins.pop(node, None)
     spares = [node for node in plan.spares if node not in gone]
+    # A node that was lost and joined again has no origin any more, so it arrives empty.
     arrived = sorted(set(changes.joined) - set(origins) - set(spares))
     free = (*spares, *arrived)
     expected = _expected(plan, devices_per_node)

@@ -1,8 +1,6 @@
 """The matching of nodes to the positions of new pipelines that moves the fewest bytes: an assignment problem.
 
-Most nodes already hold exactly what some position needs. Such pairs may be fixed beforehand, because the bytes that
-turn one set of layers into another obey the triangle inequality: if an optimal matching separates an exact pair,
-swapping the partners costs no more. The rest has few kinds of nodes and positions, and `transport` solves it exactly.
+Most nodes already hold exactly what some position needs; `transport` solves the rest exactly.
 """
 
 from __future__ import annotations
@@ -40,9 +38,12 @@ def match_nodes(
     O(p + n), plus the transport of what changes.
     """
     assert len(holdings) >= len(positions), "every position gets a node"
+    # Exact pairs may be fixed beforehand, because the bytes that turn one set of layers into another obey the triangle
+    # inequality: if an optimal matching separates such a pair, swapping the partners costs no more.
     chosen = _exact_pairs(positions, holdings, origins)
     taken = set(chosen.values())
     # The inner dictionaries are ordered sets.
+    # Few kinds of nodes and positions are left, so kinds are matched instead of nodes.
     nodes: dict[Holding, dict[str, None]] = defaultdict(dict)
     for node, holding in holdings.items():
         if node not in taken:
@@ -79,6 +80,7 @@ def _pair(
         if not number:
             return
         by_origin: dict[int | None, list[str]] = defaultdict(list)
+        # Reversed, so that `pop` takes the nodes in their order.
         for node in reversed(nodes):
             by_origin[origins.get(node) if stay else None].append(node)
         for index in list(indices):

@@ -1,8 +1,4 @@
-"""Reconfiguration: a plan and the changes to its nodes in, the best next plan out.
-
-A move weighs `step_s * (1 + transition_s / horizon_s)`: the seconds of a step if the time until the next change pays
-for one transition. The wanted number of pipelines takes precedence: redundancy is not for sale.
-"""
+"""Reconfiguration: a plan and the changes to its nodes in, the best next plan out."""
 
 from __future__ import annotations
 
@@ -22,16 +18,14 @@ from .living_nodes import Changes, LivingNodes, look_at
 from .matching import Position, match_nodes
 from .wording import describe, detail_of
 
+# A move has to be better than a gentler one by more than this share.
 _TOLERANCE = 1e-9
-"""A move has to be better than a gentler one by more than this share."""
+# After a loss, whole pipelines change only if that makes steps shorter by more than this share. Training waits for the
+# change, and predictions are hardly more exact.
 _WORTH = 0.01
-"""After a loss, whole pipelines change only if that makes steps shorter by more than this share.
 
-Training waits for the change, and predictions are hardly more exact.
-"""
-
+# A score has the pipelines too few or too many, then the weighed seconds of a step.
 _Score = tuple[int, float]
-"""Pipelines too few or too many, then the weighed seconds of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +100,7 @@ class _Search:
             return best
         astray, weighed_s = best.score
         enough = astray, weighed_s * (1 + _WORTH)
+        # Unlike the sorted ones, `proposals` are still in the order of gentleness.
         for gentler in proposals[: proposals.index(chosen)]:
             if gentler.least <= enough and len(gentler.move.pipelines) == len(chosen.move.pipelines):
                 outcome = self._carry_out(gentler)
@@ -129,7 +124,9 @@ class _Search:
                 number = len(move.pipelines)
                 if number > settings.num_microbatches:
                     continue
+                # The wanted number of pipelines takes precedence over time: redundancy is not for sale.
                 astray = max(fewest - number, number - most if settings.num_pipelines is not None else 0, 0)
+                # Bounds hold at nominal speed, and a node may be faster than its profile.
                 least_s = self._catalog.least_s([counts for _, counts in move.pipelines], self._total)
                 yield _Proposal(move=move, set_aside=set_aside, least=(astray, least_s / quickest))
 
@@ -185,11 +182,7 @@ class _Search:
         return best
 
     def _cut_again(self, forms: Sequence[Form], plan: ExecutionPlan) -> Iterator[list[Form]]:
-        """Yield proposals: the forms of a plan's pipelines with some of them cut again; the caller weighs the bytes.
-
-        First those with slow nodes, for their speeds. Then also those whose usual form is faster, since they were cut
-        for nodes that are slow no longer, or for another share of the batch.
-        """
+        """Yield proposals: the forms of a plan's pipelines with some of them cut again; the caller weighs the bytes."""
         slowed = list(forms)
         for index, pipeline in enumerate(plan.pipelines if self._slow else ()):
             if not self._slow.isdisjoint(pipeline.nodes):
@@ -206,6 +199,7 @@ class _Search:
         for index, (form, pipeline) in enumerate(zip(slowed, plan.pipelines, strict=True)):
             if self._slow.isdisjoint(pipeline.nodes):
                 if id(form) not in known:
+                    # It was cut for nodes that are slow no longer, or for another share of the batch.
                     usual = self._catalog.usual_if_faster(form, self._total, pipeline.num_microbatches)
                     known[id(form)] = usual
                 all_cut[index] = known[id(form)]
@@ -228,11 +222,13 @@ class _Search:
         arrivals = tuple(
             (node, needed)
             for index, ((origin, _), form, chosen) in enumerate(zip(move.pipelines, forms, nodes, strict=True))
+            # Identity is enough: pipelines that keep their nodes keep the tuple.
             if origin not in self._intact or chosen is not living.plan.pipelines[origin].nodes or index in others
             for node, needed in zip(chosen, catalog.needed(form.template), strict=True)
             if holdings[node] != needed
         )
         transition_s = living.transition_s(catalog.costs.network, catalog.costs.layer_bytes, arrivals)
+        # The seconds of a step if the time until the next change pays for one transition.
         weighed_s = step_s * (1 + transition_s / catalog.settings.mean_time_to_failure_s)
         return _Outcome(
             action=move.action,

@@ -2,8 +2,7 @@
 
 The objective is that of all templates, `sum(w) + (m - 1) * max(w)`, with the compute of a node's stages divided by its
 speed. The search is exact for the given order of nodes: under a bound on max(w), a dynamic programme over (stages,
-layers) finds the least sum(w), and few bounds need trying (see `templates`). Of equal cuts, the one that moves the
-fewest bytes wins.
+layers) finds the least sum(w), and few bounds need trying (see `templates`).
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from oobleck.planner.inventory import Holding
 
 from .recut import with_stops
 
+# Sums within this share of each other count as equal, and the one that moves the fewest bytes wins.
 _LEAST_MOVED = 1e-7
-"""Sums within this share of each other count as equal, and the one that moves the fewest bytes wins."""
+# A better cut has to save more than this share.
 _TOLERANCE = 1e-6
-"""A better cut has to save more than this share."""
 
 
 def cut_for_speeds(
@@ -83,6 +82,7 @@ class _Search:
         self._seconds: list[Floats] = []
         self._moved: list[Floats] = []
         layer_bytes = [layer.state_bytes for layer in costs[0].profile.layers]
+        # Divided by the number of stages too, so that the shares of a whole cut sum to at most 1.
         total = max(1, sum(layer_bytes)) * len(stages)
         for index, stage in enumerate(stages):
             own = costs[stage.node_index]
@@ -95,6 +95,7 @@ class _Search:
             seconds[own.most_in_flight(stage.num_devices) < own.in_flight(len(stages) - index)] = np.inf
             self._seconds.append(seconds)
             held = holdings[stage.node_index]
+            # All devices of a stage hold the same layers.
             layers = held[stage.first_device] if stage.first_device < len(held) else frozenset()
             missing = [0 if layer in layers else size for layer, size in enumerate(layer_bytes)]
             sums = prefix_sums(missing) / total
@@ -103,6 +104,7 @@ class _Search:
     def tightest_s(self) -> float:
         """Return the seconds of the slowest stage in the cut where it is fastest."""
         best = np.full(len(self._seconds[0]), np.inf)
+        # A cut without stages has no slowest one.
         best[0] = -np.inf
         for seconds in self._seconds:
             best = np.maximum(best[:, None], seconds).min(axis=0)

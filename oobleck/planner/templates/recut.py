@@ -1,8 +1,4 @@
-"""Templates cut again by their event-exact time, in a descent from the best cut under the bound.
-
-Of all cuts that move one layer from any stage to any other, or two boundaries by one or two layers each, the fastest is
-the next start, until none is faster.
-"""
+"""Templates cut again by their event-exact time, in a descent from the best cut under the bound."""
 
 from __future__ import annotations
 
@@ -19,13 +15,11 @@ from oobleck.planner.makespan import PassTimes, Stops, stops_of
 MOST_STAGES = 12
 """Pipelines of more stages keep their cut: the cost grows with the fourth power."""
 _MOST_MOVES = 16
+# A faster cut has to save more than this share.
 _LEAST_GAIN = 1e-6
-"""A faster cut has to save more than this share."""
 
 
 class Recut:
-    """Cuts the templates of one cost table again."""
-
     def __init__(self, costs: StageCosts, times: PassTimes) -> None:
         self._costs, self._times = costs, times
 
@@ -50,6 +44,7 @@ class Recut:
         return template if (stops == stops_of(template)).all() else with_stops(template, stops[0].tolist())
 
     def _that_fit(self, template: PipelineTemplate, stops: Stops) -> Stops:
+        # A move may have left a stage without layers.
         stops = stops[np.diff(stops, axis=1).min(axis=1) > 0]
         fits = np.ones(len(stops), dtype=bool)
         for index, stage in enumerate(template.stages):
@@ -61,11 +56,13 @@ class Recut:
 def _around(stops: Stops) -> Stops:
     size = stops.shape[1] - 1
     moves = []
+    # Moving all boundaries from one to another by a layer takes a layer from one stage to another, past those between.
     for first in range(1, size):
         for last in range(first, size):
             move = np.zeros(size + 1, dtype=np.int64)
             move[first : last + 1] = 1
             moves += [move, -move]
+    # Two boundaries move by one or two layers each.
     for (one, other), (here, there) in product(combinations(range(1, size), 2), product((-2, -1, 1, 2), repeat=2)):
         move = np.zeros(size + 1, dtype=np.int64)
         move[one], move[other] = here, there

@@ -1,8 +1,7 @@
 """The dynamic programme of the template search: the best cuts of layers into stages, for all sizes at once.
 
-A partial pipeline is a suffix: layers [i, L) on the last v devices. The programme goes from the right because 1F1B
-keeps as many microbatches in flight at a stage as there are stages from it to the end. One step adds a stage of d
-devices before a suffix of v - d devices:
+A partial pipeline is a suffix: layers [i, L) on the last v devices. One step adds a stage of d devices before a suffix
+of v - d devices:
 
     best[v][i] = min over d, j > i of  cost(i, j, d) ∘ best[v - d][j]
 
@@ -24,14 +23,14 @@ from numpy.typing import NDArray
 from oobleck.plan import PipelineTemplate
 from oobleck.planner.costs import Floats, StageCosts, Timing
 
+# Of equal sums the most even stages win: a stage costs w · (1 + 1e-9 · w / sum), so sums are exact to 1e-9.
 _EVENNESS = 1e-9
-"""Of equal sums the most even stages win: a stage costs w · (1 + 1e-9 · w / sum), so sums are exact to 1e-9."""
+# Of those, the longest stages come first: a slow stage delays the warm-up and drain of the stages before it.
 _LEFTMOST = 1e-13
-"""Of those, the longest stages come first: a slow stage delays the warm-up and drain of the stages before it."""
 _CHUNK = 32
 
+# A key names a kind of stage: its devices, and whether its left and right neighbours are on the same node.
 _Key = tuple[int, bool, bool]
-"""A kind of stage: its devices, and whether its left and right neighbours are on the same node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +76,7 @@ class _Stages:
 class StageSearch:
     """Searches the cuts of one cost table.
 
-    A suffix of v devices has v stages if stages have one device; with larger stages it has at least v / largest. The
-    search assumes that least number, so a result may break the memory limit; `counted=True` carries the number of
-    stages along, at L times the cost.
+    With stages of several devices a result may break the memory limit; `counted=True` avoids that, at L times the cost.
     """
 
     def __init__(self, costs: StageCosts, *, counted: bool = False) -> None:
@@ -135,10 +132,7 @@ def _chunks(devices: NDArray[np.int64]) -> list[list[int]]:
 
 
 class _Run:
-    """One evaluation of the programme; `best` is [devices, query, stages, first layer], padded with infinities.
-
-    The axis of stages has length 1 unless they are counted.
-    """
+    """One evaluation of the programme; `best` is [devices, query, stages, first layer], padded with infinities."""
 
     def __init__(self, stages: _Stages, bounds: Floats, num_devices: int, width: int, combine: np.ufunc) -> None:
         costs, tables, counted = stages.costs, stages.tables, stages.counted
@@ -162,6 +156,7 @@ class _Run:
         self._bias = -_LEFTMOST * stages.scale_s * np.arange(width, dtype=np.float64)[:, None, None]
         self._keys = list(tables)
         self._seconds = [table.seconds for table in tables.values()]
+        # From the right, because 1F1B keeps as many microbatches in flight at a stage as there are stages from it on.
         for total in range(1, num_devices + 1):
             for key, rest in self._steps(total):
                 self._extend(key, rest, total)
@@ -178,6 +173,7 @@ class _Run:
     def _stage_costs(self, key: _Key, in_flight: int, firsts: slice) -> Floats:
         """Return the costs of the stages that fit: [stage's layers - 1, query, first layer]."""
         costs = self._allowed[key][:, :, firsts]
+        # Every possible stage of this kind holds that many, so no mask is needed.
         if in_flight <= self._least_most[key]:
             return costs
         fits = self._most_in_flight[key][:, None, firsts] >= in_flight
@@ -189,6 +185,8 @@ class _Run:
         low, least_stages = max(0, size - total * width), -(-total // self._costs.device_counts[-1])
         firsts = slice(low, size - least_stages + 1)
         kind = self._keys.index(key)
+        # A suffix of v devices has v stages if stages have one device, and at least v / largest otherwise. This assumes
+        # the least number, so memory limits may be broken.
         if not self._counted:
             costs = self._stage_costs(key, self._costs.in_flight(least_stages), firsts)
             self._improve(costs, kind, (rest, 0), (total, 0), firsts)
@@ -203,11 +201,14 @@ class _Run:
         """Put a stage of one kind before the suffixes of `source`, where that improves those of `target`."""
         sums = self._combine(costs, self._windows(*source, firsts))
         found, best = sums.min(axis=0), self.best[target[0], :, target[1], firsts]
+        # The tightest bound is only a number: nothing traces it.
         if self._combine is np.maximum:
             np.minimum(best, found, out=best)
             return
         choice = self._choice[target[0], :, target[1], firsts]
+        # The bias only decides between equal sums: it is no part of their value.
         sums += self._bias
+        # With one kind of stage, each target has a single source.
         if len(self._keys) == 1:
             best[...], choice[...] = found, sums.argmin(axis=0)
             return
@@ -217,6 +218,7 @@ class _Run:
 
     def _windows(self, devices: int, num_stages: int, firsts: slice) -> Floats:
         """Return best[devices, :, num_stages, i + 1 + l] as a view at [l, query, i]."""
+        # Rows of this view overlap in memory, so nothing may write to it.
         by_devices, by_query, by_stages, by_layer = self.best.strides
         offset = devices * by_devices + num_stages * by_stages + (firsts.start + 1) * by_layer
         shape = (self._width, self.best.shape[1], firsts.stop - firsts.start)
@@ -236,6 +238,7 @@ class _Run:
             seconds.append(float(self._seconds[kind][layers, first]))
             first += layers + 1
             left -= self._keys[kind][0]
+            # The axis of stages has length 1 unless they are counted.
             num_stages = max(num_stages - 1, 0)
             stops.append(first)
             counts.append(self._keys[kind][0])

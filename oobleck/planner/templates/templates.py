@@ -2,8 +2,7 @@
 
 The objective is the bound of 1F1B, `sum(w) + (m - 1) * max(w)` with w the seconds of a stage, and the search is exact.
 Under a bound on max(w), the dynamic programme of `search` gives the least sum(w). It starts with no bound, and with the
-tightest that any cut meets. A better pipeline has a max(w) of at most (value - least sum) / (m - 1): the bounds left to
-try lie between those two, and each result excludes all bounds down to its own max(w).
+tightest that any cut meets; the bounds left to try lie between those two.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from oobleck.planner.costs import StageCosts, Timing
 
 from .search import Cut, StageSearch
 
+# The search's sums are exact to this share.
 _TOLERANCE = 1e-9
-"""The search's sums are exact to this share."""
 
 
 @dataclass(slots=True)
@@ -26,22 +25,24 @@ class _Query:
     num_nodes: int
     num_devices: int
     num_microbatches: int
+    # No pipeline's slowest stage is faster.
     tightest_s: float
-    """No pipeline's slowest stage is faster."""
+    # No pipeline whose slowest stage is within `bound_s` has a smaller sum.
     least_sum_s: float = 0.0
-    """No pipeline whose slowest stage is within `bound_s` has a smaller sum."""
     bound_s: float = math.inf
     best: Cut | None = None
     best_s: float = math.inf
+    # False once a result broke the memory limit: this size needs a search that counts stages.
     is_exact: bool = True
-    """False once a result broke the memory limit: this size needs a search that counts stages."""
 
     def narrow(self, found: Timing | None) -> None:
         """Exclude bounds that cannot beat the best; `found` is the result under the bound, None if not run."""
         if found is not None:
+            # Cuts with a slowest stage between the found one's and the bound have no smaller sum, so none is better.
             self.least_sum_s = found.first_s
             self.bound_s = math.nextafter(found.next_s, 0.0)
         # Never reached with one microbatch: the least sum is best, and the query done.
+        # A better cut has a slowest stage of at most (best - least sum) / (m - 1).
         self.bound_s = min(self.bound_s, (self.best_s - self.least_sum_s) / (self.num_microbatches - 1))
 
     @property
@@ -61,10 +62,12 @@ def find_templates(
     """
     per_node = costs.devices_per_node
     largest = costs.device_counts[-1]
+    # All devices of a node are used, and every stage has a layer.
     wanted = sorted({count for count in node_counts if count >= 1 and count * per_node <= costs.num_layers * largest})
     if not wanted:
         return {}
     queries = _search(costs, wanted, microbatches_per_device, StageSearch(costs))
+    # Only sizes whose result broke the memory limit pay for the search that counts stages.
     broken = [query.num_nodes for query in queries if not query.is_exact]
     if broken:
         counted = _search(costs, broken, microbatches_per_device, StageSearch(costs, counted=True))

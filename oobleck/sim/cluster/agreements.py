@@ -13,8 +13,6 @@ from .ports import WorkerPorts
 
 
 class VirtualAgreements:
-    """One worker's part in agreements, and its waits for them."""
-
     def __init__(self, agreements: Agreements, commit_state: CommitState, ports: WorkerPorts) -> None:
         self._worker_id = commit_state.worker_id
         self._agreements = agreements
@@ -52,7 +50,6 @@ class VirtualAgreements:
     def total(
         self, committee: Committee, subject: Subject, part: Totals, *, takes_s: float = 0.0
     ) -> Generator[Wait, None, Totals]:
-        """Post a part, and wait for the total."""
         self.bring(committee, subject, part)
         yield self.arrival(committee, subject, takes_s=takes_s)
         return self.take(committee, subject)

@@ -35,10 +35,11 @@ PYTHON_VERSION = "3.11.0"
 NewRankHost = Callable[..., VirtualRankHost]
 _CONNECT_TIMEOUT_S = 10.0
 _COMMAND_TIMEOUT_S = 5.0
+# The master's side abandons a connection after this silence, as SSH does.
 _KEEPALIVE_S = 15.0
-"""The master's side abandons a connection after this silence, as SSH does."""
+# A cut connection stays silent for once to twice this long before one of its ends finds that it failed.
 _CONNECTION_OUTLIVES_S = 6.0
-"""A cut connection stays silent for once to twice this long before one of its ends finds that it failed."""
+# Each machine's monotonic clock has its own zero: a comparison of two of them has to show.
 _CLOCKS_APART_S = 1000.0
 _MEMORY_BYTES = 1 << 40
 _NUM_CORES = 8
@@ -86,8 +87,8 @@ class _AgentProcess:
         self._connections, self._accepting = trio.open_memory_channel[MasterConnection](16)
 
     def connect(self) -> VirtualLink:
-        """Return a new link from the master."""
         link = VirtualLink(self._world.time, latency_s=self._world.delays.link_latency_s)
+        # The node may have been cut off or frozen while its agent was started.
         if self._machine.is_cut_off:
             link.hold()
         if self._machine.gate.is_closed or self._world.time.now_s < self.frozen_until_s:
@@ -125,6 +126,7 @@ class _AgentProcess:
                         relays=self._relays.of(machine.name),
                     )
                     await self.agent.run()
+                    # Workers and ranks end with their agent.
                     nursery.cancel_scope.cancel()
         finally:
             self.end()
@@ -154,6 +156,7 @@ class _AgentProcess:
             else:
                 link.far.close()
         self.links.clear()
+        # `run` calls this once more, when a successor may be in its place.
         if self._machine.agent is self:
             self._machine.agent = None
 
@@ -174,7 +177,6 @@ class _Machine:
         self._heard = trio.lowlevel.ParkingLot()
 
     def clock(self) -> float:
-        """Return the machine's monotonic time."""
         return self._world.time.now_s + self._clock_offset_s
 
     def next_pid(self) -> int:
@@ -194,7 +196,6 @@ class _Machine:
 
     @property
     def links(self) -> list[VirtualLink]:
-        """The links from the master to the agent."""
         return [] if self.agent is None else self.agent.links
 
     @property
@@ -203,12 +204,10 @@ class _Machine:
         return self.is_up and (self.is_cut_off or self.gate.is_closed)
 
     async def answers(self) -> None:
-        """Wait until the machine is no longer silent."""
         while self.is_silent:
             await self._heard.park()
 
     def wake(self) -> None:
-        """Let waiting tasks check the machine's state again."""
         self._heard.unpark_all()
         if self.agent is not None and self.agent.host is not None:
             self.agent.host.wake()
@@ -218,6 +217,7 @@ class _Machine:
         self._warm_s = None
         if self.agent is not None:
             self.agent.end(loses_words=loses_words)
+        # A machine that comes up again is not frozen.
         self.gate.open()
         self.wake()
 
@@ -253,6 +253,7 @@ class VirtualCluster:
             if machine.agent is not None and not attach:
                 machine.agent.end()
             await trio.sleep(self._world.delays.start_agent_s)
+            # Its power may have gone during the sleep.
             if not machine.is_up:
                 raise NodeUnreachable(node.name, "its connection was lost while its agent was started")
             if attach and machine.agent is None:
@@ -261,6 +262,7 @@ class VirtualCluster:
                 machine.agent = _AgentProcess(machine, self._tag, self._world, self._relays, self._new_rank_host)
                 self._nursery.start_soon(machine.agent.run)
             link = machine.agent.connect()
+            # The call may have begun before the master froze.
             if self._world.time.now_s < self._master_frozen_until_s:
                 link.near.freeze()
             return _Tunnel(link, f"address of {node.name}")
@@ -308,7 +310,7 @@ class VirtualCluster:
         self._machines[name].is_up = True
 
     def lose(self, name: str) -> None:
-        """Switch a machine off; its last messages may be lost, or still arrive."""
+        # The last messages are lost, or still arrive: both happen.
         self._machines[name].lose_power(loses_words=self._world.rng.random() < 0.5)
 
     def freeze(self, name: str) -> None:
@@ -316,6 +318,7 @@ class VirtualCluster:
         machine = self._machines[name]
         machine.gate.close()
         self._settle(machine)
+        # A frozen node leaves its connections open, so only the silence ends them.
         self._nursery.start_soon(self._abandon_links, machine)
 
     def thaw(self, name: str) -> None:
@@ -384,10 +387,12 @@ class VirtualCluster:
         """Let these nodes reach one another and the master, but no other nodes; connections fail after a while."""
         self._world.fabric.separate(names)
         self._relays.settle()
+        # Packets are dropped, not refused: until a timeout, connections only stay silent.
         fails_s = self._world.time.now_s + _CONNECTION_OUTLIVES_S + self._world.up_to(_CONNECTION_OUTLIVES_S)
         self._world.time.call_at(fails_s, self._world.fabric.break_connections)
 
     def heal(self) -> None:
+        # Relays ask the fabric which nodes reach each other, so it changes first.
         self._world.fabric.heal()
         self._relays.settle()
         for machine in self._machines.values():

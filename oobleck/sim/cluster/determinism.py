@@ -1,8 +1,6 @@
 """Virtual time, and one order of events for each seed.
 
-Trio deliberately shuffles the tasks that are ready together, and has two private knobs that make the shuffle
-repeatable; a third private attribute tells whether a task waits for all others to block. Only this module touches these
-three, and a test fails as soon as they move.
+Only this module touches trio's private attributes, and a test fails as soon as they move.
 """
 
 from __future__ import annotations
@@ -19,8 +17,10 @@ import trio._core._run as _scheduler
 
 T = TypeVar("T")
 
+# More turns of the scheduler than this in one instant are a livelock.
 _PATIENCE = 20_000
-"""More turns of the scheduler than this in one instant are a livelock."""
+# Trio deliberately shuffles the tasks that are ready together. The first two make the shuffle repeatable; the third
+# tells whether a task waits for all others to block.
 _KNOBS = ("_ALLOW_DETERMINISTIC_SCHEDULING", "_r", "GLOBAL_RUN_CONTEXT")
 
 
@@ -65,8 +65,7 @@ class VirtualTime(trio.abc.Clock):
 def run_virtual(main: Callable[[], Awaitable[T]], *, seed: int, horizon_s: float, time: VirtualTime | None = None) -> T:
     """Run `main` in virtual time; the same seed gives the same order of events, in any process.
 
-    Raises trio.TooSlowError at `horizon_s` virtual seconds, and Livelock when tasks keep one another busy and time
-    cannot continue.
+    Raises trio.TooSlowError at `horizon_s` virtual seconds, and Livelock when tasks keep one another busy endlessly.
     """
     time = time or VirtualTime()
     watch = _Watch(time)
@@ -75,6 +74,7 @@ def run_virtual(main: Callable[[], Awaitable[T]], *, seed: int, horizon_s: float
         with trio.fail_after(horizon_s):
             with watch.scope:
                 return await main()
+            # Only the watch cancels its scope.
             raise Livelock(f"tasks keep one another busy at {time.now_s:g} s, and time cannot continue")
 
     with _scheduling(seed):

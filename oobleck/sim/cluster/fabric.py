@@ -16,18 +16,16 @@ from oobleck.control.protocol import Subject, WorkerAddress
 from oobleck.control.steps import Committee, GroupKey
 from oobleck.planner import WorkerId
 
+# Far fewer agreements than these are in progress at a time.
 _AGREEMENTS = 64
-"""The number of agreements to remember, far more than are in progress at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """One member's contribution to an all-reduce."""
-
     step: int
     numbers: tuple[int, ...]
+    # Digests of the summed layers: if they differed, members would train different models.
     versions: tuple[int, ...] = ()
-    """Digests of the summed layers; equal for all members, or they would train different models."""
 
 
 class Violation(AssertionError):
@@ -146,6 +144,7 @@ class Fabric:
     def lacks_a_member(self, key: GroupKey) -> bool:
         if self._breaks and not self.is_whole(key.members):
             return True
+        # Mostly no ended worker can have been in the group, and its members need no look.
         if self._newest_end < key.generation:
             return False
         return any(self.is_gone(member, key.generation) for member in key.members)
@@ -166,6 +165,7 @@ class Fabric:
         self._note(key, (target,))
 
     def has_mail(self, key: GroupKey, source: WorkerId, target: WorkerId, tag: int) -> bool:
+        # `get` leaves no empty queue in the defaultdict, as it is asked again and again.
         return bool(self._mail.get((key, source, target, tag))) and self.is_whole((source, target))
 
     def receive(self, key: GroupKey, source: WorkerId, target: WorkerId, tag: int) -> object:
@@ -191,6 +191,7 @@ class Fabric:
     def total(self, key: GroupKey, sequence: int, step: int) -> tuple[int, ...]:
         """Return the sorted numbers of all contributions to a complete all-reduce."""
         found = self._reductions[key, sequence]
+        # All members take the same total, so only the first computes it.
         if key not in self._totals or self._totals[key][0] != sequence:
             agreed = {(each.step, each.versions) for each in found.values()}
             if len(agreed) > 1 or next(iter(agreed))[0] != step:
@@ -203,6 +204,7 @@ class Fabric:
         """Note that a worker posts its part of an agreement; its messages take another path."""
         self._brought.setdefault((committee.generation, subject), set()).add(worker_id)
         if len(self._brought) > _AGREEMENTS:
+            # The first key is the oldest.
             del self._brought[next(iter(self._brought))]
 
     def check_brought(self, committee: Committee, subject: Subject, worker_id: WorkerId) -> None:
@@ -216,6 +218,7 @@ class Fabric:
         self._tell(concerned)
 
     def _tell(self, worker_ids: Iterable[WorkerId]) -> None:
+        # Sorted, so that equal runs wake workers in the same order.
         for worker_id in sorted(worker_ids):
             if worker_id in self._watchers:
                 self._watchers[worker_id]()

@@ -6,8 +6,6 @@ import trio
 
 
 class Gate:
-    """A gate that nothing passes while it is closed."""
-
     def __init__(self) -> None:
         self._opened: trio.Event | None = None
 

@@ -1,7 +1,4 @@
-"""The groups of a virtual worker, and the all-reduces in them: the twin of `training.comm.groups`.
-
-The groups that sum gradients follow from the plan as in `training.step.reduction`, without parameters.
-"""
+"""The groups of a virtual worker, and the all-reduces in them: the twin of `training.comm.groups`."""
 
 from __future__ import annotations
 
@@ -41,7 +38,6 @@ class GroupTable:
         self._addresses = {self._worker_id: self.address}
 
     def know(self, addresses: Iterable[WorkerAddress]) -> None:
-        """Note the addresses of peers."""
         self._addresses.update((each.worker_id, each) for each in addresses if each.worker_id != self._worker_id)
 
     def form(self, keys: Sequence[GroupKey], *, beside: Sequence[GroupKey]) -> Generator[Wait, None, bool]:
@@ -124,7 +120,7 @@ class GroupTable:
 
 
 def buckets_of(committee: Committee, worker_id: WorkerId) -> tuple[Bucket, ...]:
-    """Return a worker's layers by their owners in a committee, in an order that all owners share."""
+    """Return a worker's layers by their owners in a committee."""
     located = committee.plan.locate(worker_id)
     assert located is not None
     pipeline, stage = located
@@ -132,4 +128,5 @@ def buckets_of(committee: Committee, worker_id: WorkerId) -> tuple[Bucket, ...]:
     for layer in committee.plan.pipelines[pipeline].stages[stage].layers:
         living = tuple(owner for owner in committee.plan.owners_of(layer) if owner.node not in committee.lost)
         by_owners.setdefault(living, []).append(layer)
+    # As in `training.step.reduction`, but by layers: sorted, since all owners have to post their sums in one order.
     return tuple((committee.key_of(members), tuple(layers)) for members, layers in sorted(by_owners.items()))

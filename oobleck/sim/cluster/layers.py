@@ -28,11 +28,11 @@ class Version:
 
     def with_section(self, microbatches: Sequence[int], record: SectionRecord) -> Version:
         """Return the version after one more section of the step in flight."""
+        # Hashes of whole numbers are the same in every process.
         digest = hash((self.digest, record.step, record.generation, record.number))
         return Version(self.step, self.generation, digest, tuple(sorted((*self.partial, *microbatches))))
 
     def then(self, record: CommitRecord) -> Version:
-        """Return the version after one more step."""
         return Version(record.step, record.generation, hash((self.digest, record.step, record.generation)))
 
 
@@ -52,7 +52,6 @@ class HeldLayers:
         return tuple(self.held[layer].digest for layer in layers)
 
     def fold(self, summed: Mapping[int, tuple[int, ...]], record: SectionRecord) -> None:
-        """Add a section's sums to those of the layers."""
         self._advance(summed, lambda layer, version: version.with_section(summed[layer], record))
 
     def apply(self, summed: Mapping[int, tuple[int, ...]], record: CommitRecord) -> None:

@@ -1,7 +1,6 @@
 """Virtual links: byte streams with latency and a bounded window that may be held, frozen or cut.
 
-A stream keeps the contract of trio's half-closeable streams, as trio's own conformance checks show. It knows nothing of
-messages or nodes.
+A stream keeps the contract of trio's half-closeable streams, as trio's own conformance checks show.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import trio
 from .determinism import VirtualTime
 from .gate import Gate
 
+# At most this is in flight, which is more than two kernels buffer.
 _WINDOW_BYTES = 1 << 20
-"""The most bytes in flight: more than two kernels buffer."""
 
 
 class _Pipe:
@@ -41,6 +40,7 @@ class _Pipe:
 
     async def send(self, data: bytes) -> None:
         await self.wait_for_room()
+        # The other end may have gone during the wait.
         self.check_sender()
         if data and not self._is_abandoned:
             self._flying.append((self._arrival_s(), data))
@@ -106,8 +106,9 @@ class _Pipe:
         return arrived
 
     def _arrival_s(self) -> float:
-        """Return the arrival of bytes sent now, and wake the receiver then; nothing overtakes earlier bytes."""
+        """Return the arrival of bytes sent now, and wake the receiver then."""
         arrival_s = self._time.now_s + self.latency_s
+        # Nothing overtakes earlier bytes, and one call wakes the receiver for all that arrive at one moment.
         if arrival_s > self._last_arrival_s or not self._flying:
             self._last_arrival_s = max(self._last_arrival_s, arrival_s)
             self._time.call_at(self._last_arrival_s, self._wake_receivers)
@@ -134,6 +135,7 @@ class _Pipe:
         """Lose the bytes in flight; the receiver finds the link broken one latency later."""
         self._breaks_s = self._time.now_s + self.latency_s
         self._time.call_at(self._breaks_s, self._wake)
+        # Senders fail at once, unlike the receiver.
         self._senders.unpark_all()
 
     def abandon(self) -> None:
@@ -198,9 +200,11 @@ class VirtualStream(trio.abc.HalfCloseableStream):
             raise trio.BusyResourceError("another task is receiving")
         self._is_receiving = True
         try:
+            # Otherwise `receive` parks, and is a checkpoint by itself.
             if self._incoming.is_due or self._gate.is_closed:
                 await self._checkpoint()
             data = await self._incoming.receive(max_bytes)
+            # The end may have frozen while it waited.
             await self._gate.passed()
             return data
         finally:
@@ -253,7 +257,6 @@ class VirtualLink:
 
     @property
     def is_over(self) -> bool:
-        """Whether both ends were closed."""
         return all(pipe.is_over for pipe in self._pipes)
 
     def cut(self) -> None:

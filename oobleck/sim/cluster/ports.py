@@ -25,8 +25,6 @@ def pause(what: str) -> Iterator[Wait]:
 
 
 class Saver(Protocol):
-    """Saves a worker's share of the state."""
-
     def want(self, step: int) -> None:
         """Request a save after this step, or the first one later."""
 
@@ -39,8 +37,6 @@ class Saver(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPorts:
-    """A worker's network, clock, and listeners."""
-
     fabric: Fabric
     carry: Carry
     tempo: Tempo

@@ -15,8 +15,8 @@ from .fabric import Violation, Wait, label
 from .ports import Moves, WorkerPorts
 from .tempo import ProgramTimes
 
+# A real worker remembers as many busy times.
 _BUSY_TIMES = 16
-"""The number of busy times to remember, as many as a real worker does."""
 
 
 @dataclass(slots=True)
@@ -80,6 +80,7 @@ class Programs:
                 if not is_last:
                     yield from self.carry_out(self.partial_commit.begin(work.step))
         except (steps.Interrupted, steps.PeerLost):
+            # Messages of the unfinished program are still in flight: later ones could be taken for them.
             self.spoiled.add(seat.lane_key)
             self._end()
             raise
@@ -91,6 +92,7 @@ class Programs:
         """Compute for a while, and advance a section that is being committed meanwhile."""
         stopped = self.commit_state.is_pipeline_stopped
         parts = 3 if self.partial_commit.section is not None and self.partial_commit.section.failure is None else 1
+        # A real worker looks at its sums between instructions: here twice in each stretch of work.
         for part in range(parts):
             yield Wait(
                 f"a program of step {work.step}",

@@ -21,8 +21,6 @@ _KILLED = Killed(signal=9)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualScript:
-    """The behaviour of a script's ranks."""
-
     work_s: float = 10.0
     """The work of a rank, from the start of its generation until it ends well."""
     ending_s: float = 0.5
@@ -161,7 +159,6 @@ class VirtualRankHost:
         self._send_end.send_nowait(ForkServerEnded(end=_KILLED, is_restarted=True))
 
     def crash(self, device: int) -> None:
-        """Kill the rank of a device."""
         for rank in self._ranks:
             if rank.setup.local_rank == device:
                 rank.kill()

@@ -32,7 +32,6 @@ class VirtualRelays:
         self._edges: list[_Edge] = []
 
     def of(self, node: str) -> _Network:
-        """Return the network of a node's agent."""
         return _Network(self, node)
 
     def settle(self) -> None:
@@ -52,6 +51,7 @@ class VirtualRelays:
     async def dial(self, node: str, address: str) -> VirtualStream:
         """Connect a node's agent to the one that listens at an address. Raises ConnectionRefusedError."""
         latency_s = self._world.delays.link_latency_s
+        # Connecting takes a round trip.
         await trio.sleep(2 * latency_s)
         listener = self.listeners.get(address)
         if listener is None or listener.is_closed:

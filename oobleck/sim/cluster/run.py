@@ -31,16 +31,14 @@ from .tempo import Delays
 from .world import World
 
 _STARTED_AT = "2026-01-01T00:00:00Z"
+# A run ends at most this long after its trace.
 _GRACE_S = 600.0
-"""The most seconds from the end of the trace to the end of the run."""
+# Ranks end at most this long after their agents' orphan timeout.
 _ORPHANS_END_S = 60.0
-"""The most seconds from the orphan timeout of agents to the end of their ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRun:
-    """The result of a run."""
-
     entries: tuple[JournalEntry, ...]
     end: End
     decisions: tuple[Decided, ...]
@@ -93,14 +91,11 @@ def run_cluster(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptsRun:
-    """The result of a run of a script."""
-
     entries: tuple[JournalEntry, ...]
     end: End
     ranks: tuple[VirtualRank, ...]
     """All ranks that ever ran, in the order of their starts."""
     left_at_end: tuple[VirtualRank, ...]
-    """The ranks that lived when the master ended."""
     left: tuple[VirtualRank, ...]
     """The ranks that still lived after all nodes had been well again for longer than the orphan timeout."""
 
@@ -150,6 +145,7 @@ class _Profiles:
         self._stored: dict[str, str] = {}
 
     def load(self, key: str) -> str | None:
+        # A link's key stands for a link's speed, which is no profile.
         return self._stored.get(key, None if key.startswith(LINK_KEYS) else self._profile_json)
 
     def store(self, key: str, profile_json: str) -> None:
@@ -225,9 +221,11 @@ class _Simulation:
     async def _run_masters(self, cluster: VirtualCluster) -> End:
         """Run a master, and a successor after each crash, until the run ends."""
         while True:
+            # A successor is not frozen, whatever its predecessor was.
             cluster.freeze_master(0.0)
             master = self._make_master(cluster)
             self._submit_waiting(master)
+            # A crash cancels this scope; otherwise the master returns from within it.
             with trio.CancelScope() as self._life:
                 self._master = master
                 return await master.run()
@@ -290,6 +288,7 @@ class _Simulation:
             coordinator = ScriptsCoordinator(job, specs, started_at=_STARTED_AT, python_version=PYTHON_VERSION)
         else:
             replayed = _replay(self.journal.entries)
+            # Without an agent there is nothing to take over.
             if replayed is not None and not any(map(cluster.is_alive, replayed.nodes)):
                 replayed = None
             coordinator = TrainingCoordinator(
@@ -297,6 +296,7 @@ class _Simulation:
             )
         if replayed is None:
             cluster.end_all()
+            # The run begins anew, and its journal with it.
             self.journal.entries.clear()
         self._coordinator = coordinator
         coordinator.decisions = self.decisions if self.keeps_decisions else None
@@ -329,6 +329,7 @@ class _Simulation:
         coordinator = self._coordinator
         if self._master is None or coordinator is None:
             return
+        # Freezes may overlap: the last one to end counts.
         until_s = max(coordinator.frozen_until_s, trio.current_time() + frozen_s)
         coordinator.frozen_until_s = until_s
         cluster.freeze_master(until_s)

@@ -32,8 +32,6 @@ StepEffect = (
 
 
 class StepDriver:
-    """Carries out the effects of a step under the plan in force."""
-
     def __init__(
         self,
         job: JobSpec,
@@ -134,6 +132,7 @@ class StepDriver:
     def _reduce(self, effect: steps.Reduce) -> Moves:
         assert self._work is not None
         mine, step = tuple(self._work.microbatches), effect.step
+        # Owners of a layer that took other records would sum other gradients.
         runs = hash(self._records.runs_of(step))
         posted = [
             (key, layers, self._groups.post(key, Contribution(step, mine, (*self._layers.digests(layers), runs))))
@@ -171,13 +170,14 @@ class StepDriver:
             num_samples=self._job.global_batch_size,
             samples_repeated=0,
             samples_missing=0,
+            # An agreement adds numbers up, and a record has the members' mean.
             duration_s=took_s / len(committee.members),
         )
         return steps.Agreed(record, total.counted, stop=stops > 0, save=saves > 0)
 
     @property
     def _tells(self) -> bool:
-        """Whether this worker reports microbatches: a pipeline's last stage has the losses."""
+        # A pipeline's last stage has the losses, so it reports the microbatches.
         return self.seat is not None and self.seat.is_last
 
     def _apply(self, record: CommitRecord) -> Moves:
@@ -185,6 +185,7 @@ class StepDriver:
             self.taken[record.step] = runs
         yield from pause("applying")
         self._layers.apply(self.reduced, record)
+        # The next step begins when the worker has done its part of this one, not when all agree.
         self._step_began_s, self._posted_s = self._posted_s or self._ports.clock(), None
         self._programs.end_step()
         if (pace := self._programs.pace.take(self._ports.clock())) is not None:
@@ -194,6 +195,7 @@ class StepDriver:
         if any(version.partial for version in self._layers.held.values()):
             raise Violation(f"{self._commit_state.worker_id} evaluates in the middle of step {effect.step + 1}")
         yield from self._agreements.total(effect.committee, effect.subject, Totals(()))
+        # The time of an evaluation is not the next step's.
         self._step_began_s, self._posted_s = self._ports.clock(), None
         return steps.Evaluation(loss=1.0, num_samples=self._job.microbatch_size, duration_s=0.0)
 

@@ -15,8 +15,8 @@ from oobleck.schedule.choice import kind_for
 from oobleck.sim.costs import Costs, StepTimes, costs_on
 
 _FREE = Costs(**dict.fromkeys([part.name for part in fields(Costs)], 0.0))
+# A microbatch's backward pass ends with one of these: in one part, or with the second of two.
 _LAST_OF_BACKWARD = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
-"""The instructions that end a microbatch's backward pass, in one part or as the second of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +116,7 @@ class Tempo:
         programs = []
         for end_s, spans in zip(evaluated.ends_s, evaluated.spans, strict=True):
             instructions = [(span.end_s, span.instruction) for span in spans]
+            # With several chunks, a microbatch's backward pass ends at the first one.
             ends_s = (at_s for at_s, each in instructions if each.op in _LAST_OF_BACKWARD and each.chunk == 0)
             programs.append(ProgramTimes(end_s=end_s, backward_ends_s=tuple(ends_s)))
         return tuple(programs)
@@ -127,7 +128,6 @@ class Tempo:
         return asking_s + self.costs.deciding_s(num_workers) + self.costs.ordering_s(num_workers)
 
     def part_bytes(self, item: LayerTransfer) -> int:
-        """Return the bytes of a transfer."""
         return self._profile.layers[item.layer].state_bytes // item.num_parts
 
     def latency_s(self, source: WorkerId, target: WorkerId) -> float:
@@ -139,5 +139,6 @@ class Tempo:
 
     def transfer_s(self, item: LayerTransfer) -> float:
         """Return the seconds of a transfer; a worker receives its transfers in sequence."""
+        # `LINKS` has the link between nodes first: False and True are their places.
         link = self._profile.network.speed_of(LINKS[item.source.node == item.target.node])
         return link.latency_s + self.part_bytes(item) / link.bytes_per_s

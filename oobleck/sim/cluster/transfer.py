@@ -14,8 +14,6 @@ from .ports import WorkerPorts, pause
 
 
 class Transfers:
-    """One worker's transfers for the plan in force."""
-
     def __init__(self, ports: WorkerPorts, commit_state: CommitState) -> None:
         self.took_s = 0.0
         self.received_bytes = 0

@@ -36,6 +36,7 @@ class VirtualWorker:
     ) -> None:
         """Take the job's `shards`; by default, endless ones."""
         self.worker_id = worker_id
+        # All virtual workers share a thread, so there is nothing to lock.
         self.commit_state = steps.CommitState(worker_id, ports.announce, lock=nullcontext())
         self._ports = ports
         self._job = job
@@ -67,6 +68,7 @@ class VirtualWorker:
         """Handle one message, as the control thread does."""
         match message:
             case protocol.Fence(probe_addresses=probed):
+                # The answer counts what the program has done by now.
                 self._programs.note_microbatches()
                 reaches, here = self._ports.fabric.reaches, self.worker_id.node
                 unreachable = tuple(each.worker_id for each in probed if not reaches(here, each.worker_id.node))

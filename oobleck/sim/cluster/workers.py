@@ -124,9 +124,9 @@ class WorkerProcess:
         )
 
     def _read(self) -> None:
-        """Handle messages at once, as the control thread does, whatever the training thread is doing."""
         if self._worker is None or self._gate.is_closed:
             return
+        # A real worker's control thread reads whatever the training thread is doing.
         messages, self._unread = self._unread, []
         for message in messages:
             match message:
@@ -149,13 +149,14 @@ class WorkerProcess:
         self._world.time.call_at(arrives_s, self._unpark)
 
     def _hear(self, worker: VirtualWorker) -> None:
-        """Handle arrived messages of other workers; a partition delays them until it ends."""
+        """Handle arrived messages of other workers."""
         letters, self._letters = self._letters, []
         for letter in letters:
             arrives_s, source, message = letter
             if arrives_s <= self._world.time.now_s and self._world.fabric.is_whole((source, self.worker_id)):
                 worker.hear(source, message)
             else:
+                # A partition delays messages until it ends.
                 self._letters.append(letter)
 
     def _time_link(self, peer: WorkerId) -> None:
@@ -172,10 +173,10 @@ class WorkerProcess:
         self._outbox.send_nowait(protocol.Profiled(device=self.worker_id.device, profile_json=profile_json))
 
     async def _work(self, seconds: float) -> None:
-        """Work for some seconds, without progress while the process is frozen."""
         due_s = self._world.time.now_s + seconds
         while self._world.time.now_s < due_s:
             await self._pause_until(due_s)
+            # A frozen process makes no progress.
             due_s += await self._frozen()
 
     async def _frozen(self) -> float:
@@ -185,6 +186,7 @@ class WorkerProcess:
         return self._world.time.now_s - began_s
 
     async def _pause_until(self, due_s: float) -> None:
+        # Calls of the clock cannot be cancelled, so each moment gets only one.
         if due_s not in (math.inf, self._alarm_s):
             self._alarm_s = due_s
             self._world.time.call_at(due_s, self._unpark)
@@ -194,6 +196,7 @@ class WorkerProcess:
         """Step the training thread as its waits end, are interrupted, or fail."""
         wait, due_s = worker.wait, math.inf
         while True:
+            # Time in which the process was frozen does not count as work.
             due_s += await self._frozen()
             self._hear(worker)
             is_ready = wait.ready()
@@ -202,8 +205,11 @@ class WorkerProcess:
                 due_s = self._works_since_s + wait.takes_s
             if not is_ready and wait.interrupted():
                 worker.step()
+            # Data and the error of a lost peer race: either may come first.
             elif wait.can_fail() and (not is_ready or self._world.rng.random() < 0.5):
+                # Neighbours notice a peer's end at different moments.
                 await self._pause_until(self._world.time.now_s + self._world.up_to(self._world.delays.notice_s))
+                # A fence or a freeze during this pause comes first.
                 if wait.interrupted() or self._gate.is_closed:
                     continue
                 worker.fail()
@@ -214,13 +220,12 @@ class WorkerProcess:
                 continue
             wait, due_s = worker.wait, math.inf
             self._worked_s, self._works_since_s = self.processor_s(), math.inf
+            # An open gate is no checkpoint: without this one, waits that are ready would keep other tasks from running.
             await trio.lowlevel.checkpoint()
 
 
 @dataclass(eq=False)
 class VirtualWorkerHost:
-    """Starts virtual workers on one node."""
-
     world: World
     gate: Gate
     nursery: trio.Nursery
@@ -258,7 +263,6 @@ class VirtualWorkerHost:
         return process
 
     def crash(self, device: int) -> None:
-        """Kill the workers of a device."""
         for process in self.processes:
             if process.worker_id.device == device:
                 process.kill()

@@ -50,7 +50,6 @@ class NodeKinds:
         return sum(self[node].devices_per_node for node in nodes)
 
     def spec(self, node: str) -> NodeSpec:
-        """Return the node's entry in the run."""
         return NodeSpec(name=node, host=node, devices=tuple(self.devices_of(node)), device=self[node].name)
 
     @cached_property

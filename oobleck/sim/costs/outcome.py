@@ -32,8 +32,6 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One policy's run over a trace."""
-
     policy: str
     about: str
     """The policy in a sentence, with its source."""

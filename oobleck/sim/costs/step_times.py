@@ -12,12 +12,10 @@ from oobleck.schedule import ScheduleKind, StageCost, compile_schedule, timeline
 from oobleck.schedule.choice import kind_for
 from oobleck.schedule.costs_of_stages import stage_costs
 
+# Programs of up to this many microbatches times stages are evaluated whole. A longer one has met its bottleneck, and
+# repeats itself with a period of as many microbatches as stages. After 3 microbatches a stage that is not certain: the
+# step of one in eight random pipelines was wrong, by up to 4 %.
 _WHOLE = 4096
-"""The most microbatches times stages of a program to evaluate whole.
-
-A longer program has met its bottleneck, and repeats itself with a period of as many microbatches as stages. After 3
-microbatches a stage that is not certain: the step of one in eight random pipelines was wrong, by up to 4 %.
-"""
 _PLAIN = ScheduleKind.ONE_F_ONE_B
 
 _Profiles = tuple[Profile, ...]
@@ -100,6 +98,7 @@ class StepTimes:
     ) -> float:
         stages = template.num_stages
         more = num_microbatches - max(_WHOLE // stages, 2 * stages)
+        # Whole periods are left out, so that the rest ends as the whole program does.
         periods = max(0, -(-more // stages))
         known = num_microbatches - periods * stages  # microbatches of a program that is not cut short
         end_s = self._evaluate(template, known, kind, factors, own)

@@ -16,8 +16,6 @@ from .throughput import Throughput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipChange:
-    """All changes of one moment."""
-
     t_s: float
     lost: tuple[str, ...] = ()
     joined: tuple[str, ...] = ()
@@ -27,8 +25,6 @@ class MembershipChange:
 
 
 class PolicyRun(ABC):
-    """One run of a modelled system through a trace."""
-
     def __init__(self, trace: Trace, ledger: Ledger, *, start_s: float) -> None:
         self.ledger = ledger
         self._trace = trace
@@ -42,6 +38,7 @@ class PolicyRun(ABC):
         for happening in happenings(self._trace):
             self._move_to(happening.t_s)
             for node in happening.lost:
+                # A node whose process restarted is in both, and moves to the end of the order.
                 self._here.pop(node, None)
             self._here.update(dict.fromkeys(happening.joined))
             self._happen(happening)
@@ -88,6 +85,7 @@ def happenings(trace: Trace) -> Iterator[MembershipChange]:
             if isinstance(event, Joined | Gone | WorkerCrashed):
                 restarted.add(event.node)
         before, well = (well, slowest), cluster.well
+        # Only a node that was present can restart.
         restarted &= before[0]
         lost, joined = (before[0] - well) | restarted, (well - before[0]) | (restarted & well)
         slowest = max((factor for node, factor in cluster.factors.items() if node in well), default=1.0)

@@ -33,7 +33,6 @@ class Ledger:
         self.steps_lost = 0.0
 
     def spend(self, until_s: float, activity: Activity) -> None:
-        """Let time pass without training."""
         if until_s > self.now_s:
             self._seconds[activity] += until_s - self.now_s
             self._stretches.append(Stretch(start_s=self.now_s, stop_s=until_s, activity=activity))
@@ -90,6 +89,7 @@ class Ledger:
         )
 
     def outcome(self, *, policy: str, about: str, seed: int, max_steps: int) -> Outcome:
+        # Differences of floats may end just below 0.
         split = TimeSplit(**{_STATES[activity]: max(0.0, spent) for activity, spent in self._seconds.items()})
         samples = round(self.steps * self._batch_size)
         trained_s = self.now_s - split.starting_s

@@ -56,6 +56,7 @@ class _Run(PolicyRun):
         self._whole_s = whole_s
         self._stage_of = {node: index % depth for index, node in enumerate(self._here)} if depth else {}
         self._away: dict[str, int] = {}  # the stages of lost nodes
+        # Nodes that make no whole pipeline idle.
         self._used = set(list(self._here)[: self._depth * self._num_pipelines])
 
     def pace_s(self) -> float | None:
@@ -68,6 +69,7 @@ class _Run(PolicyRun):
         if peers < 1:
             return None
         m = max(1, self._grids.num_microbatches // self._num_pipelines)
+        # Both are in units of w; their ratio scales the time of a step without losses.
         fault_free = m + self._depth - 1
         rerouted = m * self._num_pipelines / peers + (self._depth - 1) * _FORWARD_SHARE
         return self._whole_s * max(1.0, rerouted / fault_free) * self._slowest
@@ -77,6 +79,7 @@ class _Run(PolicyRun):
         if self._checkpoint_every_s > 0 and t_s - self._saved_s >= self._checkpoint_every_s:
             since_s = (t_s - self._saved_s) % self._checkpoint_every_s
             self._saved_s = t_s - since_s
+            # Only steps since the newest checkpoint can be lost.
             self._done = min(self._done, since_s / step_s)
         self.ledger.train(t_s, steps=length_s / step_s, step_s=step_s, checkpoint_s=0.0)
 
@@ -103,6 +106,7 @@ class _Run(PolicyRun):
 
     def _reroute(self, t_s: float, lost: tuple[str, ...], *, trained: bool) -> None:
         if trained:
+            # Peers hold all state, so only the step in flight is made again.
             in_flight = self._done - floor(self._done)
             self._done -= in_flight
             self.ledger.lose(in_flight)

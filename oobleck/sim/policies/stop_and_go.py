@@ -35,8 +35,6 @@ def adjacent_in_grid(depth: int) -> Callable[[Collection[str], Sequence[str]], b
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The behaviour of a system."""
-
     name: str
     about: str
     throughput: Throughput
@@ -86,6 +84,7 @@ class _Run(PolicyRun):
         if self._rules.checkpoint_every_steps is not None:
             self._steps_each: float = self._rules.checkpoint_every_steps
         else:
+            # There is at least a step between two checkpoints.
             self._steps_each = max(1.0, self._rules.checkpoint_every_s / self._step_s) if self._step_s else inf
 
     def pace_s(self) -> float | None:
@@ -113,6 +112,7 @@ class _Run(PolicyRun):
     def _happen(self, happening: MembershipChange) -> None:
         lost = set(happening.lost).intersection(self._used)
         if happening.slowest != self._slowest:
+            # The position is in seconds of the old pace, so it is carried over in steps.
             done, self._slowest = self._done(), happening.slowest
             self._set_pace()
             self._continue_after(done)

@@ -41,10 +41,7 @@ class Plans:
 
 
 class Grids:
-    """Equal pipelines of one depth, for systems without heterogeneous pipelines; the remaining nodes idle.
-
-    The depth is `depth`, or the best for each number of nodes.
-    """
+    """Equal pipelines of one depth, for systems without heterogeneous pipelines; the remaining nodes idle."""
 
     def __init__(self, settings: SweepSettings, *, profile: Profile | None = None, depth: int | None = None) -> None:
         self._profile = profile or settings.profile
@@ -71,6 +68,7 @@ class Grids:
     def _best(self, num_nodes: int) -> tuple[float, int] | None:
         if num_nodes not in self._known:
             templates = self._planner.templates(num_nodes) if num_nodes > 0 else {}
+            # Without a depth that is set, each number of nodes has its best one.
             sizes = [size for size in templates if self._depth in (None, size)]
             options = [(self._grid_s(templates[size], num_nodes // size), size) for size in sizes]
             self._known[num_nodes] = min(options, default=None)
@@ -78,6 +76,7 @@ class Grids:
 
     def _grid_s(self, template: PipelineTemplate, num_pipelines: int) -> float:
         num_microbatches = self._settings.num_microbatches
+        # A pipeline without a microbatch takes no part.
         num_pipelines = min(num_pipelines, num_microbatches)
         each = -(-num_microbatches // num_pipelines)
         reduce_s = reduction_s(self._profile.network, self._pace.reduced_bytes(template), num_pipelines)

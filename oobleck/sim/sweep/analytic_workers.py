@@ -28,8 +28,8 @@ from oobleck.planner import ExecutionPlan, Pipeline, WorkerId
 from oobleck.schedule import ScheduleKind, section_stops
 from oobleck.sim.costs import Costs, NodeKinds, StepTimes
 
+# A step is complete when it lacks less than this share, since times are sums of floats.
 _NEARLY = 1e-9
-"""A step is complete when it lacks less than this share, since times are sums of floats."""
 
 _Answers = list[tuple[tuple[WorkerId, ...], protocol.Status]]
 
@@ -84,7 +84,6 @@ class AnalyticWorkers:
         self._busy_s: tuple[float, float] = (0.0, 0.0)  # when workers last computed for a committed step
 
     def set_factor(self, node: str, factor: float, now_s: float) -> None:
-        """Change a node's speed; the share of the step in flight that is done stays done."""
         if factor == 1.0:
             self.factors.pop(node, None)
         else:
@@ -93,6 +92,7 @@ class AnalyticWorkers:
             until_s = now_s if self._stopped_s is None else self._stopped_s
             done = (until_s - self._began_s) / self._this_s
             self._set_pace(self.plan)
+            # The share that is done stays done.
             self._began_s = until_s - done * self._this_s
 
     def stop(self, now_s: float) -> None:
@@ -157,6 +157,7 @@ class AnalyticWorkers:
         until_s = now_s if self._stopped_s is None else min(now_s, self._stopped_s)
         if self._partial.microbatches and until_s >= self._began_s + self._rest_s * (1 - _NEARLY):
             end_s, step_s = self._began_s + self._rest_s, self._rest_s
+            # Rounding may put the end a little after now.
             yield self._commit(1, min(end_s, now_s), step_s)
             self._began_s = end_s
         if self._partial.microbatches:
@@ -283,8 +284,7 @@ class AnalyticWorkers:
     ) -> tuple[float, tuple[float, float]]:
         """Return when whole pipelines have finished the step: their own share, reassigned microbatches, the reduction.
 
-        Returns also the start and end of the time in which all of them waited, after their own share, for orders and
-        for groups.
+        Returns also when they began and ended to wait, after their own share, for orders and groups.
         """
         assert self.plan is not None
         extra: dict[int, int] = defaultdict(int)
@@ -295,11 +295,13 @@ class AnalyticWorkers:
         seconds: dict[Hashable, tuple[float, float]] = {}
         for index, (pipeline, kind) in enumerate(zip(self.plan.pipelines, self._schedules, strict=True)):
             own = len(shares[index])
+            # Without slow nodes, pipelines of one template take equally long.
             key = index if self.factors else (id(pipeline.template), own, extra[index], kind)
             if index not in broken and key not in seconds:
                 own_s = self._pace.compute_s(pipeline, own, self.factors, kind)
                 seconds[key] = own_s, self._pace.compute_s(pipeline, extra[index], self.factors, kind)
         computed_s = self._began_s + max(own_s for own_s, _ in seconds.values())
+        # Reassigned microbatches are a separate program, which needs orders and new groups.
         formed_s = max(computed_s, ordered_s) + forming_s
         extra_s = max(extra_s for _, extra_s in seconds.values())
         committing_s = self._costs.committing_s(len(self.plan.worker_ids))

@@ -25,8 +25,8 @@ from .world import Agenda, NodeStates
 
 _PYTHON = "3.11.0"
 _NO_LIMIT = 2**62
+# A node that joins while the job is starting tries again this much later.
 _SOON_S = 0.1
-"""The delay of a node that joins while the job is starting."""
 
 
 class JobRun:
@@ -117,6 +117,7 @@ class JobRun:
         else:
             self._unreported_step = 0
             self.log.save(stretch)
+            # A report arrives at the end of its last step, not with the next event of the trace.
             self.agenda.now_s = max(self.agenda.now_s, stretch.end_s)
             message = protocol.StepCommitted(device=worker_id.device, record=record)
             self.feed(events.MessageReceived(node=worker_id.node, message=message), from_step=first_step)
@@ -143,8 +144,10 @@ class JobRun:
                     self._unreported_step = 0
                 case events.Record(entry=entry):
                     self.log.record(entry)
+                # The pattern binds `fence`: answers come after all commands of this turn.
                 case events.SendAll(message=protocol.Fence(generation=fence)):
                     pass
+                # Workers that compute are not stuck: all their time is processor time.
                 case events.SendAll(worker_ids=worker_ids, message=protocol.AskActivity() as asked) if (
                     self.crew.is_computing
                 ):
@@ -222,6 +225,7 @@ class JobRun:
             return
 
         def tick() -> None:
+            # Another coordinator has deadlines of its own.
             if self._coordinator is coordinator:
                 self._carry_out(coordinator.handle_deadline(self.agenda.now_s))
 
@@ -263,6 +267,7 @@ class JobRun:
                 return
             for worker_ids, pace in reports.make(plan, self.crew.factors):
                 self.feed(events.BatchReceived(worker_ids=worker_ids, message=pace))
+                # A report may lead to a new plan, for which the others come too late.
                 if not is_listening():
                     break
 
@@ -279,6 +284,7 @@ class JobRun:
         # The account sums the bytes over workers, so one of them reports all.
         self.feed(events.BatchReceived(worker_ids=worker_ids[:1], message=replace(resumed, received_bytes=num_bytes)))
         self.feed(events.BatchReceived(worker_ids=worker_ids[1:], message=resumed))
+        # A node of the new plan may have fallen silent before its adoption.
         if any(map(self.crew.is_training, self.nodes.silent)):
             self.crew.stop(self.agenda.now_s)
         self.report_later()
@@ -300,6 +306,7 @@ class JobRun:
         coordinator = self._coordinator
 
         def connect() -> None:
+            # The report about one node may end this coordinator's run before the next.
             for node in nodes:
                 if self._coordinator is coordinator:
                     self._connect(node)
@@ -367,6 +374,7 @@ class JobRun:
             elif not self.log.is_planned:  # the job is about to start
                 self.agenda.when_seen(self.agenda.now_s + starting_s + _SOON_S, join)
             else:
+                # The coordinator may still count on the node's earlier life.
                 self.fail(node, AgentLost())
                 self.nodes.members[node] = life
                 self.feed(events.AddRequested(spec=self.kinds.spec(node)))

@@ -56,6 +56,7 @@ class Reports:
                     if key not in paces:
                         compute_s = factor * microbatch_s(profile, stage)
                         paces[key] = Pace(device=0, compute_s=compute_s, microbatches=1)
+        # Where only some workers report, a round is over once one of them reports again.
         for number in range(REPORTS_NEEDED + 1):
             for key, worker_ids in groups.items():
                 yield tuple(worker_ids), paces[key]

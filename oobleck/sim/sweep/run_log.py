@@ -15,8 +15,6 @@ from .analytic_workers import CommittedSteps
 
 
 class RunLog:
-    """Collects the entries of all coordinators, in the order of time."""
-
     def __init__(self, *, checkpoint_interval_s: float, checkpoint_read_s: float) -> None:
         self.entries: list[journal.JournalEntry] = []
         self.connected: set[str] = set()  # nodes without an entry that they are gone
@@ -70,6 +68,7 @@ class RunLog:
     def save(self, stretch: CommittedSteps) -> None:
         """Note the newest step that is in a checkpoint."""
         saved_s = stretch.end_s // self._checkpoint_interval_s * self._checkpoint_interval_s
+        # Steps that ended after the newest checkpoint are not in it.
         since = int((stretch.end_s - saved_s) / stretch.step_s) + 1
         if since <= stretch.last_step - stretch.first_step + 1:
             self._saved_step = self.past_steps + stretch.last_step - since
@@ -80,6 +79,7 @@ class RunLog:
 
     def lose_all(self, now_s: float, reason: str) -> None:
         """Lose all state but the newest checkpoint's, and be without a plan until the next coordinator has one."""
+        # The entry without a plan, below, is a generation of its own.
         self._past_generations += self._generation + 1
         self._generation = 0
         self._steps_lost = self._step - self._saved_step

@@ -17,8 +17,6 @@ _UNTIMED = ControlSpec(lease_s=1e9, rejoin_after_s=0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepSettings:
-    """The simulated job."""
-
     profile: Profile
     """The profile of all nodes, or of the first of several kinds."""
     global_batch_size: int

@@ -4,8 +4,7 @@ Months of a cluster of thousands of nodes take seconds, since nothing happens be
 and steps are summed up. The real coordinator and planner decide; workers answer at once (see `analytic_workers`), and
 times come from `costs` and from the schedule's timeline on the profile.
 
-When the coordinator cannot continue, its job restarts from the newest checkpoint as soon as the present nodes hold the
-model.
+When the coordinator cannot continue, its job restarts from the newest checkpoint once the present nodes hold the model.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ def sweep(
 ) -> tuple[JournalEntry, ...]:
     """Play a trace and return the journal of the run, with entries of many steps in place of one a step.
 
-    `report` is called now and then with the simulated seconds. Raises PlanningError where all nodes of the trace
-    together do not hold the model.
+    `report` receives the simulated seconds as progress. Raises PlanningError where all nodes do not hold the model.
     """
     # Collect cycles a hundredth as often: there are hardly any, and each collection traverses all plans so far.
     before = gc.get_threshold()
@@ -110,6 +108,7 @@ class Faults:
         """
         if node in self._nodes.members and not self._agenda.is_blind:
             self._run.feed(MessageReceived(node=node, message=Heartbeat(sequence=0)))  # the last one
+        # The number tells this silence from the node's next one.
         number = self._nodes.silent[node] = self._agenda.number()
         if self._crew.is_training(node):
             self._crew.stop(self._agenda.now_s)
@@ -154,6 +153,7 @@ class Faults:
         def thaw() -> None:
             if is_mute():
                 del self._nodes.mute[node]
+                # The master may have given it up meanwhile.
                 if node not in self._nodes.members:
                     self._run.join(node)
 
@@ -177,6 +177,7 @@ class Faults:
                 continue
             self._nodes.silent.pop(node, None)
             if self._nodes.is_well(node):
+                # A fence may have waited for its answer.
                 self._run.answer_from(node)
             else:
                 self._run.join(node)

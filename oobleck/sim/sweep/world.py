@@ -28,7 +28,6 @@ class Agenda:
         return self.now_s < self.blind_until_s
 
     def number(self) -> int:
-        """Return a unique number."""
         self._sequence += 1
         return self._sequence
 
@@ -40,6 +39,7 @@ class Agenda:
         """Schedule an action that needs a running master."""
 
         def act() -> None:
+            # The master may be away at that moment too.
             if self.is_blind:
                 self.when_seen(self.blind_until_s, action)
             else:

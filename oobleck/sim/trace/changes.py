@@ -1,7 +1,4 @@
-"""Traces of nodes that join and leave, from sources that name nodes, or only count them.
-
-Where a source only counts, a seed draws the nodes that leave. Time begins with a source's first entry.
-"""
+"""Traces of nodes that join and leave, from sources that name nodes, or only count them."""
 
 from __future__ import annotations
 
@@ -18,8 +15,6 @@ from .trace import MAX_EVENTS, Trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A node joins, or leaves."""
-
     t_s: float
     node: str
     joins: bool
@@ -35,6 +30,7 @@ def trace_of_changes(changes: Sequence[Change], *, source: str, duration_s: floa
     """
     if not changes:
         raise ConfigError("no node ever joins or leaves")
+    # Time begins with a source's first entry, whatever that one's clock shows.
     begin_s = changes[0].t_s
     nodes: dict[str, None] = {}
     here: set[str] = set()

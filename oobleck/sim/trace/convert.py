@@ -35,8 +35,8 @@ _UNIT_WORDS = {
     **dict.fromkeys(("s", "sec", "second", "seconds"), "s"),
     **dict.fromkeys(("h", "hour", "hours"), "h"),
 }
+# Published counts last some days: times that seem to last longer are probably in milliseconds.
 _LONGEST_GUESSED_S = 30 * _DAY_S
-"""Published counts last some days: times that seem to last longer are probably in milliseconds."""
 _LANL_TIMES = ("%m/%d/%Y %H:%M", "%m/%d/%y %H:%M", "%Y-%m-%d %H:%M", "%Y-%m-%d %H:%M:%S")
 
 
@@ -136,6 +136,7 @@ def _parcae(source: _Source) -> Trace:
         entry = _json(line, where)
         if not isinstance(entry, list) or len(entry) != 3:
             raise ConfigError(f"{where}: {line.strip()!r} is not [milliseconds, event, details]")
+        # Lines without a change count too: the last line tells when the trace ends.
         end_s = _number(entry[0], where) / 1000
         begin_s = begin_s if changes else end_s
         if entry[1] in ("add", "remove"):
@@ -170,8 +171,10 @@ def _lanl(source: _Source) -> Trace:
         began_s = _lanl_time(_field(row, "Prob Started", where), where)
         faults.append(Change(t_s=began_s, node=node, joins=False, where=where))
         if fixed := (row.get("Prob Fixed") or "").strip():
+            # A record may end before it begins.
             fixed_s = max(began_s, _lanl_time(fixed, where))
             faults.append(Change(t_s=fixed_s, node=node, joins=True, where=where))
+    # At one moment losses come first, so that a fault of no length begins before it ends.
     faults.sort(key=lambda fault: (fault.t_s, fault.joins))
     if not faults:
         raise ConfigError("the file lists no failures")
@@ -201,6 +204,7 @@ def _trace_of_faults(faults: list[Change], source: _Source, words: str, *, begin
     if wanted < len(names):
         raise ConfigError(f"{len(names)} nodes fail in it; a cluster of {wanted} is too small")
     names += [f"healthy{number}" for number in range(wanted - len(names))]
+    # Faults of a node may overlap: it returns with the end of the last.
     depth: Counter[str] = Counter()
     changes = [Change(t_s=begin_s, node=node, joins=True, where="the start") for node in names]
     for fault in faults:

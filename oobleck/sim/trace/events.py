@@ -184,7 +184,6 @@ _TYPES: dict[str, type[TraceEvent]] = {event_type.kind: event_type for event_typ
 
 
 def event_nodes(event: TraceEvent) -> tuple[str, ...]:
-    """Return the nodes that an event names."""
     if isinstance(event, _OfNode):
         return (event.node,)
     return event.nodes if isinstance(event, Partitioned) else ()

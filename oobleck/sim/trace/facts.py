@@ -24,11 +24,9 @@ class TraceFacts:
     num_nodes: int
     num_at_start: int
     mean_nodes: float
-    """The mean over time of present nodes."""
     fewest_nodes: int
     most_nodes: int
     events: Mapping[str, int]
-    """The number of events of each kind."""
     losses_per_node_hour: float
     mean_time_between_losses_s: float | None
     """For the whole cluster; None without losses."""
@@ -43,6 +41,7 @@ class TraceFacts:
 
 def facts_of(trace: Trace) -> TraceFacts:
     """Summarise a trace; O(events · log(events))."""
+    # The last number of nodes lasts until the end.
     counts = [*trace.counts, (trace.duration_s, trace.counts[-1][1])]
     node_s = math.fsum(count * (until_s - since_s) for (since_s, count), (until_s, _) in pairwise(counts))
     losses = [event for event in trace.events if isinstance(event, Gone)]

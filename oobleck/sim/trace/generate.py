@@ -1,8 +1,4 @@
-"""Failure traces drawn from a seed: losses of one or several nodes, repairs, slow nodes, and notices.
-
-A node's lifetimes follow a Weibull distribution: exponential with shape 1; below 1 failures cluster, as on LANL's
-systems (0.7 to 0.8; Schroeder and Gibson, DSN 2006).
-"""
+"""Failure traces drawn from a seed: losses of one or several nodes, repairs, slow nodes, and notices."""
 
 from __future__ import annotations
 
@@ -24,16 +20,14 @@ _DAY_S = 86_400.0
 _MAX_WEIGHT = 1e9
 _HOUR_S = 3600.0
 
+# AWS P3 spot instances were preempted in these numbers at once, so often (the SOSP'23 artifact's trace).
 _SPOT_BATCHES: Mapping[int, float] = {1: 39, 2: 13, 3: 15, 4: 7, 5: 1, 6: 4}
-"""Preemptions by the number of nodes at once, of AWS P3 spot instances (the SOSP'23 artifact's trace)."""
+# 3 to 5 % of hardware failures coincide with others.
 _TOGETHER: Mapping[int, float] = {1: 96, 2: 4}
-"""3 to 5 % of hardware failures coincide with others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailSlow:
-    """Nodes that become slow for a while."""
-
     rate_per_node_hour: float
     mean_duration_s: float
     least_factor: float
@@ -47,8 +41,6 @@ class FailSlow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureModel:
-    """The losses and returns of a cluster's nodes."""
-
     mean_time_to_failure_s: float
     """For one node."""
     shape: float = 1.0
@@ -84,13 +76,13 @@ def _require(condition: bool, name: str, value: object, expectation: str) -> Non
         raise ConfigError(f"{name} is {shown(value)}; it must be {expectation}")
 
 
+# Mean hours of absence are absent nodes over losses an hour (Little's law), in the SOSP'23 artifact's traces.
 _AWAY_H = {"p3": 0.54, "g4dn": 1.6, "gcp": 1.1}
-"""Mean hours of absence: absent nodes over losses an hour (Little's law), in the SOSP'23 artifact's traces."""
+# InfiniteHBD's trace (SIGCOMM 2025) has 584 faults of 400 servers in 348 days.
 _HARDWARE_REPAIRS = tuple(
     (share, hours * _HOUR_S)
     for share, hours in ((0.1, 0.23), (0.25, 2.05), (0.5, 20.4), (0.75, 76.0), (0.9, 312.0), (0.99, 1748.0))
 )
-"""InfiniteHBD's trace (SIGCOMM 2025): 584 faults of 400 servers in 348 days."""
 
 
 def _hardware(per_thousand_node_days: float, source: str) -> FailureModel:
@@ -145,8 +137,10 @@ class _Generator:
             self._begin_life(number, 0.0)
         while self._queue:
             t_s, _, what, number, life = heapq.heappop(self._queue)
+            # A high rate of failures must not fill the memory first.
             if len(self._events) > MAX_EVENTS:
                 raise _too_many(t_s)
+            # Other nodes' failures may have ended the life that this belongs to.
             if life == self._lives[number]:
                 self._happen(t_s, what, number)
         events = tuple(sorted([*self._events, *self._notices()], key=lambda event: event.t_s))
@@ -166,6 +160,7 @@ class _Generator:
         model = self._model
         # A failure takes several nodes on average, so each node begins fewer.
         mean_s = model.mean_time_to_failure_s * model.mean_batch
+        # Below a shape of 1 failures cluster, as on LANL's systems (0.7 to 0.8; Schroeder and Gibson, DSN 2006).
         scale_s = mean_s / math.gamma(1 + 1 / model.shape)
         self._at(now_s + self._rng.weibullvariate(scale_s, model.shape), "fail", number)
         self._be_slow_later(number, now_s)

@@ -50,6 +50,7 @@ def _possible(events: tuple[TraceEvent, ...], kept: frozenset[str], start: tuple
         named = event_nodes(event)
         inside = tuple(node for node in named if node in kept)
         less = replace(event, nodes=inside) if isinstance(event, Partitioned) and inside else event
+        # An event of left-out nodes is dropped, and one that makes no sense without such an event, as a heal.
         if bool(inside) == bool(named) and cluster.problem(less) is None:
             cluster.apply(less)
             yield less
@@ -93,6 +94,7 @@ class _Reserve:
         yield from self._arrivals(self._trace.duration_s)
 
     def _arrivals(self, until_s: float) -> Iterator[TraceEvent]:
+        # All take equally long to activate, so the first lost is the first replaced.
         while self._coming and self._coming[0][0] <= until_s:
             t_s, node = self._coming.popleft()
             joined = Joined(t_s=t_s, node=node)

@@ -9,8 +9,7 @@
     frozen              thawed                                                  here
     frozen              lost                                                    away
 
-A present node, frozen or not, may also be cut off until all partitions end. A partition that spares the master does not
-change the states of nodes: only their network fails.
+A present node, frozen or not, may also be cut off until all partitions end.
 """
 
 from __future__ import annotations
@@ -45,6 +44,7 @@ class ClusterState:
                 return None if self._is_partitioned else "there is no partition"
             case events.Joined(node=node):
                 return f"{node} is there already" if node in self.here else None
+            # All further events strike a present node.
             case _ if event.node not in self.here:
                 return f"{event.node} is not there"
             case events.Lost():
@@ -73,6 +73,7 @@ class ClusterState:
                 pass
             case events.MasterCrashed() | events.MasterFrozen():
                 return ()
+            # Nodes keep their states: only the network between them fails.
             case events.Partitioned(spares_master=True):
                 self._is_partitioned = True
                 return ()

@@ -67,6 +67,7 @@ class Trace:
             cluster.apply(event)
             if len(cluster.here) == counts[-1][1]:
                 continue
+            # Of several changes at one moment, the last one counts.
             if counts[-1][0] == event.t_s:
                 counts.pop()
             counts.append((event.t_s, len(cluster.here)))

@@ -81,14 +81,14 @@ class SpareSupervisor:
 
     def supervise(self, descriptors: list[int]) -> bool:
         """Have it fork its process, with the descriptors of `fork_supervised`; return False if it cannot."""
-        if is_stopped(self._pid):
-            os.kill(self._pid, signal.SIGKILL)
-            return False
-        try:
-            socket.send_fds(self._sock, [b"f"], descriptors)
-        except OSError:  # it has been killed
-            return False
-        self._sock.close()
+        with self._sock:
+            # One that is stopped ends with the warm process, whose group it is in.
+            if is_stopped(self._pid):
+                return False
+            try:
+                socket.send_fds(self._sock, [b"f"], descriptors)
+            except OSError:
+                return False  # It has been killed.
         return True
 
     def close(self) -> None:

@@ -59,6 +59,7 @@ def round_up(value: float) -> float:
 
 
 def _multiples(low: float, high: float, step: float) -> list[float]:
+    # Rounding must not lose a tick at one of the ends.
     first = math.ceil(low / step - 1e-9)
     return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
 
@@ -75,7 +76,6 @@ def text(x: float, y: float, words: str, attributes: str = "") -> str:
 
 
 def line(x1: float, y1: float, x2: float, y2: float, stroke: str, width: float = 1) -> str:
-    """Return a straight line."""
     return f'<line x1="{x1:.2f}" y1="{y1:.2f}" x2="{x2:.2f}" y2="{y2:.2f}" stroke="{stroke}" stroke-width="{width}"/>'
 
 

@@ -18,8 +18,6 @@ _LABEL_SHARE = 18.0  # percent of the width for the label of a marker, as in the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """A line through points."""
-
     points: Sequence[tuple[float, float]]
     style: str
     """A class of the style sheet."""
@@ -96,6 +94,7 @@ def _mark(mark: Marker, x: float) -> str:
 
 def _line(series: Series, x_of: Scale, y_of: Scale) -> str:
     finite = [(x, y) for x, y in series.points if math.isfinite(x) and math.isfinite(y)]
+    # Values beyond the range are drawn at its edge.
     points = [(x_of(x), y_of(min(max(y, y_of.low), y_of.high))) for x, y in finite]
     if not points:
         return ""

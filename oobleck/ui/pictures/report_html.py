@@ -207,6 +207,7 @@ def _losses(history: journal.History) -> str:
         return ""
     values = [loss for _, loss in history.losses]
     low, high = min(values), max(values)
+    # A constant loss needs a range too.
     margin = 0.06 * (high - low) or 0.5
     drawn = chart(
         [Series(points=history.losses, style="loss")],

@@ -98,11 +98,12 @@ def _line(panel: RunPanel, scales: _Scales) -> str:
 
 
 def _strip(bands: Sequence[Band], y: float, time: axes.Scale) -> Iterator[str]:
-    """Yield a strip that shows what a run does; anything but training is at least a pixel wide."""
+    """Yield a strip that shows what a run does."""
     yield axes.box(_LEFT, y, _COLUMNS, _STRIP, "#dfe8f1")
     for band in bands:
         if band.activity != "training":
             words, colour = ACTIVITIES[band.activity]
+            # Even the shortest interruption is a pixel wide.
             width = max(1.0, (band.stop_s - band.start_s) * time.unit)
             title = f"{words}, {duration_text(band.start_s)} to {duration_text(band.stop_s)}"
             yield axes.box(time(band.start_s), y, width, _STRIP, colour, title)
