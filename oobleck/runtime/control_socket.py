@@ -62,6 +62,7 @@ def _is_alive(path: Path) -> bool:
     with suppress(OobleckError):
         try:
             request(path, StatusRequest(), timeout_s=2.0)
+        # A broken or late answer comes from a living process as well.
         except NoActiveRun:
             return False
     return True

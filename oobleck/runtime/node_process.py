@@ -56,7 +56,9 @@ class NodeCall:
 def run_node(call: NodeCall, *, tell: Callable[[str], None]) -> int:
     """Dial in until the run releases the node or it is taken away; returns the exit code. Raises UserError."""
     raise_descriptor_limit()  # agents and workers inherit it
+    # A file that cannot be used fails here, before anything is started; each call reads it again.
     read_pass(call.file)
+    # Agents leave their session and parent, and this process must still find, signal and reap them.
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         trio.run(_run, call, tell, clock=PatientClock())

@@ -70,8 +70,10 @@ def _become_agent(arguments: argparse.Namespace) -> None:
         return
     log_path = Path(arguments.log).expanduser().absolute()
     log = _open_log(log_path)
+    # The socket listens before the answer is printed, so the master can connect as soon as it has read the line.
     listener = _listen(directory.socket)
     write_in_place(directory.answer, f"{answer}\n")
+    # Both processes would write what is still buffered at the fork.
     sys.stdout.flush()
     if os.fork() > 0:
         print(answer)  # noqa: T201  the answer
@@ -128,6 +130,7 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _detach(log: int) -> None:
+    # Neither the end of the SSH session nor that of a terminal may end the agent.
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDONLY)

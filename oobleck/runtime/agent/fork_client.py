@@ -1,6 +1,6 @@
 """An agent's side of a fork server, which forks processes whose supervisors report their ends (see `_REPORT`).
 
-If a supervisor is gone, the fork server reports the end in its place; a stopped supervisor is killed for that.
+If a supervisor is gone, the fork server reports the end in its place.
 
 The first agent of a job on a machine starts the server, which ends with its last client. If it ends earlier, the forked
 processes live on, and the first agent to notice starts another server.
@@ -88,16 +88,14 @@ class ForkedProcess:
         self._has_report.set()
 
     async def _give_up_report(self, scope: trio.CancelScope) -> None:
-        """Cancel the wait for a report some time after the end: the supervisor may be stopped, or gone as well.
-
-        Until the fork server has reaped the process, the report is only late: the server may be busy.
-        """
+        """Cancel the wait for a report some time after the end: the supervisor may be stopped, or gone as well."""
         while self._id is not None and self._id.lives:  # noqa: ASYNC110  there is no event to wait for
             await trio.sleep(_POLL_S)
         with trio.move_on_after(_REAPED_WITHIN_S):
             await self._reaped()
         if (supervisor := _supervisor_of(self.pid)) is not None:
             supervisor.send(signal.SIGKILL)  # then the fork server waits in its place
+        # Until the fork server has reaped the process, the report is only late: the server may be busy.
         with trio.move_on_after(_PATIENCE_S):
             await self._reaped()
         await trio.sleep(_REAPED_WITHIN_S)
@@ -147,6 +145,7 @@ class _Connection:
         first = None
         with trio.move_on_after(_PATIENCE_S if self._has_forked else _START_TIMEOUT_S):
             with ExitStack() as sent, suppress(OSError, trio.ClosedResourceError):
+                # The pipe ends only once every copy of `writing` is closed, so ours must not outlive the request.
                 sent.callback(os.close, writing)
                 await send_descriptors(self._stream.socket, _COLD if is_cold else _ANY, (descriptor, writing))
             async with trio.open_nursery() as nursery:
@@ -162,6 +161,7 @@ class _Connection:
     async def _cancel_if_stopped(self, scope: trio.CancelScope) -> None:
         while True:
             await trio.sleep(_STOPPED_POLL_S)
+            # A stopped server would hold its clients up for the whole patience.
             if self._process is not None and self._process.is_stopped:
                 scope.cancel()
 
@@ -242,6 +242,7 @@ class ForkServer:
 
     async def _follow_one(self, process: ForkedProcess) -> None:
         await process.follow()
+        # The kernel may have given the pid to a newer process since.
         if self._living.get(process.pid) is process:
             del self._living[process.pid]
 
@@ -280,6 +281,7 @@ class ForkServer:
             await self.settled.wait()
             if (server := self._server) is None:
                 continue  # it ended in the meantime
+            # The warm process may hang in what it imported, so the server itself is asked before it is killed.
             for is_cold in (False, True):
                 ours, theirs = trio.socket.socketpair()
                 with ExitStack() as unless_forked:
@@ -296,6 +298,7 @@ class ForkServer:
 
     async def _connect(self) -> _Connection:
         path = self._directory.fork_server_socket
+        # Without the lock, two agents that find no server at the same time would each start one.
         with open(self._directory.fork_server_lock, "w") as lock:  # noqa: ASYNC230  a local file, held for milliseconds
             await trio.to_thread.run_sync(fcntl.flock, lock, fcntl.LOCK_EX)
             try:
@@ -309,7 +312,8 @@ class ForkServer:
 
 
 def _start_fork_server(command: Sequence[str], path: Path, environment: Mapping[str, str]) -> int:
-    """Start the server, and return its pid; clients may connect at once, while it warms up."""
+    """Start the server, and return its pid."""
+    # The socket listens before the server runs, so clients can connect while it warms up.
     with listen_at(path, _LISTEN_BACKLOG) as listener:
         process = subprocess.Popen(
             [*command, str(listener.fileno())],
@@ -329,11 +333,7 @@ async def send_descriptors(sock: trio.socket.SocketType, request: bytes, descrip
 
 
 class OomKills:
-    """Tells the kernel's kills for lack of memory from other kills by SIGKILL.
-
-    Only the count of the agent's cgroup, which its workers and ranks share, tells them apart. Each kill that it counts
-    explains one end.
-    """
+    """Tells the kernel's kills for lack of memory from other kills by SIGKILL."""
 
     def __init__(self, count: Callable[[], int] = num_oom_kills) -> None:
         self._count = count
@@ -341,6 +341,8 @@ class OomKills:
 
     def explain(self, process: ForkedProcess) -> protocol.ProcessEnd:
         """Return how a process ended, and whether the kernel killed it; the same for each call."""
+        # Only the count of the agent's cgroup, which its workers and ranks share, tells the two apart. Each kill that
+        # it counts explains one end.
         if process.end == protocol.Killed(signal=signal.SIGKILL) and self._count() > self._num_explained:
             self._num_explained += 1
             process.end = protocol.Killed(signal=signal.SIGKILL, is_out_of_memory=True)

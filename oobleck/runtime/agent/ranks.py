@@ -30,12 +30,12 @@ from .fork_client import ForkedProcess, ForkServer, OomKills, send_descriptors
 from .rank_states import RankStates
 
 _MODULE = "oobleck.training.process.rank_server"
+# The kernel shows a process's name from the memory of the server's command line, so that must have room for names.
 _ROOM = " " * 2048
-"""Room for its processes' names: the kernel shows a name from the memory of the server's command line."""
 _CHUNK_BYTES = 1 << 15
 _OVERFLOW_BYTES = 1 << 20
+# A process's own fault raises these signals, and native code may have written about it.
 _OWN_SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
-"""Signals that a process's own fault raises; native code may have written about it."""
 _STDERR = 2
 _TAIL_BYTES = 4096
 _TAIL_LINES = 20
@@ -67,15 +67,13 @@ class _Output:
         return sum(len(data) for _, data in self._overflow) > _OVERFLOW_BYTES
 
     def new(self, *, is_last: bool) -> str:
-        """Return the next whole lines, up to a chunk; a longer line is cut.
-
-        Surrogates (PEP 383) stand for bytes that are not UTF-8, such as parts of a cut character.
-        """
+        """Return the next whole lines, up to a chunk; a longer line is cut."""
         if not self._pending:
             self._parts = list(self._next_parts())
             self._pending = b"".join(part for _, part in self._parts)
         if not is_last and len(self._pending) < _CHUNK_BYTES:
             self._pending = self._pending[: self._pending.rfind(b"\n") + 1]
+        # Surrogates (PEP 383) keep bytes that are not UTF-8, such as parts of a cut character.
         return self._pending.decode(errors="surrogateescape")
 
     def _next_parts(self) -> Iterator[tuple[bool, bytes]]:
@@ -90,6 +88,7 @@ class _Output:
             yield True, before
             written, offset = written[len(before) :], offset + len(before)
             num_left -= len(before) + len(data)
+            # The file has more text before this data than the chunk, so the data waits for a later chunk.
             if offset < after:
                 return
             yield False, data
@@ -136,10 +135,7 @@ class Rank:
         oom_kills: OomKills,
         can_trace: bool,
     ) -> None:
-        """Closing `guard`, also by the agent's end, ends the process; `overflow` brings what its files cannot take.
-
-        Without `can_trace` the program is not Python: it has no stack to show, and the signal would end it.
-        """
+        """Closing `guard`, also by the agent's end, ends the process; `overflow` brings what its files cannot take."""
         self.pid = process.pid
         self.is_warm = process.is_warm
         self.kill = process.kill
@@ -185,6 +181,7 @@ class Rank:
         return sum(map(int, stat_fields(self.pid)[11:13])) / os.sysconf("SC_CLK_TCK")
 
     def ask_for_stack(self) -> None:
+        # A program that is not Python has no stack to show, and the signal would end it.
         if self._can_trace:
             self._process.send(protocol.TRACE_SIGNAL)
 
@@ -257,6 +254,7 @@ class RankProcesses:
             self._logs = _in_directory(run, run.log_dir) / run.tag
         self._logs /= self._directory.node
         await trio.to_thread.run_sync(_remove_attempts, self._logs)
+        # A directory that cannot hold logs is reported here, before any rank starts.
         _make_logs(self._logs / "attempt_0" / "0")
         environment = {**run.environment}
         if num_ranks > 1:  # here, because libraries may read it when the server loads them
@@ -268,14 +266,14 @@ class RankProcesses:
         return num_ranks
 
     async def _check_server(self, run: RanksSpec) -> None:
-        """Fork a process that ends at once, to learn early what keeps ranks from starting. Raises ConfigError."""
+        """Fork a process, to learn early what keeps ranks from starting. Raises ConfigError."""
         try:
             process, guard = await self._server.fork()
         except WorkersUnavailable as error:
             named = sorted(name for name in run.environment if name.startswith(("PYTHON", "LD_")))
             given = f"; it was given --env {', '.join(named)}" if named else ""
             raise ConfigError(f"{error}{given}; the end of the agent's log has more") from error
-        guard.socket.close()
+        guard.socket.close()  # which ends the process
         await process.ended.wait()
 
     def reserve_port(self) -> int:
@@ -292,10 +290,12 @@ class RankProcesses:
         _make_logs(logs)
         process, guard = await self._server.fork()
         self._directory.note_process(f"rank{setup.local_rank}", process.pid)
+        # Packets keep the head of each piece of output with its data.
         overflow, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         overflow.setblocking(False)
         with theirs, suppress(OSError, trio.BrokenResourceError):  # it has ended already, which `wait` reports
             order = encode_frame(self._order(setup, logs))
+            # A descriptor travels only along with data, so it goes with the order's first byte.
             await send_descriptors(guard.socket, order[:1], (theirs.fileno(),))
             await guard.send_all(order[1:])
         can_trace = setup.run.entry != "program"

@@ -58,9 +58,10 @@ class ForkingWorkerHost:
         return ended
 
     async def prepare(self, job: JobSpec, cache_dir: Path) -> None:
-        """Tokenise the text while the fork server still imports torch; only the agent that started it does so."""
+        """Tokenise the text while the fork server still imports torch."""
         await self._server.settled.wait()
         makes_data = job.script is not None and "data" in job.script.provides
+        # The agents of a machine share the cache, so one does this for all: the one that started the server.
         if not self._server.has_started or makes_data or job.data.shards:
             return
         fields = json.dumps(asdict(job.text))

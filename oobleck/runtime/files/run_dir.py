@@ -73,10 +73,8 @@ class RunDirectory:
 
     @property
     def run_id(self) -> str:
-        """The name for this run's files on the nodes, distinct from runs of other machines and base directories.
-
-        A master on another machine that shares this directory uses the same name, so it can take over.
-        """
+        """The name for this run's files on the nodes, distinct from runs of other machines and base directories."""
+        # The first master's host counts: a master on another machine that shares this directory can take over.
         host = ""
         with suppress(OSError, ValueError):
             host = (self.path / "host").read_text(encoding="utf-8").strip()
@@ -189,10 +187,8 @@ class RunDirectory:
         private_directory(self.control_socket.parent)
 
     def pin_temporary_directory(self) -> Path:
-        """Return the temporary directory for virtual nodes' agents, which must exist.
-
-        Agents of an earlier master may still use another one, because TMPDIR may have changed since.
-        """
+        """Return the temporary directory for virtual nodes' agents, which must exist."""
+        # TMPDIR may have changed since an earlier master, whose agents still use the old directory.
         note = self.path / "temporary"
         try:
             noted = Path(note.read_text(encoding="utf-8"))

@@ -1,7 +1,6 @@
 """The journal on disk: an append-only file with one JSON line per entry. A plan is written as its changes.
 
-Every entry reaches the system before `append` returns, so it survives the death of the master. A helper thread also
-forces those that a restarted master needs to the disk, because a slow disk must not hold up the master's loop. A crash
+Every entry reaches the system before `append` returns, so it survives the death of the master. A crash of the machine
 can tear the last line; readers ignore it, and the next writer removes it. While the disk is full, entries wait in
 memory, and the journal says so as soon as it can.
 """
@@ -38,8 +37,7 @@ _POLL_S = 0.2
 class JournalWriter(LineFile):
     """Appends entries to a file; the port `Journal`, for one thread.
 
-    Entries that meet a full disk wait, and are written later (`LineFile`) between two `JournalGap` entries. The first
-    of these is in the file as long as the disk is full, so that no reader takes the journal for complete.
+    Entries that meet a full disk wait, and are written later (`LineFile`) between two `JournalGap` entries.
     """
 
     def __init__(
@@ -65,15 +63,18 @@ class JournalWriter(LineFile):
         self._make_reserve()
         self._wake = threading.Event()
         self._closing = False
+        # A thread forces entries to the disk, because a slow disk must not hold up the master's loop.
         self._syncer = threading.Thread(target=self._sync_when_woken, name="journal-sync", daemon=True)
         self._syncer.start()
 
     def append(self, entry: journal.JournalEntry) -> None:
         """Write an entry, now or once the disk has room. O(size)."""
+        # A restarted master does not need these, so they are not forced to the disk, and are the first to be dropped.
         is_minor = isinstance(entry, journal.StepDone | journal.LayersArriving | journal.Notice)
         self._last_s = entry.t_s
         num_lost = self.num_lost
         self.write(encode_json(self._plans.line(entry)), is_minor=is_minor)
+        # A plan is written as changes of the one before, and that may be among the lost entries.
         if self.num_lost != num_lost:
             self._plans.forget()
         if self.is_whole:
@@ -113,7 +114,6 @@ class JournalWriter(LineFile):
 
     @property
     def _reserve(self) -> Path:
-        """A file that reserves disk space for the first `JournalGap`."""
         return self.path.with_name(f".{self.path.name}.reserve")
 
     def _make_reserve(self) -> None:
@@ -126,6 +126,7 @@ class JournalWriter(LineFile):
         self._gap = journal.JournalGap(t_s=since_s, since_s=since_s, until_s=None, problem=what)
         with suppress(OSError):
             self._reserve.unlink()
+        # The reserve's space is for this entry: while it is in the file, no reader takes the journal for complete.
         self.try_write(encode_json(self._gap))
         logger.error("journal %s: %s; entries are kept in memory until there is room", self.path, what)
         self._tell(self._gap)

@@ -58,6 +58,7 @@ async def printed_by(command: str, *, named: str, timeout_s: float) -> str:
                 reading.start_soon(_keep_end, process.stderr, errors)
                 while len(printed) <= _MOST_BYTES and (data := await process.stdout.receive_some(_READ_BYTES)):
                     printed += data
+                # A command that prints without end would never end by itself.
                 if len(printed) > _MOST_BYTES:
                     waiting.cancel()
             await process.wait()

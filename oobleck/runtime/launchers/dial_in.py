@@ -131,6 +131,7 @@ class DialedInNodes:
         with trio.move_on_after(self.begins_after_s):
             while len(self.nodes) < least:
                 await self._called.wait()
+            # Enough nodes came in time, so the loop below waits for none.
             least = 0
         while len(self.nodes) < min(least, 1):
             await self._called.wait()
@@ -144,6 +145,7 @@ class DialedInNodes:
                 await self._called.wait()
             self.released.pop(node.name, None)
             return caller.connection
+        # A node that stays away must not count as one of several that were lost together (`has_ended`).
         self._callers.pop(node.name, None)
         reason = f"it has not dialled in within {self.patience_s:g} s; is `oobleck node` running there?"
         raise NodeUnreachable(node.name, reason)
@@ -209,6 +211,7 @@ class DialedInNodes:
         specs = self.parse(introduction.line, source="a node that dials in")
         if len(specs) != 1:
             raise PeerError(f"it is {introduction.line!r}, which must name one host")
+        # Whatever the line says, the node is where its connection comes from.
         spec = replace(specs[0], host=connection.peer_address, user=None, port=None, origin=introduction.origin)
         return _Caller(introduction=introduction, spec=spec, connection=connection)
 

@@ -4,7 +4,7 @@ The pods dial in by themselves, and connections reveal losses. The API adds two 
 away, even if its processes get no SIGTERM, and why a pod does not start.
 
 A watch is a GET whose answer has one event per line and ends after minutes. The next one continues from the version of
-the last event. If the server no longer has that version (410), all pods are listed again.
+the last event.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class PodWatch:
                 raise PeerError(f"the API server ends the watch: {_text(thing, 'message') or shown(line)}")
             case _:
                 raise PeerError(f"the API server sent {shown(line)}, which is not an event of a watch")
+        # Bookmarks have a version too, so that it stays recent while no pod changes.
         self.version = _text(thing, "metadata", "resourceVersion") or self.version
 
     def _see(self, key: tuple[str, str], thing: object) -> None:
@@ -251,6 +252,7 @@ class PodFollower:
                 except WatchExpired:
                     self._watch.version = None
                 except (ConfigError, PeerError) as error:
+                    # An event that cannot be used would fail each watch that begins before it.
                     self._watch.version = None
                     self._note(str(error))
                 except OSError as error:

@@ -77,7 +77,8 @@ class RayActors:
     async def end(self) -> None:
         """End the actors, so that Ray has its nodes back. Takes some seconds at most, and raises nothing."""
         for node in self.callers.nodes:
-            await self.callers.release(node)  # works without Ray
+            # A node that is released here ends even if Ray does not answer.
+            await self.callers.release(node)
         process = self._process
         if process is None or process.stdin is None:
             return
@@ -100,6 +101,7 @@ class RayActors:
         """Run one process that keeps the actors, until it ends."""
         known = read_pass(self.file)
         if not self.is_place_named:
+            # The process fills in the address at which Ray knows this machine.
             known = replace(known, master=f"{{ip}}:{known.master.rpartition(':')[2]}")
         try:
             log = self.log.open("ab")

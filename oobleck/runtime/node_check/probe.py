@@ -85,7 +85,8 @@ class RemoteProbe:
             self.failure = f"its probe was not ready within {_START_TIMEOUT_S:g} s"
 
     async def _check_channels(self, connection: SSHConnection, socket: str) -> None:
-        """Open a second command and a UNIX socket, as a run does; sshd's settings may forbid either."""
+        """Open a second command and a UNIX socket, as a run does."""
+        # sshd's settings may forbid either, although they allow the probe's own command.
         try:
             await connection.run("true", timeout_s=_OPEN_TIMEOUT_S)
             with trio.fail_after(_OPEN_TIMEOUT_S):

@@ -34,7 +34,8 @@ def restart_master(master: ProcessId, *more: str, down_s: float) -> None:
             raise UsageError(f"the run's master, process {master.pid}, cannot be looked into: {error}") from error
         master.send(signal.SIGKILL)
         deadline_s = time.monotonic() + _END_TIMEOUT_S
-        while master.lives and time.monotonic() < deadline_s:  # until then it holds its run's lock
+        # While the old process lives it holds the run's lock, and the new one would refuse to start.
+        while master.lives and time.monotonic() < deadline_s:
             time.sleep(0.01)
         time.sleep(down_s)
         subprocess.Popen(

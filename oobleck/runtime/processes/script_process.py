@@ -141,7 +141,8 @@ class EntryFeed:
             self._send.send_nowait(entry)
             self._is_behind = False
         except trio.WouldBlock:
-            if not self._is_behind:  # only once, because a report may itself become an entry
+            if not self._is_behind:
+                # This comes before the report, which may itself become an entry and lead here again.
                 self._is_behind = True
                 self._report(f"callbacks are too slow: {type(entry).__name__} and others are not passed on to them")
         except (trio.BrokenResourceError, trio.ClosedResourceError):

@@ -77,6 +77,7 @@ class TrainerProcess(EntryFeed):
                     nursery.start_soon(self._listen, stream)
                     async for entry in self._entries:
                         await stream.send_all(encode_json(entry))
+                    # All entries are sent, and `_listen` would wait until the script ends.
                     nursery.cancel_scope.cancel()
         except* trio.BrokenResourceError:
             _log.warning("the script has ended in its train()")
@@ -98,6 +99,7 @@ class TrainerProcess(EntryFeed):
 
     def end(self, exit_code: int, checkpoints: Path) -> int:
         """Let the script continue after its `train()`, or end if the run failed; returns its exit status."""
+        # The duplicate in `run` shares the socket's flags, and trio made it non-blocking.
         self._ours.setblocking(True)
         ended = {"exit_code": int(exit_code), "checkpoints": str(checkpoints)}
         try:

@@ -28,8 +28,8 @@ from .login_gate import Logins
 
 T = TypeVar("T")
 
+# A run has this many commands in progress on one connection; OpenSSH allows ten by default.
 _SESSIONS = 2
-"""Commands that a run has in progress on one connection; OpenSSH allows ten by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +118,7 @@ class SSHConnection:
         """Run a shell command; `stdout` excludes what the login shell prints before it.
 
         Raises trio.TooSlowError, or trio.BrokenResourceError if the connection is lost or the login shell runs no
-        command.
-
-        A command that is cancelled or runs out of time gets SIGTERM (OpenSSH forwards it for every user but root).
-        Cancelling before the command has begun closes the connection.
+        command. A cancelled or late command gets SIGTERM; before it has begun, the connection is closed instead.
         """
         try:
             with trio.fail_after(timeout_s):
@@ -131,7 +128,8 @@ class SSHConnection:
                 try:
                     result = await await_asyncio(process.wait)
                 finally:
-                    # asyncssh would leave the command running, and its channel open.
+                    # asyncssh would leave the command running, and its channel open. OpenSSH forwards the signal for
+                    # every user but root.
                     if process.exit_status is None:
                         with suppress(OSError):  # the connection is lost, so no signal reaches the command
                             process.terminate()
@@ -274,6 +272,7 @@ async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:
             proxy.socket.close()
             proxy.end()
         if hops and connection is None:
+            # Each hop closes with the one behind it, because that is its tunnel.
             hops[-1].close()
     return SSHConnection(
         node.name, host, connection, options=options, takes_calls=proxy is None and not hops, proxy=proxy
@@ -287,10 +286,8 @@ async def _open_hops(
     config: object,
     hops: list[asyncssh.SSHClientConnection],
 ) -> None:
-    """Connect to the hosts of a ProxyJump, each through the one before, and add them to `hops`.
-
-    asyncssh could do so by itself, but it would parse all of known_hosts for each node behind them.
-    """
+    """Connect to the hosts of a ProxyJump, each through the one before, and add them to `hops`."""
+    # asyncssh could do so by itself, but it would parse all of known_hosts for each node behind them.
     for jump in jumps:
         arguments: dict[str, object] = {"config": config, "tunnel": hops[-1] if hops else ()}
         arguments |= {"username": jump.user} if jump.user else {}

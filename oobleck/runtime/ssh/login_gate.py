@@ -41,8 +41,7 @@ class _Caller:
 class LoginGate:
     """Accepts connections, and limits how many may be silent, waiting or logging in.
 
-    At a limit it drops the oldest caller from the address that has the most: that caller has had the most time. While
-    too many wait for a turn it accepts no caller, so that of thousands that call at once some always log in in time.
+    At a limit it drops the oldest caller from the address that has the most.
     """
 
     let_in: Callable[[socket.socket], Awaitable[object]]
@@ -67,6 +66,8 @@ class LoginGate:
         async with listener, trio.open_nursery() as callers:
             callers.start_soon(self._give_turns)
             while True:
+                # Callers in the kernel's queue do not run out of time here, so of thousands that call at once some
+                # always log in in time.
                 while len(self._queue) >= self._max_waiting:
                     await self._changed.wait()
                 caller = _Caller(await accept(listener))
@@ -84,6 +85,7 @@ class LoginGate:
                 del self._silent[caller]
                 self._queue[caller] = None
                 self._note_change()
+                # The wait for a turn is not the caller's fault, so it counts against no limit.
                 caller.scope.deadline = math.inf
                 await caller.turn.wait()
                 await self.let_in(socket.socket(fileno=caller.stream.socket.detach()))
@@ -136,6 +138,7 @@ def _oldest_of_most(callers: Iterable[_Caller]) -> _Caller:
     """Return the oldest caller from the address that has the most; O(callers)."""
     each = tuple(callers)
     counts = Counter(caller.address for caller in each)
+    # The oldest has had the most time, and `max` returns the first of equals.
     return max(each, key=lambda caller: counts[caller.address])
 
 
@@ -144,21 +147,23 @@ async def _begins_ssh(stream: trio.SocketStream) -> bool:
     while (data := await stream.socket.recv(len(_HELLO), socket.MSG_PEEK)) != _HELLO:
         if not data or not _HELLO.startswith(data):
             return False
+        # The socket stays readable through the bytes that were only peeked at, so nothing can wait for more of them.
         await trio.sleep(_POLL_S)
     return True
 
 
-_AT_ONCE: Final = 8  # of OpenSSH's ten, which leaves two to other people
-_AT_ONCE_IN_ALL: Final = 128  # a handshake takes about 12 ms of CPU time here, and may take 10 s
+# OpenSSH turns callers away once ten have not authenticated (MaxStartups in sshd_config(5)), and a machine with many
+# nodes, or a jump host in front of them, gets all their logins at once. This leaves two to other people.
+_AT_ONCE: Final = 8
+# This process does all handshakes one after the other, each in about 12 ms of CPU time, and must finish those that it
+# begins before the first times out, after 10 s.
+_AT_ONCE_IN_ALL: Final = 128
 
 
 class Logins:
     """Limits our own logins at each server, so that one that does not answer delays none at another.
 
-    OpenSSH turns callers away once ten have not authenticated (MaxStartups in sshd_config(5)), and a machine with many
-    nodes, or a jump host in front of them, gets all their logins at once. The total is limited too, because this
-    process does all handshakes one after the other and must finish those it begins before the first times out. Only if
-    more than a hundred servers do not answer do later ones wait longer.
+    The total is limited too: if more than a hundred servers do not answer, later ones wait longer.
     """
 
     def __init__(self) -> None:
@@ -168,5 +173,7 @@ class Logins:
     @asynccontextmanager
     async def turn(self, server: str) -> AsyncIterator[None]:
         """Wait for a turn at a server, and keep it until the context ends."""
+        # A login that waits for its server must not hold a place of the total meanwhile, so the server's turn comes
+        # first.
         async with self._turns[server], self._all:
             yield
