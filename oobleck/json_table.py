@@ -44,7 +44,7 @@ def to_json(value: object, *, indent: int | None = None) -> str:
 
 
 def unique_keys(pairs: Iterable[tuple[object, object]]) -> dict[object, object]:
-    """Build a map, but not from pairs that give one key twice: which of the two would count?"""
+    """Build a map. Raises ValueError for a key that is given twice: which of the two would count?"""
     listed = list(pairs)  # msgpack without its C extension gives a generator
     built = dict(listed)
     if len(built) != len(listed):
@@ -103,6 +103,7 @@ class JsonTable:
 
     def integer(self, key: str) -> int:
         value = self._item(key)
+        # A truth value is an `int` to Python.
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{self.where}: {key} is {shown(value)}; it must be a whole number")
         return value

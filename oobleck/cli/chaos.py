@@ -27,8 +27,6 @@ _ENDLESS_STEPS = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class ChaosOptions:
-    """What `oobleck chaos` was called with."""
-
     trace_file: Path = argument("TRACE", "A failure trace; see `oobleck trace`.", default=...)
     local: int | None = option("--local", "N", "Play it on a new run of N virtual nodes.", parser=whole(1, MAX_NODES))
     tag: TagOption = None

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 _MAX_SLOWNESS = 1e6
 _CLOSE_S = 2.0
+# Nodes that dial in need a directory for their keys; it stands next to those of runs.
 _TAG = "check"
-"""Names the directory, next to those of runs, that has the keys for nodes that dial in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,6 @@ class _Nodes(inputs.NodeOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions:
-    """What `oobleck check` was called with."""
-
     hostfile: Path | None = argument("HOSTFILE", "Nodes to check, one per line.")
     nodes: _Nodes
     reach: inputs.ReachOptions

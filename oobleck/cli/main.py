@@ -45,7 +45,6 @@ class CliCommand:
         self._target = target or f"oobleck.cli.{name}:{name}"
 
     def load(self) -> Callable[..., None]:
-        """Import the command's module and return its function."""
         module, _, function = self._target.partition(":")
         loaded: Callable[..., None] = getattr(import_module(module), function)
         return loaded
@@ -263,6 +262,7 @@ def main(arguments: Sequence[str] | None = None, *, commands: Sequence[CliComman
     stdout = as_output(sys.stdout)
     status = _run(list(sys.argv[1:] if arguments is None else arguments), commands, stdout)
     failure = settle(stdout)
+    # A command whose answer is lost has failed; a run lasts without its output, and another error tells more.
     if failure is None or status != ExitCode.DONE or stdout.lasting:
         return status
     if failure.errno != errno.EPIPE:  # otherwise the reader is gone, as with `| head`
@@ -325,6 +325,7 @@ def _add_commands(app: typer.Typer, commands: Sequence[CliCommand], words: Seque
         else:
             app.command(
                 command.name,
+                # Without a `help`, typer takes the function's docstring, which is the long one.
                 help=None if is_asked else command.help,
                 short_help=command.help,
                 epilog=_epilog(command.examples),

@@ -62,6 +62,7 @@ def _describe(run: RunDirectory, *, is_named: bool) -> str:
     else:
         state = f"its nodes ({shown}) continue for up to {minutes} without one"
         then = "ends its processes and starts them again" if is_script else "takes it over"
+    # `oobleck.launch` starts its runs with this option, by words that are of no use to a person.
     is_a_persons = run.command and "--until-eof" not in run.command
     command = run.command if is_a_persons else "that of the program that started it"
     return (

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What `oobleck plan` was called with."""
-
     nodes: str = option(
         "--nodes",
         "N",

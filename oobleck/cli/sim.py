@@ -38,8 +38,6 @@ _MAX_SPARES = 1_024
 
 @dataclass(frozen=True, kw_only=True)
 class SimOptions:
-    """What `oobleck sim` was called with."""
-
     failures: Path = option("--failures", "FILE", "Failure trace; see `oobleck trace`.", default=...)
     planning: inputs.PlanningOptions
     nodes: str | None = option(

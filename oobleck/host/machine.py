@@ -132,6 +132,7 @@ def _groups(root: Path) -> Iterator[list[_Group]]:
         if mount is None or not {_V2, "cpu", "memory"} & {*kinds}:
             continue
         top, shown = mount
+        # In a container the mount shows only a part of the hierarchy, below the group `shown`.
         below = place.removeprefix(shown).strip("/") if place.startswith(shown) else ""
         path = top / below
         above = [each for each in (path, *path.parents) if each.is_relative_to(top) and each.is_dir()]

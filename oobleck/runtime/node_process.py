@@ -43,8 +43,6 @@ _SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2): orphans among o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCall:
-    """The arguments of `oobleck node`."""
-
     file: Path
     """The keys and the master's address; read for each call, because the next master may have another address."""
     line: str

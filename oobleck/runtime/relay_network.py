@@ -40,8 +40,6 @@ _GET_INTERFACE_ADDRESS = 0x8915
 
 
 class SealedStream(trio.abc.Stream):
-    """An encrypted stream over another one."""
-
     def __init__(self, stream: trio.abc.Stream, *, send_key: bytes, receive_key: bytes) -> None:
         self._stream = stream
         self._seal, self._open = AESGCM(send_key), AESGCM(receive_key)

@@ -262,6 +262,7 @@ def _check_host(pattern: str) -> None:
 
 def _check_ipv6(pattern: str) -> None:
     host, _, number = pattern.partition(":")
+    # Other tools write HOST:PORT or HOST:SLOTS; an IPv6 address has more colons.
     if _NUMBER.fullmatch(number):
         raise ConfigError(f"{pattern!r} is not a host; write '{host} port={number}' or '{host} slots={number}'")
     try:

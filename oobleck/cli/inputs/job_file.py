@@ -102,10 +102,7 @@ def changed_keys(before: object, after: object, prefix: str = "") -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads trees into changes. Raises YamlError.
-
-    `lenient` accepts numbers and truth values as text: a shell has removed the quotes.
-    """
+    """Reads trees into changes. Raises YamlError."""
 
     lenient: bool
 
@@ -172,10 +169,12 @@ class _Reader:
         kind = _KINDS[annotation]
         if not isinstance(value, YamlScalar) or value.value is None:
             raise _unexpected(kind, value, path)
+        # On a command line the shell has removed the quotes, so anything may be text.
         if annotation is str and self.lenient:
             return value.text
         if annotation is float and type(value.value) is int:
             return float(value.value)
+        # `isinstance` would take a truth value for a whole number.
         if type(value.value) is not annotation:
             raise _unexpected(kind, value, path)
         return _within_range(value, path)

@@ -60,6 +60,7 @@ def open_job(
     from oobleck.runtime.processes import ScriptProcess, TrainerProcess, read_script
 
     spec = read_script(source.script, source.arguments)
+    # With SCRIPT_WAITS, a process of the script waits already, or the lines after its `train()` must not run.
     if not has_job(spec) and SCRIPT_WAITS not in os.environ:
         trainer = TrainerProcess(spec)
         return finish(_read(source, trainer.described, num_nodes=num_nodes)), trainer

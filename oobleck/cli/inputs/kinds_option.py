@@ -19,8 +19,6 @@ _MOST_PRICE = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindCount:
-    """A number of nodes of one kind."""
-
     kind: str
     num_nodes: int
     devices_per_node: int | None
@@ -84,7 +82,6 @@ def parse_prices(text: str, kinds: Collection[str]) -> dict[str, float]:
 
 
 def parse_profiles(text: str, kinds: Collection[str]) -> dict[str, Path]:
-    """Read the profile file of each kind."""
     return {kind: Path(value) for kind, value in _of_kinds("--profiles", text, kinds).items()}
 
 

@@ -35,15 +35,11 @@ class _Listed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FromHostfile(_Listed):
-    """The nodes of a hostfile."""
-
     path: Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FromCommand(_Listed):
-    """The nodes that a command prints."""
-
     command: str
     interval_s: float
 
@@ -122,8 +118,6 @@ class FromSlurm(_Listening):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FromRay(_Listening):
-    """Nodes on which a Ray cluster starts `oobleck node`."""
-
     names: tuple[str, ...]
 
 

@@ -152,6 +152,7 @@ def _globals_of(text: str) -> list[str]:
 
 def _is_plain(value: object) -> bool:
     """Return whether Python reads the `repr` of this value as an equal value."""
+    # The `repr` of a subclass may be anything, so only the types themselves count.
     if isinstance(value, list | tuple | set | frozenset) and type(value) in (list, tuple, set, frozenset):
         return all(_is_plain(each) for each in value)
     if type(value) is dict:

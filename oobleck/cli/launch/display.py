@@ -9,7 +9,6 @@ import io
 import sys
 import time
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Protocol
 
 from oobleck.control.journal import RunSnapshot
@@ -40,9 +39,7 @@ class Display:
             self._due_s = time.monotonic() + _INTERVAL_S
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._draw()
 
     def update(self) -> None:

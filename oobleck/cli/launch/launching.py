@@ -56,6 +56,7 @@ def launch(
     try:
         held = master.wait_until_accepted()
     except BaseException:
+        # The caller gets no `Run` by which to stop the master.
         master.interrupt()
         raise
     if held is None:

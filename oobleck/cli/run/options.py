@@ -97,8 +97,6 @@ _TRUE = ("1", "true", "t", "yes", "y")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLine:
-    """The values of a command line."""
-
     own: Mapping[str, str]
     """The options of `LAUNCHER_OPTIONS`, keyed by name."""
     flags: frozenset[str]
@@ -228,6 +226,7 @@ def _until_command(words: Sequence[str]) -> Sequence[str]:
     while at < len(words) and words[at].startswith("-") and words[at] != "--":
         name = _dashed(words[at])
         is_whole = "=" in name or name in flags or name in REFUSED
+        # The word after an option that is no flag is its value, whatever it looks like.
         at += 1 if is_whole else 2
     return words[:at]
 

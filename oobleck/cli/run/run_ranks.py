@@ -142,12 +142,13 @@ async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: Pa
 
 
 class _Screen:
-    """Writes the output of ranks to this command's own streams; a reader that is too slow misses some of it."""
+    """Writes the output of ranks to this command's own streams."""
 
     def __init__(self) -> None:
         self._waiting: deque[RankOutput] = deque(maxlen=_MOST_WAITING)
 
     def take(self, output: RankOutput) -> None:
+        # A reader that is too slow must not hold up the run, so the oldest output gives way.
         self._waiting.append(output)
 
     async def run(self) -> None:
@@ -157,6 +158,7 @@ class _Screen:
                 await self._write()
                 await trio.sleep(_LOOK_S)
         finally:
+            # The last output may tell why the run has ended, so it is written even after a cancellation.
             with trio.CancelScope(deadline=trio.current_time() + _LAST_WORDS_S, shield=True):
                 await self._write()
 

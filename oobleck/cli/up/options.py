@@ -37,8 +37,6 @@ class _Nodes(inputs.NodeOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class UpOptions:
-    """What `oobleck up` was called with."""
-
     words: list[str] | None = argument(
         "[HOSTFILE] [SCRIPT.py] [-- ARGUMENTS]",
         "Nodes to train on, one per line; a script that defines the job; and the script's own arguments.",

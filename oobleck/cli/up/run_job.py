@@ -96,6 +96,7 @@ def _run_job(run: Run) -> int:
         if run.owner:
             directory.note_owner(run.owner)
         directory.note_command(["oobleck", *sys.argv[1:]])
+        # A living master would still write the journal, so it is read only with the lock.
         books, place = wiring.read_past(directory.journal) if run.resume == "auto" else (RunBooks(), 0)
         if (finished := _finished(run, directory, books)) is not None:
             say(output, f"oobleck up: {finished_text(finished.name, finished.step)}")
@@ -201,6 +202,7 @@ async def _run(
             waits=past.replayed is None,
             is_check_due=past.replayed is None,
         )
+        # `session` exists before the first entry is written, and so before any gap.
         with JournalWriter(directory.journal, tell=lambda gap: session.tell_of_gap(gap)) as journal:
             master = _make_master(run, directory, cluster, journal, past, chosen, held_up_s=lambda: clock.held_up_s)
             is_replaced = isinstance(run.source, DialIn) and run.source.pods is not None
@@ -226,6 +228,7 @@ async def _run(
                     if callbacks is not None:
                         await callbacks.finish()
                     watching.cancel_scope.cancel()
+                # Otherwise memory may hold the only copy of the newest state.
                 if end.exit_code in wiring.ENDS_WELL:
                     await wiring.give_memory_back(cluster, master.nodes)
             finally:
@@ -283,7 +286,6 @@ class _Past:
 
     @property
     def elapsed_s(self) -> float:
-        """How long the run has lasted."""
         if self.replayed is None:
             return 0.0
         began = datetime.fromisoformat(self.replayed.started.started_at)
@@ -298,8 +300,10 @@ async def _find_past(run: Run, directory: RunDirectory, cluster: LiveCluster, la
     """
     replayed = past.books.finish()
     if replayed is not None:
+        # Virtual nodes have other ports with each master, and a hostfile may have changed.
         replayed.relocate({spec.name: spec for spec in launcher.nodes})
         if await wiring.is_any_alive(cluster, replayed.nodes):
+            # The journal does not tell what happened in the gap, so no master can continue from it.
             if replayed.gap is not None:
                 set_aside(directory.journal)
                 text = f"the run continues without its master, and cannot be taken over: {replayed.gap.sentence}"

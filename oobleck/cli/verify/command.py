@@ -28,8 +28,6 @@ class _Job(JobOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """What `oobleck verify` was called with."""
-
     words: list[str] | None = argument(
         "[SCRIPT.py] [-- ARGUMENTS]",
         "A script that defines the job, or calls train() of a Trainer; and its own arguments.",

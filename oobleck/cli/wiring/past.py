@@ -62,6 +62,7 @@ def read_books(path: Path) -> tuple[RunBooks, int, int]:
         except OobleckError as error:
             _log.warning("the image of %s is not used: %s; the whole journal is read", path, error)
     place = start
+    # Plans after the image are written as changes of the newest one in it.
     for end, entry in read_entries(path, start=start, base=books.newest):
         books.apply(entry)
         place = end
@@ -107,7 +108,6 @@ async def keep_image(
 
 
 async def is_any_alive(cluster: LiveCluster, nodes: Sequence[NodeSpec]) -> bool:
-    """Return whether an agent lives on any node."""
     # If thousands live, the first few answer at once, so more are asked only while none answers.
     first, number = 0, _FIRST_ASKED
     while asked := nodes[first : first + number]:
@@ -134,10 +134,8 @@ async def _lives_one(cluster: LiveCluster, nodes: Sequence[NodeSpec]) -> bool:
 async def end_left(
     cluster: LiveCluster, launcher: Launcher, journal: Path, known: Sequence[NodeSpec]
 ) -> tuple[NodeSpec, ...]:
-    """End what a run without a master has left on nodes that are not `known`; return these nodes.
-
-    This is best effort. Known nodes are cleaned up when their agents start.
-    """
+    """End what a run without a master has left on nodes that are not `known`, as far as possible; return them."""
+    # Known nodes are cleaned up when their agents start.
     names = {spec.name for spec in known}
     now = {spec.name: spec for spec in launcher.nodes}
     left = [now.get(spec.name, spec) for spec in _nodes_of(journal) if spec.name not in names]

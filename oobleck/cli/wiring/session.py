@@ -57,6 +57,7 @@ class Session:
         self._launcher = launcher
         self._nursery = nursery
         self._is_replaced = is_replaced
+        # An earlier master has carried out the kills up to this step.
         self._due = [kill for kill in kills if kill[1] > past.furthest_step]
         self._gone = set(past.gone_nodes)
         self._terminal: Output | None = None
@@ -141,7 +142,6 @@ class Session:
                 asked = True
 
     async def answer(self, request: control_client.ControlRequest) -> Mapping[str, object]:
-        """Answer a request from another terminal."""
         match request:
             case control_client.StatusRequest():
                 snapshot = to_builtins(self.view.at(self._master.now_s))

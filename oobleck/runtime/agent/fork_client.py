@@ -51,8 +51,6 @@ def _end_of(wait_status: int) -> protocol.ProcessEnd:
 
 
 class ForkedProcess:
-    """A process that a server has forked."""
-
     def __init__(self, pid: int, report: trio.lowlevel.FdStream, *, is_warm: bool) -> None:
         """`report` comes from the process's supervisor; `is_warm` says that its imports were done before the fork."""
         self.pid = pid
@@ -117,7 +115,6 @@ def _supervisor_of(pid: int) -> ProcessId | None:
 
 
 async def _next_report(report: trio.lowlevel.FdStream) -> tuple[int, int, int] | None:
-    """Return the next report; None at the end."""
     data = b""
     with suppress(trio.BrokenResourceError):
         while len(data) < _REPORT.size:

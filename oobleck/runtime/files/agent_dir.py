@@ -45,7 +45,7 @@ class AgentDir:
         self.node = node
         user, name = f"oobleck-{os.getuid()}", _directory_name(node)
         self.job_path = temporary_directory() / user / run_id
-        """The directory that all agents of the run on this machine share."""
+        """All agents of the run on this machine share it."""
         self.path = self.job_path / name
         self.socket = self.path / "agent.sock"
         self.answer = self.path / "agent.json"

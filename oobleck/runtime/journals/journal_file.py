@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 from oobleck.control import journal
 from oobleck.errors import ConfigError, PeerError, UsageError
@@ -107,9 +106,7 @@ class JournalWriter(LineFile):
     def __enter__(self) -> JournalWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property

@@ -80,8 +80,6 @@ class CompletedCommand:
 
 
 class SSHConnection:
-    """An authenticated connection to one node."""
-
     def __init__(
         self,
         node: str,
