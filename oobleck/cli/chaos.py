@@ -63,6 +63,7 @@ def chaos(options: ChaosOptions) -> None:
         _play(trace, Player(running, name_nodes(trace, running.nodes), speedup=speedup, tell=_say), _say)
         return
     if options.steps is None:
+        # The trace's end stops the run, not its last step.
         own += ["--steps", str(_ENDLESS_STEPS)]
     there = [f"node{index}" for index in range(local + NUM_SPARE_NODES)]
     names = name_nodes(trace, there[:local], there[local:])

@@ -315,6 +315,7 @@ def _application(
 
 
 def _add_commands(app: typer.Typer, commands: Sequence[CliCommand], words: Sequence[str]) -> None:
+    # No option before the command takes a value, so the first other word is the command.
     asked = next((index for index, word in enumerate(words) if not word.startswith("-")), len(words))
     for command in commands:
         is_asked = asked < len(words) and words[asked] == command.name

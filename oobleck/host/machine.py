@@ -69,7 +69,7 @@ class _Group:
 
     @property
     def memory_bytes(self) -> int | None:
-        """The limit, or None without one; in version 1, that is a very large number."""
+        """The limit, or None without one."""
         with suppress(ValueError):
             return int(self._read("memory.max" if self.is_v2 else "memory.limit_in_bytes"))
         return None
@@ -104,6 +104,7 @@ def this_machine(root: Path = _ROOT, *, affinity: Set[int] | None = None) -> Mac
     for group in chain.from_iterable(_groups(root)):
         cores, memory = group.num_cores, group.memory_bytes
         cores = cores if cores is not None and cores < num_cores else None
+        # Version 1 writes a very large number for no limit.
         memory = memory if memory is not None and memory < memory_bytes else None
         if cores is not None or memory is not None:
             limits.append(ResourceLimit(group=group.name, num_cores=cores, memory_bytes=memory))

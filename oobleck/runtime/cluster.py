@@ -115,6 +115,7 @@ class SSHCluster:
             connection = await self._connections.to(node)
             try:
                 if attach:
+                    # Another exit status would not tell a missing agent from a shell that fails.
                     command = f"({self._commands(node).answer()}) || exit {_NO_AGENT}"
                 else:
                     # An agent that was left would continue the earlier run's work.
@@ -200,6 +201,7 @@ class SSHCluster:
         return AgentCommands(self._run_id, node.name)
 
     def _agent_command(self, node: NodeSpec) -> str:
+        # Nodes that join later get the next numbers, so no two nodes share a log.
         index = self._index.setdefault(node.name, len(self._index))
         log = self._paths.base_dir / self._tag / f"agent{index}.log"
         arguments = {

@@ -99,6 +99,7 @@ def _nested(tree: YamlMapping, entries: list[_Entry], prefix: tuple[str, ...]) -
             continue
         name, rest = path[len(prefix)], path[len(prefix) + 1 :]
         if not rest:
+            # An empty section may stand next to other names of its keys.
             if name in found and value.is_nothing:
                 continue
             if name in found:

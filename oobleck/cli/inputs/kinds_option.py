@@ -59,10 +59,8 @@ def parse_nodes(text: str, option: str = "--nodes") -> int | tuple[KindCount, ..
 
 
 def parse_local(text: str) -> int | tuple[KindCount, ...]:
-    """Read a number of virtual nodes, or one for each kind. Raises UsageError.
-
-    A bare number is unchecked: its limit depends on the machine.
-    """
+    """Read a number of virtual nodes, or one for each kind. Raises UsageError."""
+    # The limit of a bare number depends on the machine, so the caller checks it.
     return int(text) if _WHOLE.fullmatch(text) else parse_nodes(text, "--local")
 
 

@@ -205,6 +205,7 @@ def _from_slurm(job_name: str | None, place: str) -> FromSlurm:
     jobs = SlurmJobs.of_allocation() if job_name is None else SlurmJobs(name=job_name)
     names = [node for job in trio.run(jobs.allocations) for node in job.nodes]
     host, port = _listening_place(place)
+    # Several jobs may share a node.
     return FromSlurm(job_id=jobs.job_id, job_name=job_name, host=host, port=port, names=tuple(dict.fromkeys(names)))
 
 

@@ -131,6 +131,7 @@ class _Sources:
             raise _lost(role, value, f"in {module}, which no file has")
         variable = "module_" + module.replace(".", "__")
         self._modules[variable] = f"importlib.import_module({module!r})"
+        # A package's file, its `__init__`, lies one level deeper than its name says.
         levels = module.count(".") + (spec.submodule_search_locations is not None)
         root = Path(spec.origin).parents[levels]
         is_installed = any(root.is_relative_to(prefix) for prefix in (sys.prefix, sys.base_prefix))

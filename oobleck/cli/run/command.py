@@ -119,6 +119,7 @@ def _spec_of(line: options.CommandLine, source: NodeSource) -> RanksSpec:
     named = next((each for each in source.specs if each.devices != tuple(range(len(each.devices)))), None)
     if named is not None and "CUDA_VISIBLE_DEVICES" in spec.environment:
         raise UsageError(f"--env: the line of {named.name} names the devices that its ranks see: CUDA_VISIBLE_DEVICES")
+    # Virtual nodes are this machine, so a wrong command is found before anything starts.
     if isinstance(source, VirtualOnes) and "--python" not in line.own:
         check_command(spec, os.environ)
     return spec

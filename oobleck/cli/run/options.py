@@ -131,6 +131,7 @@ def parse_command_line(words: Sequence[str], environment: Mapping[str, str]) -> 
     if unknown:
         raise UsageError(f"{unknown[0]}: there is no such option; `oobleck run --help` shows what there is")
     values = {f"--{name.replace('_', '-')}": value for name, value in vars(known).items() if value not in (None, False)}
+    # As in torchrun, the command line overrides the environment.
     values = {**_from_environment(environment), **values}
     for name, instead in REFUSED.items():
         if name in values:
@@ -186,11 +187,13 @@ def _tag_of(command: str) -> str:
 
 
 def _parser() -> _Parser:
+    # `_whole_name` completes names, by torchrun's options alone.
     parser = _Parser(add_help=False, allow_abbrev=False)
     for name in (*LAUNCHER_OPTIONS, *USED, *UNUSED, *REFUSED):
         if name in _REPEATED:
             parser.add_argument(name, action="append")
         else:
+            # A refused option may have a value or none; its own message follows in either case.
             parser.add_argument(name, nargs="?" if name in REFUSED else None, const="" if name in REFUSED else None)
     for name in (*LAUNCHER_FLAGS, *_FLAGS):
         parser.add_argument(name, action="store_true")

@@ -147,10 +147,7 @@ def _tell_of_crash(run: Run, error: BaseException) -> None:
 
 
 def _finished(run: Run, directory: RunDirectory, books: RunBooks) -> FinishedRun | None:
-    """Return the previous run if it has done all of this job and this machine has its whole model.
-
-    If the checkpoints are on other machines, their workers find out.
-    """
+    """Return the previous run if it has done all of this job and this machine has its whole model."""
     found = books.finished
     if found is None or not found.is_all_of(run.job):
         return None
@@ -159,6 +156,7 @@ def _finished(run: Run, directory: RunDirectory, books: RunBooks) -> FinishedRun
         manifest = checkpoints.manifest(found.name)
     except CorruptCheckpoint:
         return None
+    # If the checkpoints are on other machines, their workers find out.
     return found if len(checkpoints.layers_here(manifest)) == len(manifest.layer_names) else None
 
 

@@ -70,10 +70,7 @@ def is_of_trainer(job: JobSpec) -> bool:
 
 
 def train_both_ways(asked: Asked, *, tell: Callable[[str], None]) -> Outcome:
-    """Train both ways, one after the other; `tell` reports when each begins.
-
-    Raises ResourceLost if a process ends without an answer.
-    """
+    """Train both ways; `tell` reports when each begins. Raises ResourceLost if a process ends without an answer."""
     with _directory() as directory, closing(_PlainProcess(asked, directory)) as plain:
         tell(f"{asked.num_steps} steps by itself, in one process")
         account = plain.train()

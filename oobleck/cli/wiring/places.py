@@ -120,16 +120,14 @@ def _remote_paths(directory: RunDirectory, launcher: Launcher, python: str | Non
 def choose_nodes(
     nodes: Sequence[NodeSpec], report: CheckReport, *, leaves_out_slow: bool = False
 ) -> tuple[tuple[NodeSpec, ...], tuple[NodeLeftOut | Remark, ...]]:
-    """Return the nodes to begin with, and what the journal should say.
-
-    Nodes that were reached and found faulty are left out, unless none would remain.
-    """
+    """Return the nodes to begin with, and what the journal should say."""
     # Slow nodes can take part, because they get fewer microbatches.
     reasons = {Health.FAULTY, Health.SLOW} if leaves_out_slow else {Health.FAULTY}
     # The run itself retries nodes that were not reached.
     reached = [checked.verdict for checked in report.nodes if checked.facts is not None]
     at_fault = {verdict.node for verdict in reached if verdict.health in reasons}
     kept = tuple(spec for spec in nodes if spec.name not in at_fault)
+    # If none would remain, all take part: a run with faulty nodes may still work.
     return kept or tuple(nodes), tuple(_remarks(report, at_fault if kept else set()))
 
 

@@ -133,10 +133,7 @@ class _Connection:
         self._process = process
 
     async def fork(self, descriptor: int, *, is_cold: bool) -> ForkedProcess | None:
-        """Fork a process that uses this socket; None if the server is gone, stopped, or too slow.
-
-        With `is_cold` the server forks itself, and ends the warm process that would fork otherwise.
-        """
+        """Fork a process that uses this socket; None if the server is gone, stopped, or too slow."""
         reading, writing = os.pipe2(os.O_CLOEXEC)
         report = trio.lowlevel.FdStream(reading)
         first = None
@@ -144,6 +141,7 @@ class _Connection:
             with ExitStack() as sent, suppress(OSError, trio.ClosedResourceError):
                 # The pipe ends only once every copy of `writing` is closed, so ours must not outlive the request.
                 sent.callback(os.close, writing)
+                # A cold request makes the server fork itself, and end the warm process that would fork otherwise.
                 await send_descriptors(self._stream.socket, _COLD if is_cold else _ANY, (descriptor, writing))
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._cancel_if_stopped, nursery.cancel_scope)

@@ -118,12 +118,10 @@ class AgentCommands:
         return _in_shell(f"{self._enter} && {_KILL}")
 
     def slow(self, factor: float) -> str:
-        """Make the workers take `factor` times as long as usual; 1 restores their speed.
-
-        A loop on the node stops and continues them. It ends with them, with the agent, and with the next such command.
-        """
+        """Make the workers take `factor` times as long as usual; 1 restores their speed."""
         workers = _pids("worker*")
         run_s = _SLOW_PERIOD_S / factor
+        # The loop stops and continues the workers. It ends with them, with the agent, and with the next such command.
         loop = (
             f"{_NOTE_SELF} >slow.pid; while [ -e slow.pid ] && kill -STOP $({workers}); "
             f"do sleep {_SLOW_PERIOD_S - run_s:.4f}; kill -CONT $({workers}); sleep {run_s:.4f}; done"

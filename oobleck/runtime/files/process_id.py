@@ -50,6 +50,7 @@ class ProcessId:
 
     @property
     def is_of_this_boot(self) -> bool:
+        # Ticks and pids begin again with each boot.
         return _boot() == self.boot
 
     @property

@@ -48,10 +48,8 @@ def default_base_dir() -> Path:
 
 
 def default_tag(base_dir: Path, tag: str, owner: str) -> str:
-    """Return the tag of a run that the user has not named: `tag`, or a variant of it if another owner has that.
-
-    `owner` is the path of the run's job or script, which always gets the same tag and so finds its states.
-    """
+    """Return the tag of a run that the user has not named: `tag`, or a variant of it if another owner has that."""
+    # A job or script always gets the same tag, and so finds its states, even if the other owner's run is removed.
     digest = hashlib.sha256(os.fsencode(owner)).hexdigest()[:_DIGEST_CHARS]
     apart = f"{tag[: _TAG_CHARS - _DIGEST_CHARS - 1]}-{digest}"
     if RunDirectory(base_dir=base_dir, tag=apart).path.is_dir():
@@ -149,10 +147,8 @@ class RunDirectory:
             return ""
 
     def note_command(self, words: Sequence[str]) -> None:
-        """Note the command line of this process; best effort, raises nothing.
-
-        The values of variables and a script's arguments are left out, because they may be secrets.
-        """
+        """Note the command line of this process; best effort, raises nothing."""
+        # The values of variables and a script's arguments may be secrets, so they are left out.
         shown = list(words)
         for index, word in enumerate(words):
             if word.endswith(".py") or words[index - 1 : index] in (["-m"], ["--module"], ["--no-python"]):
@@ -207,6 +203,7 @@ class RunDirectory:
 
         Raises UsageError if another process holds it, ConfigError if it cannot be written.
         """
+        # The file outlives the run: if it were removed, two processes could hold the locks of two files with this name.
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
@@ -218,6 +215,7 @@ class RunDirectory:
                     f"`oobleck stop {self.tag}` or choose another --tag"
                 ) from None
             try:
+                # next.
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"{ProcessId.of(os.getpid())}\n".encode(), 0)
             except OSError as error:

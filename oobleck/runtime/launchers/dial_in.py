@@ -119,6 +119,7 @@ class DialedInNodes:
                     nursery.start_soon(gate.serve, listener)
         finally:
             for caller in self._callers.values():
+                # This code is no farewell, so nodes look for the next master.
                 caller.connection.disconnect(asyncssh.DISC_BY_APPLICATION, "the master leaves")
 
     @property
@@ -231,6 +232,7 @@ class DialedInNodes:
                 text = f"{name} has dialled in again after it was given back; `oobleck add {name}` takes it in"
                 self.report(text, level="info")
             else:
+                # Under another grant it belongs to a new job or pod, which was started on purpose.
                 self._send(Arrived(node=caller.spec, by_itself=self._grants.get(name, grant) == grant))
         self._grants[name] = grant
 

@@ -88,6 +88,7 @@ class PodWatch:
         problem = "" if is_leaving else next(_problems(_at(thing, "status")), "")
         was_leaving, old_problem = self._pods.get(key, (False, ""))
         self._pods[key] = is_leaving, problem
+        # Each later change of a pod repeats its state, and must be reported only once.
         if is_leaving and not was_leaving:
             self._leave(key[0])
         if problem and problem != old_problem:
@@ -197,6 +198,7 @@ class KubernetesAPI:
                 )
                 with suppress(ProtocolError):  # the answer was cut off; the next watch continues from there
                     for line in answer:
+                        # An answer that is cut off ends within a line, which the next watch brings again.
                         if line.endswith(b"\n") and line.strip():
                             trio.from_thread.run_sync(take, line)
         except client.ApiException as error:
@@ -229,10 +231,7 @@ class PodFollower:
         first_wait_s: float = _FIRST_WAIT_S,
         none_s: float = _NONE_S,
     ) -> None:
-        """`first_wait_s` is the pause between watches, which doubles while none works.
-
-        After `none_s` without any pod, that is reported.
-        """
+        """`first_wait_s`, the pause between watches, doubles while none works; `none_s` without a pod is reported."""
         self._source = source
         self._selector = selector
         self._callers = callers
@@ -262,6 +261,7 @@ class PodFollower:
 
     def _take(self, line: bytes) -> None:
         self._watch.take(line)
+        # An event shows that the watch works again.
         self._wait_s, self._problem = self._first_wait_s, ""
 
     def _note(self, problem: str) -> None:

@@ -121,6 +121,7 @@ class RayActors:
         self._process = process
         try:
             await process.stdin.send_all(encode_json(known))
+            # The first answer takes as long as joining the cluster.
             rest, patience_s = b"", _JOIN_S
             while True:
                 with trio.move_on_after(patience_s) as waiting:
@@ -137,6 +138,7 @@ class RayActors:
             pass  # its end is reported by `run`
         finally:
             self._process = None
+            # The actors are detached, so this ends none of them.
             process.kill()
             with trio.CancelScope(shield=True):
                 await process.wait()

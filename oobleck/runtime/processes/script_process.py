@@ -110,6 +110,7 @@ class ScriptProcess:
             self._process.stdin.flush()
         until_s, received = time.monotonic() + _TIMEOUT_S, b""
         while not received.endswith(b"\n"):
+            # `readline` has no time limit, so this collects a line by itself.
             ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, until_s - time.monotonic()))
             if not ready:
                 raise ResourceLost(f"script {self._path} took more than {_TIMEOUT_S:g} s {what}")
@@ -183,6 +184,7 @@ class CallbackProcess(EntryFeed):
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=output,
+                    # Without buffers, what the script prints is in the log when it happens, and survives a kill.
                     env={**as_no_rank(), "PYTHONUNBUFFERED": "1"},
                     start_new_session=True,  # the terminal's end and Ctrl-C must reach only the master
                 )

@@ -267,10 +267,7 @@ class Preamble:
 
 
 class Keepalive:
-    """Has asyncssh probe the other side only while that side is silent.
-
-    A peer that falls silent is given up at most one interval later than otherwise.
-    """
+    """Has asyncssh probe the other side only while that side is silent."""
 
     def __init__(self, connection: asyncssh.SSHClientConnection, *, interval_s: float, count_max: int) -> None:
         """asyncssh already probes every `interval_s`, and gives up after `count_max` unanswered probes."""
@@ -308,7 +305,8 @@ class Keepalive:
             self._has_traffic = False
             self._check_later()
         else:
-            self._probe(self._interval_s, self._count_max - 1)  # one silent interval has passed already
+            # One silent interval has passed already, so the peer is given up at most one later than asyncssh would.
+            self._probe(self._interval_s, self._count_max - 1)
 
     def _probe(self, interval_s: float, count_max: int) -> None:
         self._is_probing = True

@@ -230,10 +230,7 @@ class _Attempt:
 
 
 async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:
-    """Connect and authenticate. Raises NodeUnreachable, which says what to change.
-
-    Many calls may run at once. Those to the same server wait for each other, and the timeout excludes that wait.
-    """
+    """Connect and authenticate; many calls may run at once. Raises NodeUnreachable, which says what to change."""
     arguments = options.for_node(node)
     attempts = [_Attempt(node)]  # the last is the one that fails
     proxy: ProxyCommand | None = None
@@ -246,6 +243,7 @@ async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:
             jumps = jumps_of(resolved)
         if attempts[0].known_hosts is not None:
             host, server = str(resolved.host), _first_server(resolved)
+        # Logins to the same server wait for each other, and no timeout counts that wait.
         async with options.logins.turn(server):
             with trio.fail_after(options.connect_timeout_s):
                 if resolved.proxy_command:

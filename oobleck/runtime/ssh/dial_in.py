@@ -117,6 +117,7 @@ async def dial_in(
         await ended.wait()
         error = errors[0]
         if isinstance(error, asyncssh.DisconnectError) and error.code in {*Farewell}:
+            # asyncssh adds the code to the reason if it does not know it.
             return Farewell(error.code), error.reason.removesuffix(f" (error {error.code})")
         return None
 

@@ -166,13 +166,12 @@ def _hashed(pattern: str) -> tuple[bytes, bytes] | None:
 
 
 def find_known_hosts(options: asyncssh.SSHClientConnectionOptions) -> KnownHosts:
-    """Find where ssh looks a host's key up.
-
-    An alias is the only name. A host at a port other than 22 has a name with the port, and one without it as fallback.
-    """
+    """Find where ssh looks a host's key up."""
     user_files = cast("Iterable[str]", options.config.get("UserKnownHostsFile", _USER_FILES))
     global_files = cast("Iterable[str]", options.config.get("GlobalKnownHostsFile", _GLOBAL_FILES))
     host, port = str(options.host).lower(), int(options.port)
+    # An alias is the only name. A host at a port other than 22 has a name with the port, and one without it as
+    # fallback.
     if options.host_key_alias:
         names: tuple[str, ...] = (str(options.host_key_alias).lower(),)
     else:

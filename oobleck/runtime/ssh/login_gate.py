@@ -161,10 +161,7 @@ _AT_ONCE_IN_ALL: Final = 128
 
 
 class Logins:
-    """Limits our own logins at each server, so that one that does not answer delays none at another.
-
-    The total is limited too: if more than a hundred servers do not answer, later ones wait longer.
-    """
+    """Limits our own logins at each server and in all; a server that does not answer delays none at another."""
 
     def __init__(self) -> None:
         self._all = trio.Semaphore(_AT_ONCE_IN_ALL, max_value=_AT_ONCE_IN_ALL)
