@@ -18,7 +18,7 @@ from oobleck.errors import ConfigError
 class WorkerId(NamedTuple):
     """One device of one node: where one worker runs."""
 
-    # A tuple, because a recovery of thousands of workers hashes and compares these hundreds of thousands of times.
+    # It is a tuple, because a recovery of thousands of workers hashes and compares it hundreds of thousands of times.
     node: str
     device: int
 

@@ -53,8 +53,7 @@ class SealedStream(trio.abc.Stream):
         """Send bytes; a cancellation breaks the stream."""
         pieces: list[bytes] = []
         for start in range(0, len(data), _MOST_BYTES):
-            # The number is AES-GCM's nonce, which one key must never see twice; so it is used up even if the send is
-            # cancelled.
+            # The number is AES-GCM's nonce. One key must never see it twice, so even a cancelled send uses it up.
             piece = self._seal.encrypt(_COUNT.pack(self._num_sent), bytes(data[start : start + _MOST_BYTES]), None)
             self._num_sent += 1
             pieces += [_LENGTH.pack(len(piece)), piece]

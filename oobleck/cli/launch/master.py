@@ -31,8 +31,7 @@ class MasterProcess:
         end = words.index("--") if "--" in words else len(words)  # a script's arguments follow
         self._process = subprocess.Popen(
             module_command("oobleck", "up", *words[:end], *own, *words[end:]),
-            # Nothing is written to this pipe. However the caller dies, the pipe ends, and the run with it
-            # (`--until-eof`).
+            # Nothing is written here: however the caller dies, the pipe ends, and the run with it (`--until-eof`).
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -164,8 +164,7 @@ class Run:
             if entry is None:
                 if was_ended:
                     return
-                # The master may have written its last entries after this look and before its end, so another look
-                # follows.
+                # The master may have written its last entries since the journal was read, so it is read once more.
                 was_ended = self._master.has_ended
 
     @property

@@ -226,7 +226,7 @@ async def _run(
                     if callbacks is not None:
                         await callbacks.finish()
                     watching.cancel_scope.cancel()
-                # Otherwise memory may hold the only copy of the newest state.
+                # After any other end, memory may hold the only copy of the newest state.
                 if end.exit_code in wiring.ENDS_WELL:
                     await wiring.give_memory_back(cluster, master.nodes)
             finally:

@@ -156,7 +156,7 @@ class _Connection:
     async def _cancel_if_stopped(self, scope: trio.CancelScope) -> None:
         while True:
             await trio.sleep(_STOPPED_POLL_S)
-            # A stopped server would hold its clients up for the whole patience.
+            # A stopped server would hold this agent up until the time limit.
             if self._process is not None and self._process.is_stopped:
                 scope.cancel()
 

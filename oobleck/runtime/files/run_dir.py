@@ -215,7 +215,6 @@ class RunDirectory:
                     f"`oobleck stop {self.tag}` or choose another --tag"
                 ) from None
             try:
-                # next.
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"{ProcessId.of(os.getpid())}\n".encode(), 0)
             except OSError as error:

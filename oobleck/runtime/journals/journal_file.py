@@ -148,7 +148,7 @@ class JournalWriter(LineFile):
         is_last = False
         while not is_last:
             self._wake.wait()
-            # Cleared before the sync, so that an entry that is written during it leads to another one.
+            # This comes before the sync, so that an entry that is written during it leads to another one.
             self._wake.clear()
             is_last = self._closing  # read before the sync, which then covers the last entries
             try:

@@ -146,8 +146,7 @@ class SlurmTasks:
                 else:
                     problem = ""
                     for job in jobs:
-                        # Without a notice, Slurm would end the batch script first at the time limit, and nothing would
-                        # be saved.
+                        # Without a notice, Slurm would end the batch script first, and nothing would be saved.
                         if job.left_s <= job.notice_s:
                             await self._give_notice(job)
                         elif missing := self._missing(job):

@@ -132,8 +132,7 @@ class _Cluster:
             with trio.move_on_after(_SOLO_TIMEOUT_S):
                 while (answer := await probe.receive(_SOLO_TIMEOUT_S)) is not None:
                     if isinstance(answer, node_check.SoloDone):  # else a late answer of a pair
-                        # The best of all rounds counts, because other work on the machine only ever makes a time
-                        # longer.
+                        # Other work on the machine only ever makes a time longer, so the best of all rounds counts.
                         before, now = probe.seconds, answer.seconds
                         probe.seconds = {name: min(value, before.get(name, value)) for name, value in now.items()}
                         probe.gpus = tuple(facts for facts in answer.gpus if facts.index in probe.spec.devices)

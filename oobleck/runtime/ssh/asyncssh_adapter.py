@@ -146,7 +146,7 @@ class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession[bytes]):
                 raise trio.ClosedResourceError
             data = bytes(self._unread[:max_bytes])
             del self._unread[:max_bytes]
-            # Half of the limit, because at the limit itself reading would pause and resume with every message.
+            # Just below the limit, reading would pause and resume with every message.
             if self._is_reading_paused and len(self._unread) < _RECEIVE_HIGH_BYTES // 2:
                 self._is_reading_paused = False
                 self._channel.resume_reading()
@@ -284,8 +284,7 @@ class Keepalive:
         if self._is_probing and not self._is_resting and self._interval_s:
             # asyncssh sets its probe timer again with each packet that arrives, and each of these timers, although
             # cancelled, wakes the process once more when it is due. With agents that send heartbeats this costs up to a
-            # fifth of the master's time. So asyncssh probes nothing while packets arrive, and one check per interval
-            # replaces it.
+            # fifth of the master's time. So asyncssh probes nothing while packets arrive.
             self._is_probing = False
             self._connection.set_keepalive(interval=0)
             self._check_later()

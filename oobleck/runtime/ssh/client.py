@@ -268,7 +268,7 @@ async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:
             proxy.socket.close()
             proxy.end()
         if hops and connection is None:
-            # Each hop closes with the one behind it, because that is its tunnel.
+            # The other hops close with the last one, whose tunnels they are.
             hops[-1].close()
     return SSHConnection(
         node.name, host, connection, options=options, takes_calls=proxy is None and not hops, proxy=proxy

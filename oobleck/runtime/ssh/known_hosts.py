@@ -170,8 +170,7 @@ def find_known_hosts(options: asyncssh.SSHClientConnectionOptions) -> KnownHosts
     user_files = cast("Iterable[str]", options.config.get("UserKnownHostsFile", _USER_FILES))
     global_files = cast("Iterable[str]", options.config.get("GlobalKnownHostsFile", _GLOBAL_FILES))
     host, port = str(options.host).lower(), int(options.port)
-    # An alias is the only name. A host at a port other than 22 has a name with the port, and one without it as
-    # fallback.
+    # An alias is the only name. At another port than 22, the bare name counts only if the one with the port has no key.
     if options.host_key_alias:
         names: tuple[str, ...] = (str(options.host_key_alias).lower(),)
     else:

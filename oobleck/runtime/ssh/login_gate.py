@@ -66,8 +66,7 @@ class LoginGate:
         async with listener, trio.open_nursery() as callers:
             callers.start_soon(self._give_turns)
             while True:
-                # Callers in the kernel's queue do not run out of time here, so of thousands that call at once some
-                # always log in in time.
+                # A caller's time begins once it is accepted, so of thousands at once some always log in in time.
                 while len(self._queue) >= self._max_waiting:
                     await self._changed.wait()
                 caller = _Caller(await accept(listener))
@@ -170,7 +169,6 @@ class Logins:
     @asynccontextmanager
     async def turn(self, server: str) -> AsyncIterator[None]:
         """Wait for a turn at a server, and keep it until the context ends."""
-        # A login that waits for its server must not hold a place of the total meanwhile, so the server's turn comes
-        # first.
+        # A login that waits for its server must not hold a place of the total, so the server's turn comes first.
         async with self._turns[server], self._all:
             yield
