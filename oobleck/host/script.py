@@ -99,6 +99,7 @@ class Job:
         return (*sorted(self.made), *(("callbacks",) if self.callbacks else ()))
 
 
+# Each argument of a `Job` may have these types besides functions; errors name them by the words.
 _KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "model": ((str, Mapping), "settings, or a function that returns it"),
     "loss": ((), "a function"),
@@ -107,7 +108,6 @@ _KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "optimizer": ((Mapping,), "settings, or a function that makes it"),
     "lr_lambda": ((), "a function"),
 }
-"""The types of each argument of a `Job` besides functions, and the expectation in words."""
 
 
 def _check_kinds(**arguments: object) -> None:

@@ -87,8 +87,8 @@ class _Taken:
     """Which devices of which machine earlier lines have taken, and how often each host was named."""
 
     def __init__(self) -> None:
+        # It has the line that took each device, keyed by machine and then by device.
         self._lines: dict[tuple[str, int], dict[int, int]] = {}
-        """Keyed by machine, then by device: the line that took it."""
         self._times_named: Counter[str] = Counter()
 
     def place(self, host: str, entry: _Entry, *, address: str | None, line: int) -> NodeSpec:

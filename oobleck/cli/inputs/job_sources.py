@@ -22,8 +22,8 @@ from .job_file import apply_overrides, default_job, load_job
 if TYPE_CHECKING:
     from oobleck.runtime.processes import DescribedScript, ScriptProcess, TrainerProcess
 
+# These parts of a script's job are tried before anything starts.
 _TRIED = frozenset({"model", "loss", "optimizer", "lr_lambda"})
-"""The parts of a script's job that are tried before anything starts."""
 
 
 @dataclass(frozen=True, kw_only=True)

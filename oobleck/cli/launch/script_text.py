@@ -72,8 +72,8 @@ class _Sources:
     def __init__(self) -> None:
         self.has_main_file = False
         """Whether the file of the program itself is run again, with its arguments."""
+        # It has the expression that makes each module, keyed by the module's variable.
         self._modules: dict[str, str] = {}
-        """Keyed by variable: the expression that makes the module."""
         self._roots: list[str] = []
         self._of_cells: list[object] = []
 

@@ -33,6 +33,7 @@ def known_options() -> Mapping[str, tuple[str, bool]]:
     app.command()(up)
     found: dict[str, tuple[str, bool]] = {}
     for parameter in typer.main.get_command(app).params:
+        # An option may have a short name too, as `-f` and `--fault-threshold`.
         option = max(parameter.opts, key=len)
         keyword = option.removeprefix("--").replace("-", "_")
         if option.startswith("--") and keyword not in _ARGUMENTS | _OF_TERMINALS:

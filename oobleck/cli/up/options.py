@@ -25,7 +25,6 @@ _OPTION_OF_KEY = {
     "tensor_parallel": "--tp",
     "tag": "--tag",
 }
-"""The keys of the job that have an option of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)

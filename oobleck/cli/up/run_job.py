@@ -88,6 +88,7 @@ def _run_job(run: Run) -> int:
     require_descriptors(limit, num_nodes, are_virtual=isinstance(run.source, VirtualOnes))
     directory = run.directory
     directory.create()
+    # A run of days continues without its output.
     stdout = lasting(sys.stdout)
     output = lasting(sys.stderr) if run.options.as_json else stdout
     if run.options.plain or not console_on(output).is_terminal:
@@ -223,6 +224,7 @@ async def _run(
                     session.show(output, watching, plain=run.options.plain)
                     callbacks = _start_callbacks(run, master, directory, watching)
                     end = await master.run()
+                    # The callbacks get the last entries before their task is cancelled.
                     if callbacks is not None:
                         await callbacks.finish()
                     watching.cancel_scope.cancel()

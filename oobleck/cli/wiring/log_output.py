@@ -14,7 +14,7 @@ _LAST_WORDS_S = 1.0
 
 
 class _Handler(logging.Handler):
-    """Writes in a thread of its own, and drops the records that this thread is too slow for."""
+    """Writes in a thread of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,6 +31,7 @@ class _Handler(logging.Handler):
         self._writer.join(_LAST_WORDS_S)
 
     def _say(self, text: str | None) -> None:
+        # A run must not wait for a reader, so records that the thread is too slow for are dropped.
         with suppress(queue.Full):
             self._waiting.put_nowait(text)
 

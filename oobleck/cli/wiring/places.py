@@ -85,6 +85,7 @@ async def open_nodes(
         environment={"TMPDIR": str(directory.pin_temporary_directory())},
         num_devices=num_devices,
     )
+    # Connections need the loop until they are closed, so it is opened first and closed last.
     async with open_ssh_loop(), launching as launcher:
         paths, connections = _remote_paths(directory, launcher, python), NodeConnections(launcher)
         # Virtual nodes are one machine, whose faults all of them would share.

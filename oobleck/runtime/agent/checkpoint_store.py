@@ -32,8 +32,8 @@ class NodeCheckpoints:
         self._memory = directory.memory
         self._default_directory = default_directory
         self._checkpoints = CheckpointDirectory(default_directory)
+        # It names the incomplete checkpoints of which this node has written layers.
         self._written: set[str] = set()
-        """Incomplete checkpoints of which this node has written layers."""
 
     def open(self, spec: CheckpointSpec, *, run: str) -> StoragePaths:
         path = self._default_directory if spec.directory is None else expand_user(spec.directory).absolute()

@@ -29,8 +29,8 @@ from oobleck.host.machine import num_oom_kills
 from oobleck.runtime.files import AgentDir, ProcessId, stat_fields
 from oobleck.runtime.listening import listen_at
 
+# A report is (FORKED, pid, is warm) once a process exists, then (ENDED, pid, wait status).
 _REPORT = struct.Struct(">III")
-"""(FORKED, pid, is warm) once a process exists, then (ENDED, pid, wait status)."""
 _SUPERVISOR = "oobleck-waits"
 _ANY = b"f"
 _COLD = b"c"

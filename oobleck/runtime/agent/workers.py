@@ -82,8 +82,8 @@ class ForkingWorkerHost:
 
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+# The fields of `stat`, counted from the state, with user and system time of a process and of its reaped children.
 _TIMES = slice(11, 15)
-"""User and system time of the process and of its reaped children, counted from the state's field."""
 
 
 def processor_s(pid: int) -> float:

@@ -51,8 +51,9 @@ class PodWatch:
         """The last event's version, from which the next watch continues; None lists all pods."""
         self._leave = leave
         self._report = report
+        # It says whether a pod is being deleted and why it does not run, keyed by its name and uid: a pod that is made
+        # again has the same name.
         self._pods: dict[tuple[str, str], tuple[bool, str]] = {}
-        """Whether a pod is being deleted, and why it does not run, keyed by its name and uid."""
 
     @property
     def num_pods(self) -> int:

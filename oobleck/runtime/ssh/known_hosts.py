@@ -97,14 +97,14 @@ class _Index:
     """The lines of one file, indexed by host name. Like ssh, it skips malformed lines."""
 
     def __init__(self, text: str) -> None:
+        # All lines have `_ANY` in place of their names.
         self._lines: list[str] = []
-        """All lines, with `_ANY` in place of their names."""
         self._by_name: defaultdict[str, list[int]] = defaultdict(list)
+        # These lines have host names that are not known yet: (salt, hash, number).
         self._hashed: list[tuple[bytes, bytes, int]] = []
-        """Lines whose host names are not known yet, as (salt, hash, number)."""
         self._searched: set[str] = set()  # names whose hashed lines are known
+        # These lines have patterns: (pattern, excluded pattern, number).
         self._patterns: list[tuple[re.Pattern[str], re.Pattern[str] | None, int]] = []
-        """Lines with patterns, as (pattern, excluded pattern, number)."""
         for line in text.splitlines():
             words = line.split(None, 2)
             if words and words[0].startswith("@"):
