@@ -146,7 +146,8 @@ class JsonTable:
 
 
 def _whole(text: str, place: str) -> str:
-    """Return the text. Raises ConfigError for halves of characters, which JSON can spell, but no file can hold."""
+    """Return the text. Raises ConfigError for halves of characters."""
+    # JSON can spell lone surrogates, but no file can hold them.
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
         raise ConfigError(f"{place} is {shown(text)}; it must be whole Unicode characters")
     return text

@@ -335,9 +335,9 @@ def _add_commands(app: typer.Typer, commands: Sequence[CliCommand], words: Seque
 
 
 def _epilog(examples: Sequence[Example]) -> str | None:
-    """Return examples one below the other; the leading mark keeps click from filling them into a paragraph."""
     width = max((len(line) for line, _ in examples), default=0)
     rows = (f"  {line.ljust(width)}  {purpose}" for line, purpose in examples)
+    # The leading mark keeps click from filling the examples into a paragraph.
     return "\n".join(("\b", "Examples:", *rows)) if examples else None
 
 

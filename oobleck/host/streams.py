@@ -93,7 +93,8 @@ class ScriptOutput(Output):
 
 
 def shield_scripts() -> None:
-    """Let a script's prints never fail: a log's full disk is no fault of the script."""
+    """Let a script's prints never fail."""
+    # A log's full disk is no fault of the script.
     sys.stdout = ScriptOutput(sys.stdout, lasting=True)
     sys.stderr = ScriptOutput(sys.stderr, lasting=True)
 

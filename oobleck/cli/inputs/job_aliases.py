@@ -76,7 +76,7 @@ def _placed_of_model(key: YamlScalar, section: YamlMapping) -> Iterator[_Entry]:
 
 
 def _spread(path: tuple[str, ...], key: YamlScalar, value: YamlValue) -> Iterator[_Entry]:
-    """Yield the entries of a section, so that one of its keys and another name of the same key meet."""
+    # The entries of a section come one by one, so that a key of it and another name of the same key meet.
     if path in _SECTIONS and isinstance(value, YamlMapping) and value.entries:
         for inner, item in value.entries:
             yield (*path, inner.text), inner, item
@@ -116,7 +116,7 @@ def _nested(tree: YamlMapping, entries: list[_Entry], prefix: tuple[str, ...]) -
 
 
 def _check_section(path: tuple[str, ...], value: YamlValue, line: int) -> None:
-    """Raise YamlError for a section without keys, which would otherwise be reported as given twice."""
+    # Without this check, a section without keys would be reported as given twice.
     if path in _SECTIONS and not isinstance(value, YamlMapping):
         got = value.text if isinstance(value, YamlScalar) else "a list"
         raise YamlError(f"{'.'.join(path)}: expected keys with values, got {got}", line)

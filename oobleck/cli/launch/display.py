@@ -55,14 +55,13 @@ class Display:
 
 
 def _is_in_a_notebook() -> bool:
-    """Return whether a kernel runs this: its cells can change what they show, and IPython in a terminal cannot."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
+    # A kernel's cells can change what they show; IPython in a terminal cannot.
     return shell is not None and hasattr(shell, "kernel")
 
 
 def snapshot_html(snapshot: RunSnapshot) -> str:
-    """Return the dashboard as HTML."""
     from rich.console import Console
 
     from oobleck.ui.dashboard import Dashboard

@@ -77,7 +77,8 @@ def run_ranks(run: RanksRun) -> int:
 
 
 def _check_states(run: RanksRun, directory: RunDirectory) -> None:
-    """Raise UsageError for states of another script, as far as this machine has them; `load` checks all of them."""
+    """Raise UsageError for states of another script."""
+    # This machine may have only some of the states; `load` checks all of them.
     inherited = {**(os.environ if isinstance(run.source, VirtualOnes) else {}), **run.spec.environment}
     named = inherited.get(DIRECTORY_VARIABLE)
     states = Path(run.spec.directory, expand_user(named)) if named else directory.path / "checkpoints"

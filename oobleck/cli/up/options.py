@@ -127,8 +127,8 @@ class UpOptions:
 
 @contextmanager
 def _blaming(option: str) -> Iterator[None]:
-    """Turn a job's ConfigError into an error of the command line: without the option, the job was possible."""
     try:
         yield
     except ConfigError as error:
+        # Without the option the job was possible, so the command line is to blame.
         raise UsageError(f"{option}: {error}") from error

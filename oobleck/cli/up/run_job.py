@@ -136,7 +136,8 @@ def _run_job(run: Run) -> int:
 
 
 def _tell_of_crash(run: Run, error: BaseException) -> None:
-    """Tell the user what survives when the master crashes; errors that it reports on purpose are printed elsewhere."""
+    """Tell the user what survives when the master crashes."""
+    # Errors that it reports on purpose are printed elsewhere.
     if all(isinstance(leaf, (OobleckError, KeyboardInterrupt, SystemExit)) for leaf in leaves_of(error)):
         return
     minutes = run.job.control.orphan_timeout_s / 60
@@ -324,10 +325,11 @@ async def _find_past(run: Run, directory: RunDirectory, cluster: LiveCluster, la
 
 
 def _check_virtual(run: Run, replayed: ReplayedRun, asked: Sequence[NodeSpec]) -> None:
-    """Raise UsageError if a run began on other virtual nodes than these: it would continue with its own."""
+    """Raise UsageError if a run began on other virtual nodes than these."""
     began, named = (
         [(each.name, each.device, each.devices) for each in nodes] for nodes in (replayed.started.nodes, asked)
     )
+    # The run would continue with the nodes that it began with.
     if began != named:
         raise UsageError(
             f"--local: the run {run.job.tag} continues without its master, on the {len(began)} virtual nodes that it "

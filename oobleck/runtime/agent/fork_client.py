@@ -256,11 +256,12 @@ class ForkServer:
         await self._report.send(protocol.ForkServerEnded(end=end, is_restarted=self._given_up is None))
 
     async def _server_end(self) -> protocol.ServerEnd:
-        """Return how the server ended, which only the agent that started it can learn."""
+        """Return how the server ended, if this agent started it."""
         pid, self._server_pid = self._server_pid, None
         if pid is not None:
             with trio.move_on_after(_REAPED_WITHIN_S), suppress(ChildProcessError):
                 while True:
+                    # Only the parent of a process can learn how it ended.
                     reaped, status = os.waitpid(pid, os.WNOHANG)  # noqa: ASYNC222  it does not wait
                     if reaped:
                         return _end_of(status)

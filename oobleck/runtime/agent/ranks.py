@@ -277,7 +277,8 @@ class RankProcesses:
         await process.ended.wait()
 
     def reserve_port(self) -> int:
-        """Return a free port, and keep it bound but not listening, so that a rank can listen there."""
+        """Return a free port, and keep it for the ranks."""
+        # A socket that is bound but does not listen keeps the port from being given away, and lets a rank listen there.
         if self._port is not None:
             self._port.close()
         self._port = sock = _bound()
@@ -368,7 +369,8 @@ def _num_ranks(asked: str, devices: tuple[int, ...]) -> int:
 
 
 def _num_gpus() -> int:
-    """Count the GPUs that ranks will see, without a library that could create a context."""
+    """Count the GPUs that ranks will see."""
+    # A library could create a context, whose memory the ranks would lack.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])

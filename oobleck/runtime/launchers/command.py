@@ -20,8 +20,6 @@ _SHOWN_CHARS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostsCommand:
-    """A shell command that prints a hostfile."""
-
     command: str
     interval_s: float = 10.0
     timeout_s: float = 30.0

@@ -242,7 +242,6 @@ class DialedInNodes:
             self._send(Leaving(node=node))
 
     def report(self, text: str, *, level: str = "warning") -> None:
-        """Report a text for people to read."""
         self._send(Reported(level=level, text=text))
 
     def _send(self, change: NodeChange) -> None:

@@ -138,7 +138,7 @@ class KubernetesAPI:
 
     namespace: str
     account: Path
-    """The directory of the service account's token, which changes from time to time, and the server's authority."""
+    """The directory of the service account's token and of the server's authority."""
 
     @classmethod
     def of_pod(cls) -> KubernetesAPI:
@@ -181,6 +181,7 @@ class KubernetesAPI:
         settings = client.Configuration(retries=False)  # PodFollower retries
         token, authority = str(self.account / "token"), str(self.account / "ca.crt")
         try:
+            # The token changes from time to time, so each watch reads it again.
             config.incluster_config.InClusterConfigLoader(token, authority).load_and_set(settings)
         except (config.ConfigException, OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"the service account in {self.account} cannot be used: {error}") from error

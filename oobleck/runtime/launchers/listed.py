@@ -113,11 +113,10 @@ class _NodesBySSH:
     _options: SSHOptions
 
     async def connect(self, node: NodeSpec) -> SSHConnection:
-        """Connect over SSH. Raises NodeUnreachable."""
         return await connect(node, self._options)
 
     async def has_ended(self, node: NodeSpec) -> bool:
-        """Return False: an agent outlives its SSH connection, so its loss proves nothing."""
+        # An agent outlives its SSH connection, so a lost connection proves nothing.
         return False
 
     async def release(self, node: NodeSpec) -> None:

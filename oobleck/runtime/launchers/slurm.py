@@ -28,8 +28,8 @@ _NOTICE_S = 60.0
 _NOTICE_SHARE = 0.25  # of the time limit, so that a job of a minute or two does some work before its notice
 _JOB_ID = re.compile(r"[0-9]+")
 _LISTED = "%i %A %L %l %N"
+# It matches a job, a component of a heterogeneous job, or a task of an array.
 _ID = re.compile(r"(?P<leader>[0-9]+)(\+(?P<component>[0-9]+)|_[0-9]+)?")
-"""Matches a job, a component of a heterogeneous job, or a task of an array."""
 _DURATION = re.compile(r"((?P<days>[0-9]+)-)?((?P<hours>[0-9]+):)?(?P<minutes>[0-9]+):(?P<seconds>[0-9]+)")
 
 
@@ -38,8 +38,7 @@ class SlurmAllocation:
     """The nodes of a running job, or of one component of a heterogeneous job."""
 
     shown_id: str
-    """The id that users write: 17, 17_3 in an array, 17+1 in a heterogeneous job. It names one allocation, while the
-    plain number may name many."""
+    """The id that users write: 17, 17_3 in an array, 17+1 in a heterogeneous job."""
     job_id: str
     component: str | None = None
     nodes: tuple[str, ...]
@@ -124,8 +123,8 @@ class SlurmTasks:
     interval_s: float = 5.0
     # Nodes of an earlier master look for this one every two seconds; they must not be started a second time.
     first_s: float = 3.0
+    # It says when a node of a job may be started again, keyed by job and node.
     _again_s: dict[tuple[str, str], float] = field(default_factory=dict, init=False)
-    """When a node of a job may be started again, keyed by job and node."""
     _limited: set[str] = field(default_factory=set, init=False)  # jobs whose time limit was reported
     _noticed: set[str] = field(default_factory=set, init=False)  # jobs that have had notice
 
@@ -170,12 +169,12 @@ class SlurmTasks:
         self._noticed.add(job.shown_id)
         self.callers.report(f"Slurm's job {job.shown_id} reaches its time limit in {job.left_s:.0f} s")
         try:
+            # Unlike the plain number, this id names one allocation alone.
             await _ask("scancel", "--signal", "TERM", job.shown_id)
         except ConfigError as error:
             self.callers.report(f"its nodes get no notice: {error}")
 
     def _missing(self, job: SlurmAllocation) -> tuple[str, ...]:
-        """Return the nodes to start now."""
         # A node that was given back under one job may be allocated again by another.
         here = {node.name for node in self.callers.nodes}
         here |= {node for node, grant in self.callers.released.items() if grant in ("", job.job_id)}
