@@ -284,6 +284,7 @@ def _run(words: list[str], commands: Sequence[CliCommand], stdout: Output) -> in
     except OSError as error:
         if error is stdout.failure:
             return ExitCode.DONE  # `main` reports it
+        # An error that names no file is a bug of ours, and keeps its traceback.
         if error.filename is None:
             raise
         return _report(_of_file(error))

@@ -176,10 +176,7 @@ def _settings(options: SimOptions, counts: tuple[inputs.KindCount, ...]) -> Swee
 
 
 def _parse_costs(file: Path | None, changes: Sequence[str]) -> Costs:
-    """Return the costs, changed by a file and then by each NAME=VALUE.
-
-    Raises UsageError or ConfigError that names the option or the file, and the cost.
-    """
+    """Return the costs, changed by a file and then by each NAME=VALUE. Raises UserError."""
     from oobleck.sim.costs import Costs, costs_from_json
 
     costs = Costs()

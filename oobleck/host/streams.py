@@ -20,11 +20,9 @@ _PASSING = (errno.ENOSPC, errno.EDQUOT)  # there may be room again later
 
 
 class Output(io.TextIOBase):
-    """A text stream that remembers its first failure, and, if it is `lasting`, does not raise it.
+    """A text stream that remembers its first failure, and, if it is `lasting`, does not raise it."""
 
-    It has no `buffer`, past which typer would write.
-    """
-
+    # It has no `buffer`, because typer would write past this class to that.
     def __init__(self, stream: TextIO, *, lasting: bool = False) -> None:
         self.lasting = lasting
         self.failure: OSError | None = None
@@ -100,10 +98,7 @@ def shield_scripts() -> None:
 
 
 def answer_with(make: Callable[[], str]) -> int:
-    """Write the result of `make` to stdout, and nothing else; return the exit code.
-
-    Other prints go to stderr, and so does a UserError, as the last line.
-    """
+    """Write only the result of `make` to stdout, or a UserError to stderr as its last line; return the exit code."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a script may print
     try:

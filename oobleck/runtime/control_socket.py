@@ -33,6 +33,7 @@ async def serve_control(
     path: Path, handle: Handle, *, task_status: trio.TaskStatus[list[trio.SocketListener]] = trio.TASK_STATUS_IGNORED
 ) -> None:
     """Answer requests at `path` until cancelled. Raises UsageError if a living run listens there."""
+    # To ask whether another run listens takes up to two seconds, so a thread does it.
     listening = trio.socket.from_stdlib_socket(await trio.to_thread.run_sync(_listen, path))
     try:
         await serve_clients(

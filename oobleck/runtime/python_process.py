@@ -33,10 +33,7 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def why_it_ended(python: str, errors: str, exit_status: int | None) -> str:
-    """Explain from the end of its stderr why a process of ours failed to start on a node, and what to change.
-
-    `exit_status` is the shell's.
-    """
+    """Explain from its stderr and the shell's exit status why a process of ours failed to start on a node."""
     lines = errors.strip().splitlines()
     if exit_status == _NOT_FOUND:
         return f"there is no {python}; name the interpreter there with --python"

@@ -88,6 +88,7 @@ class SealedStream(trio.abc.Stream):
                 if self._sealed:
                     raise trio.BrokenResourceError("the link ended within a piece")
                 return b""
+            # Bytes stay here until their piece is whole, so a cancelled call loses none.
             self._sealed += data
         taken = self._opened[:max_bytes]
         self._opened = self._opened[len(taken) :]

@@ -50,6 +50,7 @@ def parse_hostfile(text: str, *, source: str) -> tuple[NodeSpec, ...]:
     taken = _Taken()
     nodes: list[NodeSpec] = []
     kinds: set[str] = set()
+    # `splitlines` would also split at form feeds and the like, where editors count no line.
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):
         try:
             entry = _parse_line(line)

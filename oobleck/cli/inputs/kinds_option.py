@@ -71,6 +71,7 @@ def parse_prices(text: str, kinds: Collection[str]) -> dict[str, float]:
         try:
             prices[kind] = float(value)
         except ValueError:
+            # This is out of the bounds below.
             prices[kind] = -1.0
         if not 0 < prices[kind] <= _MOST_PRICE:
             raise UsageError(

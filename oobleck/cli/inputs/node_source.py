@@ -73,12 +73,10 @@ class VirtualOnes(_Unlisted):
         return _numbered(self.count)
 
     def shapes(self, *, num_spare: int, num_devices: int) -> tuple[tuple[str, int], ...]:
-        """Return the kind and the number of devices of each node; that is `num_devices` unless the kind has its own.
-
-        Spare nodes follow, of each kind in turn.
-        """
+        """Return the kind and the number of devices of each node; that is `num_devices` unless the kind has its own."""
         each = [(kind.kind, kind.devices_per_node or num_devices) for kind in self.kinds]
         first = [shape for shape, kind in zip(each, self.kinds, strict=True) for _ in range(kind.num_nodes)]
+        # Spare nodes follow, of each kind in turn.
         return (*first, *(each[number % len(each)] for number in range(num_spare)))
 
 

@@ -41,6 +41,7 @@ def real(least: float, most: float) -> Callable[[str | float], float]:
         try:
             value = float(text)
         except ValueError:
+            # No comparison with NaN holds, so other text is out of bounds.
             value = float("nan")
         if not least <= value <= most:
             raise _out_of_bounds(text, f"a number from {least:,g} to {most:,g}")

@@ -90,7 +90,8 @@ def parse_yaml(text: str) -> YamlValue:
 class _Loader(yaml.SafeLoader):
     """PyYAML's own parser with the words of YAML 1.2's core schema; only its `get_single_node` is used."""
 
-    # PyYAML looks for patterns by a plain word's first character.
+    # This replaces the base class's table, which follows YAML 1.1. PyYAML looks for patterns by a plain word's first
+    # character.
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - the base class's own type
 
 

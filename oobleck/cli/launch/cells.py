@@ -101,6 +101,7 @@ def _cell_of(value: object) -> str | None:
     members = vars(value).values() if isinstance(value, type) else [inspect.unwrap(value)] if callable(value) else []
     codes = (getattr(member, "__code__", None) for member in members)
     files = dict.fromkeys(code.co_filename for code in codes if isinstance(code, types.CodeType))
+    # IPython keeps the text of each cell in linecache, under the name of its code's file.
     texts = ["".join(linecache.getlines(file)) for file in files]
     if isinstance(value, type):
         texts += reversed(_cells())  # a class without methods does not know its file

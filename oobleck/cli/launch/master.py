@@ -107,5 +107,5 @@ class MasterProcess:
                 self._lines.append(line.rstrip("\n"))
         self._process.stderr.close()
         self._process.wait()
-        if self._process.stdin is not None:
+        if self._process.stdin is not None:  # the run would end with it
             self._process.stdin.close()

@@ -113,6 +113,7 @@ def _of_settings(settings: Mapping[str, object], base_dir: Path) -> list[str]:
         text = json.dumps(dict(settings))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{_MADE_OF}: a setting is not a plain value: {error}") from error
+    # The child would report an error of the job in its own words; here it names the caller's argument.
     load_job(text, source=_MADE_OF, has_lines=False)
     return [f"--job={_written(text, 'job.yaml', base_dir)}"]
 

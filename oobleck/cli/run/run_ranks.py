@@ -110,6 +110,7 @@ async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: Pa
     async with opened as nodes, trio.open_nursery() as nursery:
         launcher, cluster = nodes.launcher, nodes.cluster
         known, chosen, remarks = await nodes.begin(tell, waits=True, leaves_out_slow=run.leaves_out_slow)
+        # Ranks are not taken over: what an earlier master has left is ended, and the script starts again.
         left = await wiring.end_left(cluster, launcher, directory.journal, known)
         set_aside(directory.journal)
         with JournalWriter(directory.journal, tell=lambda gap: session.tell_of_gap(gap)) as journal:

@@ -126,12 +126,10 @@ def _check_model(job: JobSpec) -> None:
 
 
 def _named(options: UpOptions, asked: inputs.JobSource, job: JobSpec) -> tuple[JobSpec, str]:
-    """Return the job under a tag that no other job's run has, and the run's owner: the path of a script or job file.
-
-    The owner is empty for a file that a program has made for this run.
-    """
+    """Return the job under a tag that no other job's run has, and the run's owner: the path of a script or job file."""
     path, base_dir = asked.script or asked.file, base_dir_of(options.base_dir)
     owner = "the default job" if path is None else os.path.abspath(expand_user(path))
+    # A program has made this file for this run, so it belongs to no user.
     if path is not None and Path(owner).is_relative_to(base_dir.resolve() / LAUNCHED_DIRECTORY):
         return job, ""
     is_default = job.tag in (JobSpec().tag, asked.script.stem if asked.script is not None else None)

@@ -132,6 +132,7 @@ def _run_job(run: Run) -> int:
                 f"states that are on no disk stay in the nodes' shared memory, as {directory.run_id}, for the next run "
                 "of this tag"
             )
+    # A summary that is not written fails a run that has ended well.
     return end.exit_code if is_written else end.exit_code or ExitCode.FAILED
 
 

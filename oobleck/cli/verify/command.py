@@ -72,6 +72,7 @@ def _verified(source: JobSource, options: VerifyOptions, *, to_stderr: bool = Fa
     from .both_ways import train_both_ways
     from .report import as_text, refused_json, to_json
 
+    # The script runs below for the first time, and may then make its output directory.
     began_s = time.time()
     try:
         asked = _asked(read_job(source, num_nodes=options.local), source, options, began_s)

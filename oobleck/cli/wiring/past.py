@@ -50,10 +50,7 @@ def read_past(path: Path) -> tuple[RunBooks, int]:
 
 
 def read_books(path: Path) -> tuple[RunBooks, int, int]:
-    """Read a journal's image and the entries after it.
-
-    Returns the books, the place where reading ended, and the bytes after the image. Raises ConfigError.
-    """
+    """Return a journal's books, the place where they end, and the bytes after its image. Raises ConfigError."""
     known = read_image(path, BooksImage)
     books, start = RunBooks(), 0
     if known is not None:
@@ -89,10 +86,7 @@ async def keep_image(
     period_s: float = _PERIOD_S,
     least_bytes: int = LEAST_BYTES,
 ) -> None:
-    """Renew the image of a growing journal until cancelled.
-
-    `size_bytes` returns the journal's size, and `place` is the end of its present image.
-    """
+    """Renew a growing journal's image until cancelled; it stands for `place` of the `size_bytes()` bytes now."""
     # A failure here must not end the run: without an image, a later master only reads more of the journal.
     due = place + least_bytes
     while True:

@@ -69,6 +69,7 @@ def _become_agent(arguments: argparse.Namespace) -> None:
         print(answer)  # noqa: T201  the answer
         return
     log_path = Path(arguments.log).expanduser().absolute()
+    # Errors reach the master only from the foreground, so the log and the socket are opened before the fork.
     log = _open_log(log_path)
     # The socket listens before the answer is printed, so the master can connect as soon as it has read the line.
     listener = _listen(directory.socket)

@@ -226,6 +226,7 @@ class ForkServer:
                 self._server = server
                 self.settled.set()
                 await server.receive(self._report.send, self._note_end)
+                # Those who wait for `settled` from here on wait for the next server.
                 self._server, self.settled = None, trio.Event()
                 await self._report_end(await self._server_end())
             self.settled.set()

@@ -121,6 +121,7 @@ class RankStates:
         for gone in self._opened.keys() - set(paths):
             self._opened.pop(gone).close()
         for path in paths:
+            # A rank may be creating the file at this moment, and then the next look finds it.
             with suppress(CorruptCheckpoint, OSError):
                 memory = self._opened.setdefault(path, self._opened.get(path) or FlashMemory.open(path))
                 noted = [(slot, scripts.note_of(slot)) for slot in memory.valid_slots()]

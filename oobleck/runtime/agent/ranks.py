@@ -155,6 +155,7 @@ class Rank:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._guard.socket.close()
+        # What is still in the socket would be lost with it.
         self._take_overflow(is_last=True)
         self._overflow.close()
         return self._oom_kills.explain(self._process)
@@ -163,6 +164,7 @@ class Rank:
         self._process.send(signal.SIGTERM)
 
     def error(self, end: protocol.ProcessEnd) -> protocol.RankError | None:
+        # The script writes this file, so it may be missing or hold anything.
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             message = json.loads(self._error_file.read_text(encoding="utf-8"))["message"]
             if isinstance(message, str):
@@ -370,7 +372,7 @@ def _num_ranks(asked: str, devices: tuple[int, ...]) -> int:
 
 def _num_gpus() -> int:
     """Count the GPUs that ranks will see."""
-    # A library could create a context, whose memory the ranks would lack.
+    # A library such as torch could create a context on them.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])

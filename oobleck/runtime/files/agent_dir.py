@@ -35,12 +35,10 @@ _END_POLL_S = 0.05
 
 
 class AgentDir:
-    """The paths of the agent of `node` in a run; nothing exists before `create`.
-
-    `run_id` distinguishes runs with the same tag on this machine, by other masters or with other base directories.
-    """
+    """The paths of the agent of `node` in a run; nothing exists before `create`."""
 
     def __init__(self, run_id: str, node: str) -> None:
+        # The tag alone would not do: other masters, or other base directories, may have runs with the same one here.
         self.run_id = run_id
         self.node = node
         user, name = f"oobleck-{os.getuid()}", _directory_name(node)

@@ -177,6 +177,7 @@ class RunDirectory:
             with suppress(OSError):  # without it, no master on another machine can take over
                 write_whole(self.path / "host", f"{socket.gethostname()}\n")
         if self.control_socket.parent != self.path:
+            # Other commands find the socket by this link, whatever their own runtime directory is.
             link = self.path / "control.sock"
             link.unlink(missing_ok=True)
             link.symlink_to(self._short_socket)

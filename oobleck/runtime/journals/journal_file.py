@@ -34,10 +34,7 @@ _POLL_S = 0.2
 
 
 class JournalWriter(LineFile):
-    """Appends entries to a file; the port `Journal`, for one thread.
-
-    Entries that meet a full disk wait, and are written later (`LineFile`) between two `JournalGap` entries.
-    """
+    """Appends entries to a file, or later if the disk is full (`LineFile`); the port `Journal`, for one thread."""
 
     def __init__(
         self,

@@ -41,6 +41,7 @@ def write_image(journal: Path, image: object, place: int) -> int:
         file.write(json.dumps(head).encode() + b"\n" + body)
         file.flush()
         os.fsync(file.fileno())
+    # A reader sees the old image or the new one, and never a part.
     new.replace(path)
     return len(body)
 

@@ -64,6 +64,7 @@ async def printed_by(command: str, *, named: str, timeout_s: float) -> str:
         if process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            # The process has been killed, so this wait is short, and no zombie is left.
             with trio.CancelScope(shield=True):
                 await process.wait()
         for stream in (process.stdout, process.stderr):

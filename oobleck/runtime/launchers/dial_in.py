@@ -261,13 +261,11 @@ async def listen(host: str | None, port: int) -> tuple[list[trio.SocketListener]
 
 
 def settle_keys(directory: Path, *, master: str, renew: bool) -> tuple[ssh.DialInKeys, Path]:
-    """Return the keys of a run and the file for its nodes, which dial in at `master`.
-
-    Unless `renew`, keeps the keys of an earlier master. Raises ConfigError.
-    """
+    """Return the keys of a run and the file for its nodes, which dial in at `master`. Raises ConfigError."""
     private_directory(directory)
     ours, theirs = directory / _MASTER, directory / _NODE
     keys, known = ssh.make_keys(master=master)
+    # The nodes of an earlier master look for the next one with the keys that they have.
     if not renew and ours.exists():
         keys, known = _read(ours, ssh.DialInKeys), replace(read_pass(theirs), master=master)
     _write(ours, keys)
@@ -276,10 +274,7 @@ def settle_keys(directory: Path, *, master: str, renew: bool) -> tuple[ssh.DialI
 
 
 def make_key_files(directory: Path, *, master: str) -> Path:
-    """Make keys for a master that will listen at `master`; returns the file for nodes.
-
-    Raises ConfigError, also if keys exist already.
-    """
+    """Make keys for a master at `master`; return the file for nodes. Raises ConfigError, also if keys exist."""
     if (directory / _MASTER).exists():
         raise ConfigError(f"{directory / _MASTER} exists already; remove it if no run needs it any more")
     return settle_keys(directory, master=master, renew=True)[1]

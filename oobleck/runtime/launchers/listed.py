@@ -197,10 +197,7 @@ def _version(text: str) -> tuple[str, ...] | str:
 
 
 class VirtualNodes(_NodesBySSH):
-    """Launcher: nodes on this machine, reached through our own SSH server.
-
-    A run begins with the first `num_first`; a user can add the others.
-    """
+    """Launcher: nodes on this machine, behind our own SSH server; a run begins with the first `num_first`."""
 
     are_virtual = True
 

@@ -18,8 +18,7 @@ _END_TIMEOUT_S = 10.0
 def restart_master(master: ProcessId, *more: str, down_s: float) -> None:
     """Kill a master with SIGKILL, and start it again `down_s` seconds later with `more` arguments.
 
-    The new process has the same output and its own session. Raises UsageError if the process is gone, or belongs to
-    another user.
+    The new process has the same output. Raises UsageError if the old one is gone, or belongs to another user.
     """
     process = Path("/proc") / str(master.pid)
     with ExitStack() as stack:

@@ -137,6 +137,7 @@ class _Actors:
             )
             .remote(node.line, variables, self._keys)
         )
+        # An actor that an earlier master has started knows only that one's address.
         actor.update.remote(self._keys)
 
     def _check(self, node: _RayNode) -> None:

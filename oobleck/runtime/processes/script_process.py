@@ -96,6 +96,7 @@ class ScriptProcess:
     def close(self) -> None:
         """Let the process end, or kill it after some seconds."""
         try:
+            # This closes the script's input, at whose end it ends.
             self._process.communicate(timeout=_ENDS_WITHIN_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
@@ -173,6 +174,7 @@ class CallbackProcess(EntryFeed):
         with trio.move_on_after(_CALLBACKS_END_WITHIN_S):
             await self._closed.wait()
         self._scope.cancel()
+        # `run` still has to reap the process after the cancellation.
         await self._closed.wait()
 
     async def run(self) -> None:

@@ -34,10 +34,7 @@ class TrainerProcess(EntryFeed):
     """A script that waits in its `train()`, until `end`."""
 
     def __init__(self, script: ScriptSpec) -> None:
-        """Run the script until it calls `train()`.
-
-        Raises UsageError or ConfigError for errors in the job, and SystemExit if the script ends without the call.
-        """
+        """Run the script up to its `train()`. Raises UserError for its job, SystemExit if it ends without that."""
         self._ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [*_HOST, str(theirs.fileno())], pass_fds=(theirs.fileno(),), env={**as_no_rank(), "PYTHONUNBUFFERED": "1"}

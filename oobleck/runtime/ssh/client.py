@@ -359,6 +359,7 @@ def _explain(attempt: _Attempt, error: Exception) -> str:
             return f"{target} refused the connection; is sshd running there, and is the port right?"
         case socket.gaierror():
             return f"the host name {spec.host!r} cannot be resolved ({error.strerror}); check {where}"
+        # The cases above are more particular errors of the system.
         case OSError():
             file = f" ({error.filename})" if error.filename else ""
             how = f" through {through}" if through else ""

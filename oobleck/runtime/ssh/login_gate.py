@@ -39,10 +39,7 @@ class _Caller:
 
 @dataclass(eq=False)
 class LoginGate:
-    """Accepts connections, and limits how many may be silent, waiting or logging in.
-
-    At a limit it drops the oldest caller from the address that has the most.
-    """
+    """Accepts connections, and limits how many may be silent, waiting or logging in."""
 
     let_in: Callable[[socket.socket], Awaitable[object]]
     """Takes over a caller's socket, returns once the caller is known, and may raise asyncssh's errors and OSError."""
@@ -137,7 +134,8 @@ def _oldest_of_most(callers: Iterable[_Caller]) -> _Caller:
     """Return the oldest caller from the address that has the most; O(callers)."""
     each = tuple(callers)
     counts = Counter(caller.address for caller in each)
-    # The oldest has had the most time, and `max` returns the first of equals.
+    # The oldest has had the most time, and `max` returns the first of equals. By the most of an address, many callers
+    # from one place keep out no other.
     return max(each, key=lambda caller: counts[caller.address])
 
 
