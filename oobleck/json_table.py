@@ -82,6 +82,7 @@ class JsonTable:
         known = [*required, *optional]
         for key in self.items:
             if key not in known:
+                # With this cutoff there is always a match.
                 near = get_close_matches(key, known, n=1, cutoff=0.0)
                 raise ConfigError(f"{self.where}: unknown key {shown(key)}; did you mean {near[0]!r}?")
         for key in required:

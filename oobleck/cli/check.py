@@ -28,6 +28,7 @@ _TAG = "check"
 @dataclass(frozen=True, kw_only=True)
 class _Nodes(inputs.NodeOptions):
     local: int | None = option("--local", "N", "Check N virtual nodes of this machine.")
+    # A check asks for the nodes only once.
     hosts_every: None = None
 
 

@@ -239,6 +239,7 @@ COMMANDS: tuple[CliCommand, ...] = (
 
 _CONTEXT: dict[str, object] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
+# `oobleck run` reads all words itself, because `--help` after the script is the script's own.
 _PASS_THROUGH: dict[str, object] = {
     "ignore_unknown_options": True,
     "allow_interspersed_args": False,
@@ -306,6 +307,7 @@ def _application(
         epilog=f"{_epilog(_EXAMPLES)}\n\n{EXIT_CODES_TEXT}",
         no_args_is_help=True,
         rich_markup_mode=None,
+        # A bug keeps Python's own traceback.
         pretty_exceptions_enable=False,
         context_settings=_CONTEXT,
     )

@@ -260,6 +260,7 @@ def _progress(name: str, duration_s: float, *, quiet: bool) -> Iterator[Callable
 def _panel(outcome: Outcome, trace: Trace) -> RunPanel:
     from oobleck.ui.run_panels import Band, RunPanel
 
+    # A job may continue after the trace's end, which the picture leaves out.
     bands = [
         Band(
             start_s=each.start_s,

@@ -119,6 +119,7 @@ def this_machine(root: Path = _ROOT, *, affinity: Set[int] | None = None) -> Mac
 
 def num_oom_kills(root: Path = _ROOT) -> int:
     """Return how many processes of this one's cgroup the kernel has killed for lack of memory."""
+    # A parent's count may include the kills of its other children.
     return sum(above[0].num_oom_kills for above in _groups(root))
 
 
@@ -128,6 +129,7 @@ def _groups(root: Path) -> Iterator[list[_Group]]:
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, place = rest.partition(":")
+        # A line of version 2 names no controllers.
         kinds = controllers.split(",") if controllers else [_V2]
         mount = next((mounts[kind] for kind in kinds if kind in mounts), None)
         if mount is None or not {_V2, "cpu", "memory"} & {*kinds}:

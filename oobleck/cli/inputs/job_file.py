@@ -107,7 +107,6 @@ class _Reader:
     lenient: bool
 
     def spec(self, cls: type, value: YamlValue, path: tuple[str, ...]) -> dict[str, object]:
-        """Read the fields of a dataclass."""
         annotations = {name: hint for name, hint in get_type_hints(cls).items() if name not in _NOT_IN_FILES}
         changes: dict[str, object] = {}
         for key, item in _entries(value, path):

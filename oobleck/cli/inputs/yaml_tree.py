@@ -116,7 +116,6 @@ class _Reader:
         self._reading: set[yaml.Node] = set()
 
     def read(self, node: yaml.Node) -> YamlValue:
-        """Turn a node into a value. Raises YamlError."""
         if node in self._reading:
             raise YamlError("this alias lies within its own target", _line(node))
         if node not in self._read:

@@ -14,8 +14,6 @@ _LAST_WORDS_S = 1.0
 
 
 class _Handler(logging.Handler):
-    """Writes in a thread of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self._waiting: queue.Queue[str | None] = queue.Queue(_MAX_WAITING)

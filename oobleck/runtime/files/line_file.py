@@ -115,6 +115,7 @@ class LineFile:
         try:
             start = 0
             os.ftruncate(descriptor, 0)
+            # What follows the last whole line is left behind.
             while start < self.size_bytes:
                 piece = os.pread(self._descriptor, min(_COPY_BYTES, self.size_bytes - start), start)
                 if not piece:

@@ -126,6 +126,7 @@ class JournalWriter(LineFile):
         self._tell(self._gap)
 
     def _end_gap(self) -> None:
+        # The gap is over before its last entry is written: if that fails, the next entry begins another one.
         gap, self._gap = self._gap, None
         if gap is None:
             return
@@ -175,6 +176,7 @@ def read_entries(
         with path.open("rb") as lines:
             lines.seek(start)
             for number, line in enumerate(lines, start=1):
+                # Only the last line can be torn, because a writer removes a torn one before it appends.
                 if not line.endswith(b"\n"):
                     return
                 place += len(line)
