@@ -131,8 +131,7 @@ def parse_command_line(words: Sequence[str], environment: Mapping[str, str]) -> 
     if unknown:
         raise UsageError(f"{unknown[0]}: there is no such option; `oobleck run --help` shows what there is")
     values = {f"--{name.replace('_', '-')}": value for name, value in vars(known).items() if value not in (None, False)}
-    # As in torchrun, the command line overrides the environment.
-    values = {**_from_environment(environment), **values}
+    values = {**_from_environment(environment), **values}  # as in torchrun, the command line overrides the environment
     for name, instead in REFUSED.items():
         if name in values:
             raise UsageError(f"{name}: `oobleck run` has no such option; {instead}")
