@@ -44,7 +44,7 @@ def to_json(value: object, *, indent: int | None = None) -> str:
 
 
 def unique_keys(pairs: Iterable[tuple[object, object]]) -> dict[object, object]:
-    """Build a map, but not from pairs that give one key twice: which of the two would count?"""
+    """Build a map. Raises ValueError for a key that is given twice: which of the two would count?"""
     listed = list(pairs)  # msgpack without its C extension gives a generator
     built = dict(listed)
     if len(built) != len(listed):
@@ -82,6 +82,7 @@ class JsonTable:
         known = [*required, *optional]
         for key in self.items:
             if key not in known:
+                # With this cutoff there is always a match.
                 near = get_close_matches(key, known, n=1, cutoff=0.0)
                 raise ConfigError(f"{self.where}: unknown key {shown(key)}; did you mean {near[0]!r}?")
         for key in required:
@@ -103,6 +104,7 @@ class JsonTable:
 
     def integer(self, key: str) -> int:
         value = self._item(key)
+        # A truth value is an `int` to Python.
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{self.where}: {key} is {shown(value)}; it must be a whole number")
         return value
@@ -145,7 +147,8 @@ class JsonTable:
 
 
 def _whole(text: str, place: str) -> str:
-    """Return the text. Raises ConfigError for halves of characters, which JSON can spell, but no file can hold."""
+    """Return the text. Raises ConfigError for halves of characters."""
+    # JSON can spell lone surrogates, but no file can hold them.
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
         raise ConfigError(f"{place} is {shown(text)}; it must be whole Unicode characters")
     return text

@@ -16,11 +16,9 @@ from oobleck.errors import ConfigError
 
 
 class WorkerId(NamedTuple):
-    """One device of one node: where one worker runs.
+    """One device of one node: where one worker runs."""
 
-    It is a tuple because a recovery of thousands of workers hashes and compares these hundreds of thousands of times.
-    """
-
+    # It is a tuple, because a recovery of thousands of workers hashes and compares it hundreds of thousands of times.
     node: str
     device: int
 
@@ -59,6 +57,7 @@ class StageTemplate:
         return self.node_index, self.first_device, self.num_devices
 
 
+# Classes with cached properties need a `__dict__`, so they have no slots.
 @dataclass(frozen=True, kw_only=True)
 class PipelineTemplate:
     """The stages of a pipeline on a number of nodes, from the first layer to the last.

@@ -27,8 +27,6 @@ _ENDLESS_STEPS = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class ChaosOptions:
-    """What `oobleck chaos` was called with."""
-
     trace_file: Path = argument("TRACE", "A failure trace; see `oobleck trace`.", default=...)
     local: int | None = option("--local", "N", "Play it on a new run of N virtual nodes.", parser=whole(1, MAX_NODES))
     tag: TagOption = None
@@ -65,6 +63,7 @@ def chaos(options: ChaosOptions) -> None:
         _play(trace, Player(running, name_nodes(trace, running.nodes), speedup=speedup, tell=_say), _say)
         return
     if options.steps is None:
+        # The trace's end stops the run, not its last step.
         own += ["--steps", str(_ENDLESS_STEPS)]
     there = [f"node{index}" for index in range(local + NUM_SPARE_NODES)]
     names = name_nodes(trace, there[:local], there[local:])

@@ -21,20 +21,19 @@ if TYPE_CHECKING:
 
 _MAX_SLOWNESS = 1e6
 _CLOSE_S = 2.0
+# Nodes that dial in need a directory for their keys; it stands next to those of runs.
 _TAG = "check"
-"""Names the directory, next to those of runs, that has the keys for nodes that dial in."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Nodes(inputs.NodeOptions):
     local: int | None = option("--local", "N", "Check N virtual nodes of this machine.")
+    # A check asks for the nodes only once.
     hosts_every: None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions:
-    """What `oobleck check` was called with."""
-
     hostfile: Path | None = argument("HOSTFILE", "Nodes to check, one per line.")
     nodes: _Nodes
     reach: inputs.ReachOptions

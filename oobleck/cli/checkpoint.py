@@ -153,6 +153,7 @@ def _of_run(run: RunDirectory) -> CheckpointDirectory:
     """Return where a run has its checkpoints: where its journal says, or else in the run's own directory."""
     named = None
     if run.journal.is_file():
+        # The job is in the first entry, and the journal may be gigabytes long.
         first = next(iter(read_journal(run.journal)), None)
         named = first.job.checkpoint.directory if isinstance(first, JobStarted) else None
     return CheckpointDirectory(run.path / "checkpoints" if named is None else expand_user(named))

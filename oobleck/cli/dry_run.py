@@ -217,6 +217,7 @@ def _estimate(job: JobSpec, outline: ModelOutline, *, num_local: int, sheet: str
 
 def _with_memory(profile: Profile, job: JobSpec, *, num_local: int) -> Profile:
     device = profile.device
+    # Virtual nodes share the memory of this machine.
     memory_bytes = job.device_memory_bytes or (
         this_machine().usable_memory_bytes // num_local if num_local else device.memory_bytes
     )

@@ -101,6 +101,7 @@ def _news(entries: Iterator[journal.JournalEntry | None]) -> Iterator[journal.In
     diagnosis = journal.Diagnosis()
     begun = done = 0
     for entry in entries:
+        # An incident is news only once all that is written has been read: it may be over by then.
         if entry is not None:
             diagnosis.apply(entry)
             continue

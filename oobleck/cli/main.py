@@ -45,7 +45,6 @@ class CliCommand:
         self._target = target or f"oobleck.cli.{name}:{name}"
 
     def load(self) -> Callable[..., None]:
-        """Import the command's module and return its function."""
         module, _, function = self._target.partition(":")
         loaded: Callable[..., None] = getattr(import_module(module), function)
         return loaded
@@ -240,6 +239,7 @@ COMMANDS: tuple[CliCommand, ...] = (
 
 _CONTEXT: dict[str, object] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
+# `oobleck run` reads all words itself, because `--help` after the script is the script's own.
 _PASS_THROUGH: dict[str, object] = {
     "ignore_unknown_options": True,
     "allow_interspersed_args": False,
@@ -263,6 +263,7 @@ def main(arguments: Sequence[str] | None = None, *, commands: Sequence[CliComman
     stdout = as_output(sys.stdout)
     status = _run(list(sys.argv[1:] if arguments is None else arguments), commands, stdout)
     failure = settle(stdout)
+    # A command whose answer is lost has failed; a run lasts without its output, and another error tells more.
     if failure is None or status != ExitCode.DONE or stdout.lasting:
         return status
     if failure.errno != errno.EPIPE:  # otherwise the reader is gone, as with `| head`
@@ -284,6 +285,7 @@ def _run(words: list[str], commands: Sequence[CliCommand], stdout: Output) -> in
     except OSError as error:
         if error is stdout.failure:
             return ExitCode.DONE  # `main` reports it
+        # An error that names no file is a bug of ours, and keeps its traceback.
         if error.filename is None:
             raise
         return _report(_of_file(error))
@@ -305,6 +307,7 @@ def _application(
         epilog=f"{_epilog(_EXAMPLES)}\n\n{EXIT_CODES_TEXT}",
         no_args_is_help=True,
         rich_markup_mode=None,
+        # A bug keeps Python's own traceback.
         pretty_exceptions_enable=False,
         context_settings=_CONTEXT,
     )
@@ -315,6 +318,7 @@ def _application(
 
 
 def _add_commands(app: typer.Typer, commands: Sequence[CliCommand], words: Sequence[str]) -> None:
+    # No option before the command takes a value, so the first other word is the command.
     asked = next((index for index, word in enumerate(words) if not word.startswith("-")), len(words))
     for command in commands:
         is_asked = asked < len(words) and words[asked] == command.name
@@ -325,6 +329,7 @@ def _add_commands(app: typer.Typer, commands: Sequence[CliCommand], words: Seque
         else:
             app.command(
                 command.name,
+                # Without a `help`, typer takes the function's docstring, which is the long one.
                 help=None if is_asked else command.help,
                 short_help=command.help,
                 epilog=_epilog(command.examples),
@@ -333,9 +338,9 @@ def _add_commands(app: typer.Typer, commands: Sequence[CliCommand], words: Seque
 
 
 def _epilog(examples: Sequence[Example]) -> str | None:
-    """Return examples one below the other; the leading mark keeps click from filling them into a paragraph."""
     width = max((len(line) for line, _ in examples), default=0)
     rows = (f"  {line.ljust(width)}  {purpose}" for line, purpose in examples)
+    # The leading mark keeps click from filling the examples into a paragraph.
     return "\n".join(("\b", "Examples:", *rows)) if examples else None
 
 

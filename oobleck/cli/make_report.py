@@ -105,7 +105,6 @@ def _priced(
 
 
 def show_report(report: PlanReport, *, as_json: bool) -> None:
-    """Print the report, for a person or for a program."""
     if as_json:
         typer.echo(plan_json(report), nl=False)
         return

@@ -47,6 +47,7 @@ def _describe(run: RunDirectory, *, is_named: bool) -> str:
                 control, is_script = entry.run.control, True
     except ConfigError as error:
         return f"run {run.tag} has no master, and its journal cannot be read: {error}" if is_named else ""
+    # Entries count from the run's start, so only the file tells how long ago the last one was written.
     silent_s = max(0.0, time.time() - run.journal.stat().st_mtime)
     is_over = silent_s > control.orphan_timeout_s
     if is_over and not is_named:
@@ -62,6 +63,7 @@ def _describe(run: RunDirectory, *, is_named: bool) -> str:
     else:
         state = f"its nodes ({shown}) continue for up to {minutes} without one"
         then = "ends its processes and starts them again" if is_script else "takes it over"
+    # `oobleck.launch` starts its runs with this option, by words that are of no use to a person.
     is_a_persons = run.command and "--until-eof" not in run.command
     command = run.command if is_a_persons else "that of the program that started it"
     return (

@@ -38,6 +38,7 @@ def argument(metavar: str, text: str, *, default: Any = None) -> Any:
 
 
 def _field(default: Any, **metadata: Any) -> Any:
+    # `...` is typer's own mark of a required option.
     return field(default=MISSING if default is ... else default, metadata=metadata)
 
 

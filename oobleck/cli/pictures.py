@@ -14,8 +14,6 @@ from .option_fields import option
 
 @dataclass(frozen=True, kw_only=True)
 class PictureOptions:
-    """The files to draw and to write."""
-
     plot: Path | None = option("--plot", "FILE", "Draw the result as .svg, or as .png with the plot extra.")
     chrome_trace: Path | None = option("--chrome-trace", "FILE", "Write the result as a trace for Perfetto.")
 

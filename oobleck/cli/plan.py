@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What `oobleck plan` was called with."""
-
     nodes: str = option(
         "--nodes",
         "N",
@@ -83,6 +81,7 @@ def _report(options: PlanOptions, counts: int | tuple[inputs.KindCount, ...]) ->
     check_batch(batch, profile.microbatch_size)
     settings = PlannerSettings(
         num_microbatches=batch // profile.microbatch_size,
+        # Stages have several devices only where all nodes are of one kind.
         max_devices_per_stage=kinds[0].devices_per_node if len(kinds) == 1 else 1,
         fault_threshold=planning.fault_threshold,
         num_pipelines=planning.pipelines,

@@ -108,7 +108,7 @@ def _read(path: Path, options: inputs.PlanningOptions) -> Profile:
 
 
 def _usual_length(shape: profiles.ModelShape) -> int:
-    """Return the largest power of two that a model's positions allow: some models have a few special ones on top."""
+    # Some models have a few special positions on top of a power of two.
     return 1 << (shape.num_positions.bit_length() - 1) if shape.num_positions else _DEFAULT_LENGTH
 
 

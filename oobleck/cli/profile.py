@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """What `oobleck profile` was called with."""
-
     job: list[str] | None = argument("[JOB.yaml | SCRIPT.py] [-- ARGUMENTS]", "The job; without one, the default job.")
     device: str | None = option("--device", "cpu or cuda; by default, the job's device.")
     settings: list[str] | None = option("--set", "KEY=VALUE", "Override a key of the job.")

@@ -38,8 +38,6 @@ _MAX_SPARES = 1_024
 
 @dataclass(frozen=True, kw_only=True)
 class SimOptions:
-    """What `oobleck sim` was called with."""
-
     failures: Path = option("--failures", "FILE", "Failure trace; see `oobleck trace`.", default=...)
     planning: inputs.PlanningOptions
     nodes: str | None = option(
@@ -178,10 +176,7 @@ def _settings(options: SimOptions, counts: tuple[inputs.KindCount, ...]) -> Swee
 
 
 def _parse_costs(file: Path | None, changes: Sequence[str]) -> Costs:
-    """Return the costs, changed by a file and then by each NAME=VALUE.
-
-    Raises UsageError or ConfigError that names the option or the file, and the cost.
-    """
+    """Return the costs, changed by a file and then by each NAME=VALUE. Raises UserError."""
     from oobleck.sim.costs import Costs, costs_from_json
 
     costs = Costs()
@@ -265,6 +260,7 @@ def _progress(name: str, duration_s: float, *, quiet: bool) -> Iterator[Callable
 def _panel(outcome: Outcome, trace: Trace) -> RunPanel:
     from oobleck.ui.run_panels import Band, RunPanel
 
+    # A job may continue after the trace's end, which the picture leaves out.
     bands = [
         Band(
             start_s=each.start_s,

@@ -30,8 +30,6 @@ class _OutputOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """What `oobleck trace generate` was called with."""
-
     nodes: int = option(
         "--nodes", "N", "Nodes of the cluster: node0, node1, …", default=..., parser=whole(1, MAX_NODES)
     )
@@ -82,8 +80,6 @@ def generate_trace(options: GenerateOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """What `oobleck trace convert` was called with."""
-
     file: Path = argument("FILE", "A public trace.", default=...)
     format_name: str | None = option(
         "--format", "NAME", "oobleck, bamboo, infinitehbd, parcae, skypilot or lanl; detected by default."

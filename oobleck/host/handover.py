@@ -18,8 +18,9 @@ Receiver = Callable[[Any], Any]
 
 
 class TrainReached(BaseException):
-    """Ends a script at its `train()`. It is no `Exception`, so that the script's own handlers let it pass."""
+    """Ends a script at its `train()`."""
 
+    # It is no `Exception`, so that the script's own handlers let it pass.
     def __init__(self, trainer: Any) -> None:
         super().__init__("train() was reached")
         self.trainer = trainer

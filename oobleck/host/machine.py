@@ -69,7 +69,7 @@ class _Group:
 
     @property
     def memory_bytes(self) -> int | None:
-        """The limit, or None without one; in version 1, that is a very large number."""
+        """The limit, or None without one."""
         with suppress(ValueError):
             return int(self._read("memory.max" if self.is_v2 else "memory.limit_in_bytes"))
         return None
@@ -104,6 +104,7 @@ def this_machine(root: Path = _ROOT, *, affinity: Set[int] | None = None) -> Mac
     for group in chain.from_iterable(_groups(root)):
         cores, memory = group.num_cores, group.memory_bytes
         cores = cores if cores is not None and cores < num_cores else None
+        # Version 1 writes a very large number for no limit.
         memory = memory if memory is not None and memory < memory_bytes else None
         if cores is not None or memory is not None:
             limits.append(ResourceLimit(group=group.name, num_cores=cores, memory_bytes=memory))
@@ -118,6 +119,7 @@ def this_machine(root: Path = _ROOT, *, affinity: Set[int] | None = None) -> Mac
 
 def num_oom_kills(root: Path = _ROOT) -> int:
     """Return how many processes of this one's cgroup the kernel has killed for lack of memory."""
+    # A parent's count may include the kills of its other children.
     return sum(above[0].num_oom_kills for above in _groups(root))
 
 
@@ -127,11 +129,13 @@ def _groups(root: Path) -> Iterator[list[_Group]]:
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, place = rest.partition(":")
+        # A line of version 2 names no controllers.
         kinds = controllers.split(",") if controllers else [_V2]
         mount = next((mounts[kind] for kind in kinds if kind in mounts), None)
         if mount is None or not {_V2, "cpu", "memory"} & {*kinds}:
             continue
         top, shown = mount
+        # In a container the mount shows only a part of the hierarchy, below the group `shown`.
         below = place.removeprefix(shown).strip("/") if place.startswith(shown) else ""
         path = top / below
         above = [each for each in (path, *path.parents) if each.is_relative_to(top) and each.is_dir()]

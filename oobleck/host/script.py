@@ -99,6 +99,7 @@ class Job:
         return (*sorted(self.made), *(("callbacks",) if self.callbacks else ()))
 
 
+# Each argument of a `Job` may have these types besides functions; errors name them by the words.
 _KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "model": ((str, Mapping), "settings, or a function that returns it"),
     "loss": ((), "a function"),
@@ -107,7 +108,6 @@ _KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "optimizer": ((Mapping,), "settings, or a function that makes it"),
     "lr_lambda": ((), "a function"),
 }
-"""The types of each argument of a `Job` besides functions, and the expectation in words."""
 
 
 def _check_kinds(**arguments: object) -> None:
@@ -128,6 +128,7 @@ def has_job(script: ScriptSpec) -> bool:
 
 def _names_bound(statement: ast.stmt) -> Iterator[str]:
     is_scope = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    # The names in the body of a function or a class are local to it.
     for node in [statement] if is_scope else ast.walk(statement):
         match node:
             case ast.FunctionDef(name=name):
@@ -195,6 +196,7 @@ def _blaming(script: ScriptSpec) -> Iterator[None]:
     """Turn the exceptions of a script into errors that name its file and line."""
     try:
         yield
+    # Our own errors name the place and what to change already.
     except (ConfigError, UsageError):
         raise
     except SystemExit as end:
@@ -238,7 +240,8 @@ def module_of(name: str, source: str, directory: str) -> types.ModuleType:
 
 
 def _execute(module: types.ModuleType, source: str) -> None:
-    sys.modules[module.__name__] = module  # dataclasses look their own module up
+    # Dataclasses and pickle look a module up by its name.
+    sys.modules[module.__name__] = module
     exec(compile(source, str(module.__file__), "exec"), module.__dict__)  # noqa: S102  it is the user's own
 
 
@@ -268,6 +271,7 @@ def _line_of(error: BaseException, name: str) -> str:
     line = None
     trace = error.__traceback__
     while trace is not None:
+        # The last match is the innermost line of the script: what follows it is a library's.
         if trace.tb_frame.f_code.co_filename == name:
             line = trace.tb_lineno
         trace = trace.tb_next

@@ -20,11 +20,9 @@ _PASSING = (errno.ENOSPC, errno.EDQUOT)  # there may be room again later
 
 
 class Output(io.TextIOBase):
-    """A text stream that remembers its first failure, and, if it is `lasting`, does not raise it.
+    """A text stream that remembers its first failure, and, if it is `lasting`, does not raise it."""
 
-    It has no `buffer`, past which typer would write.
-    """
-
+    # It has no `buffer`, because typer would write past this class to that.
     def __init__(self, stream: TextIO, *, lasting: bool = False) -> None:
         self.lasting = lasting
         self.failure: OSError | None = None
@@ -93,16 +91,14 @@ class ScriptOutput(Output):
 
 
 def shield_scripts() -> None:
-    """Let a script's prints never fail: a log's full disk is no fault of the script."""
+    """Let a script's prints never fail."""
+    # A log's full disk is no fault of the script.
     sys.stdout = ScriptOutput(sys.stdout, lasting=True)
     sys.stderr = ScriptOutput(sys.stderr, lasting=True)
 
 
 def answer_with(make: Callable[[], str]) -> int:
-    """Write the result of `make` to stdout, and nothing else; return the exit code.
-
-    Other prints go to stderr, and so does a UserError, as the last line.
-    """
+    """Write only the result of `make` to stdout, or a UserError to stderr as its last line; return the exit code."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a script may print
     try:
@@ -118,10 +114,11 @@ def answer_with(make: Callable[[], str]) -> int:
 def open_standard_streams() -> None:
     """Make this process's streams usable, whatever it was started with.
 
-    A closed stream is opened, so that no file or socket takes its number: reading finds the end, output fails as it
-    would have, messages go nowhere. Characters that the encoding lacks are replaced, and a non-blocking pipe becomes a
-    blocking one. Streams that a test or a notebook has replaced stay.
+    Characters that the encoding lacks are replaced, and a non-blocking pipe becomes a blocking one. Streams that a test
+    or a notebook has replaced stay.
     """
+    # A closed stream is opened, because a file or socket would take its number. Then reading finds the end, output
+    # still fails, because its descriptor is for reading, and messages vanish.
     for number, flags in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
         if _is_closed(number):
             _open_null(number, flags)
@@ -148,14 +145,12 @@ def lasting(stream: TextIO | Output) -> Output:
 
 
 def settle(output: Output) -> OSError | None:
-    """Flush an output at the end of a process; return the error if not all of it was written.
-
-    The rest is dropped then, so that the interpreter does not try again.
-    """
+    """Flush an output at the end of a process; return the error if not all of it was written."""
     with suppress(OSError):
         output.flush()
     if output.failure is not None:
         with suppress(OSError, ValueError):
+            # The interpreter flushes once more at its end, and would report the failure a second time.
             if output.fileno() == 1:
                 _open_null(1, os.O_WRONLY)
     return output.failure
@@ -171,6 +166,7 @@ def _is_closed(number: int) -> bool:
 
 def _open_null(number: int, flags: int) -> None:
     descriptor = os.open(os.devnull, flags)
+    # Children inherit their standard streams; `dup2` makes its copy inheritable, `open` does not.
     if descriptor == number:
         os.set_inheritable(number, True)
     else:

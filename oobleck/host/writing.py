@@ -30,6 +30,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with naming(path):
+        # The directory may be shared, and a link under this name would lead the write elsewhere.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:

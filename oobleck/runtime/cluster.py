@@ -102,22 +102,23 @@ class SSHCluster:
         self._let_go: set[str] = set()
         self._released: set[str] = set()
         self._turns = trio.CapacityLimiter(_AT_ONCE)
+        # A node may be added again during its cleanup, so an agent is started or cleaned up only with its node's lock.
         self._tending: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)
-        """Held while an agent is started or cleaned up, because a node may be added again during its cleanup."""
 
     async def reach(self, node: NodeSpec, *, attach: bool) -> _Tunnel:
         """Start the node's agent and connect to it. Raises NodeUnreachable.
 
-        `attach` connects to the agent that a killed master has left, or raises AgentGone. Otherwise that agent is
-        ended first, because it would continue the earlier run's work.
+        `attach` connects to the agent that a killed master has left, or raises AgentGone; else that agent is ended.
         """
         limit_s = starting_s(self._agent_timeout_s, len(self._index))  # this process may reach all nodes at once
         async with self._tending[node.name]:
             connection = await self._connections.to(node)
             try:
                 if attach:
+                    # Another exit status would not tell a missing agent from a shell that fails.
                     command = f"({self._commands(node).answer()}) || exit {_NO_AGENT}"
                 else:
+                    # An agent that was left would continue the earlier run's work.
                     async with self._turns:
                         await connection.run(self._commands(node).end(), timeout_s=limit_s)
                     await self._check_if_returning(node)
@@ -165,6 +166,7 @@ class SSHCluster:
                 await self._run(node, self._commands(node).clean())
         except NodeUnreachable as error:
             _log.info("%s is not cleaned up: %s", node.name, error.reason)
+        # A launcher may end the node's connection, so the cleanup comes first.
         if node.name in self._released:
             self._released.discard(node.name)
             await self._connections.launcher.release(node)
@@ -188,6 +190,7 @@ class SSHCluster:
             async with self._turns:
                 return (await connection.run(command, timeout_s=_COMMAND_TIMEOUT_S)).exit_status
         except trio.BrokenResourceError as error:
+            # The connection may hang as well, so the next command gets a new one.
             await self._connections.drop(node)
             raise NodeUnreachable(node.name, f"a command failed: {error}") from error
         except trio.TooSlowError as error:
@@ -198,6 +201,7 @@ class SSHCluster:
         return AgentCommands(self._run_id, node.name)
 
     def _agent_command(self, node: NodeSpec) -> str:
+        # Nodes that join later get the next numbers, so no two nodes share a log.
         index = self._index.setdefault(node.name, len(self._index))
         log = self._paths.base_dir / self._tag / f"agent{index}.log"
         arguments = {

@@ -19,6 +19,7 @@ class NodeConnections:
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
         self._open: dict[str, SSHConnection] = {}
+        # Several tasks may need a node at once, and must share one handshake.
         self._locks: defaultdict[str, trio.Lock] = defaultdict(trio.Lock)
 
     async def to(self, node: NodeSpec) -> SSHConnection:

@@ -28,6 +28,7 @@ MAX_SLOW_FACTOR = 50
 _SIGNALS = ("KILL", "STOP", "CONT", "TERM")
 _PROCESSES = re.compile(r"\*|agent|fork_server|worker[0-9]{1,3}")
 
+# Subclasses come before their base, because the first that fits an error names it.
 _ERRORS: Mapping[str, type[OobleckError]] = {
     "usage": UsageError,
     "config": ConfigError,
@@ -198,6 +199,7 @@ def _read_line(connection: socket.socket, deadline: float) -> bytes:
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
             raise TimeoutError
+        # The deadline is for the whole answer; a limit for each piece would let a slow run take any time.
         connection.settimeout(remaining_s)
         chunk = connection.recv(65536)
         received += chunk

@@ -32,11 +32,8 @@ _MAX_CLIENTS = 32
 async def serve_control(
     path: Path, handle: Handle, *, task_status: trio.TaskStatus[list[trio.SocketListener]] = trio.TASK_STATUS_IGNORED
 ) -> None:
-    """Answer requests at `path` until cancelled, then remove the socket.
-
-    Each client has its own task and 10 seconds, so that a slow one does not delay others. The socket of a dead run is
-    replaced. Raises UsageError if a living run listens there.
-    """
+    """Answer requests at `path` until cancelled. Raises UsageError if a living run listens there."""
+    # To ask whether another run listens takes up to two seconds, so a thread does it.
     listening = trio.socket.from_stdlib_socket(await trio.to_thread.run_sync(_listen, path))
     try:
         await serve_clients(
@@ -55,6 +52,7 @@ def _listen(path: Path) -> socket.socket:
         raise UsageError(f"{path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes of a socket's path")
     if path.is_socket() and _is_alive(path):
         raise UsageError(f"another run listens at {path}")
+    # This replaces the socket of a dead run.
     return listen_at(path, _MAX_CLIENTS)
 
 
@@ -62,6 +60,7 @@ def _is_alive(path: Path) -> bool:
     with suppress(OobleckError):
         try:
             request(path, StatusRequest(), timeout_s=2.0)
+        # A broken or late answer comes from a living process as well.
         except NoActiveRun:
             return False
     return True

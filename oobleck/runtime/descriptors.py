@@ -13,10 +13,8 @@ _PER_VIRTUAL_NODE = 10  # both ends of its connections, and at times a command's
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the soft limit (`ulimit -S -n`) of this process and its children to the hard one; return the limit.
-
-    The usual 1,024 are too few for connections to hundreds of nodes.
-    """
+    """Raise the soft limit (`ulimit -S -n`) of this process and its children to the hard one; return the limit."""
+    # The usual 1,024 are too few for connections to hundreds of nodes.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
     if soft == resource.RLIM_INFINITY or soft >= limit:

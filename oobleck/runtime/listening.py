@@ -1,8 +1,4 @@
-"""Accepts connections, up to a limit, and survives a lack of descriptors.
-
-`accept` fails if the process has no descriptors left, which passes. Like trio's `serve_listeners`, this pauses and
-continues, but it logs one line instead of a traceback per attempt.
-"""
+"""Accepts connections, up to a limit, and survives a lack of descriptors."""
 
 from __future__ import annotations
 
@@ -16,6 +12,8 @@ import trio
 
 _log = logging.getLogger("oobleck.listening")
 
+# `accept` fails with these if the process has no descriptors left, which passes. Like trio's `serve_listeners`, we
+# pause and continue, but log one line instead of a traceback per attempt.
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _REST_S = 0.1
 
@@ -27,6 +25,7 @@ def listen_at(path: Path, backlog: int) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(str(path))
+        # A socket that does not listen yet refuses connections, so none is made before the mode is set.
         path.chmod(0o600)
         listener.listen(backlog)
     except BaseException:
@@ -74,6 +73,7 @@ async def serve_clients(
     async def accept_all(listener: trio.SocketListener) -> None:
         async with listener:
             while True:
+                # Callers beyond the limit wait in the kernel's queue, without a descriptor or a task of ours.
                 await room.acquire()
                 clients.start_soon(serve, await accept(listener))
 

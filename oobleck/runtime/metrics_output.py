@@ -41,10 +41,7 @@ class MetricsOutput:
     """Writes a sample for each committed step, now or once a full disk has room."""
 
     def __init__(self, path: Path, *, past: Metrics | None = None, tensorboard: bool | None = None) -> None:
-        """Append to `path`; `tensorboard` is None to use it if it is installed.
-
-        `past` has the entries of earlier masters.
-        """
+        """Append to `path`; `past` has earlier masters' entries; `tensorboard` None uses it if it is installed."""
         self.metrics = Metrics() if past is None else past
         self._path = path
         self._lines: LineFile | None = None
@@ -86,6 +83,7 @@ class MetricsOutput:
             self._is_whole = lines.is_whole
             problem = "" if lines.problem is None else f"{lines.problem.strerror}; samples are kept until there is room"
             _log.warning("metrics %s: %s", self._path, problem or "written again")
+        # While the disk is full, each step would only leave another file with half a record.
         if self._has_board and self._is_whole:
             self._write_to_board({key: values[key] for key in _BOARD_KEYS}, sample.step)
 
@@ -159,6 +157,7 @@ async def serve_metrics(
 
     async def answer(stream: trio.SocketStream) -> bytes:
         head = await receive_until(stream, _HEAD_END, most_bytes=_MAX_REQUEST_BYTES)
+        # The path is not read: whatever a client asks for, it gets the metrics.
         return _response(text()) if _HEAD_END in head and len(head) <= _MAX_REQUEST_BYTES else b""
 
     try:

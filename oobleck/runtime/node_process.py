@@ -43,8 +43,6 @@ _SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2): orphans among o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCall:
-    """The arguments of `oobleck node`."""
-
     file: Path
     """The keys and the master's address; read for each call, because the next master may have another address."""
     line: str
@@ -56,7 +54,9 @@ class NodeCall:
 def run_node(call: NodeCall, *, tell: Callable[[str], None]) -> int:
     """Dial in until the run releases the node or it is taken away; returns the exit code. Raises UserError."""
     raise_descriptor_limit()  # agents and workers inherit it
+    # A file that cannot be used fails here, before anything is started; each call reads it again.
     read_pass(call.file)
+    # Agents leave their session and parent, and this process must still find, signal and reap them.
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         trio.run(_run, call, tell, clock=PatientClock())

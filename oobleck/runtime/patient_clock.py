@@ -41,5 +41,6 @@ class PatientClock(trio.abc.Clock):
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
         sleep_s = deadline - self.current_time()
+        # Trio sleeps next, so the following read is due only then.
         self._expected_s += max(0.0, sleep_s)
         return sleep_s

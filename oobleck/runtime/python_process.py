@@ -1,8 +1,4 @@
-"""How to start our own processes: the interpreter, its module path, and its environment.
-
-`python -m` puts the current directory first on the module path, and a shell on a node starts in the home directory, so
-a file `random.py` there would replace Python's. With `-P`, only installed modules and PYTHONPATH count.
-"""
+"""How to start our own processes: the interpreter, its module path, and its environment."""
 
 from __future__ import annotations
 
@@ -13,10 +9,13 @@ from typing import Final
 
 from oobleck import __version__
 
+# `python -m` alone puts the current directory first on the module path, and a shell on a node starts in the home
+# directory, so a file `random.py` there would replace Python's. With `-P`, only installed modules and PYTHONPATH count.
 MODULE: Final = "-P -m"
 
 _NOT_FOUND: Final = 127  # a shell's exit status for a command that does not exist
 
+# Children of torchrun, mpirun and srun inherit these, and a script's libraries would wait for ranks that do not exist.
 _PLACES: Final = frozenset(
     {
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK"),
@@ -34,10 +33,7 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def why_it_ended(python: str, errors: str, exit_status: int | None) -> str:
-    """Explain from the end of its stderr why a process of ours failed to start on a node, and what to change.
-
-    `exit_status` is the shell's.
-    """
+    """Explain from its stderr and the shell's exit status why a process of ours failed to start on a node."""
     lines = errors.strip().splitlines()
     if exit_status == _NOT_FOUND:
         return f"there is no {python}; name the interpreter there with --python"
@@ -57,10 +53,7 @@ def why_it_ended(python: str, errors: str, exit_status: int | None) -> str:
 
 
 def as_no_rank(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return an environment without the variables that make a process one rank among several.
-
-    Children of torchrun, mpirun and srun inherit them, and a script's libraries would wait for ranks that do not exist.
-    """
+    """Return an environment without the variables that make a process one rank among several."""
     return {
         name: value for name, value in environment.items() if name not in _PLACES and not name.startswith(_PREFIXES)
     }

@@ -5,9 +5,8 @@
            <── sealed ──>
 
 Both have the listener's ticket, which the master sent them over SSH. The key of each direction is derived from the
-ticket and both nonces. Each piece is sealed with AES-GCM under its number: one that was forged, changed, repeated or
-left out does not open, and ends the link. The first piece that opens authenticates its sender. So links protect what
-SSH protects; anyone who can connect to an agent learns only that it exists.
+ticket and both nonces. Each piece is sealed with AES-GCM under its number, and the first that opens authenticates its
+sender. So links protect what SSH protects; anyone who can connect to an agent learns only that it exists.
 """
 
 from __future__ import annotations
@@ -41,8 +40,6 @@ _GET_INTERFACE_ADDRESS = 0x8915
 
 
 class SealedStream(trio.abc.Stream):
-    """An encrypted stream over another one."""
-
     def __init__(self, stream: trio.abc.Stream, *, send_key: bytes, receive_key: bytes) -> None:
         self._stream = stream
         self._seal, self._open = AESGCM(send_key), AESGCM(receive_key)
@@ -56,6 +53,7 @@ class SealedStream(trio.abc.Stream):
         """Send bytes; a cancellation breaks the stream."""
         pieces: list[bytes] = []
         for start in range(0, len(data), _MOST_BYTES):
+            # The number is AES-GCM's nonce. One key must never see it twice, so even a cancelled send uses it up.
             piece = self._seal.encrypt(_COUNT.pack(self._num_sent), bytes(data[start : start + _MOST_BYTES]), None)
             self._num_sent += 1
             pieces += [_LENGTH.pack(len(piece)), piece]
@@ -90,6 +88,7 @@ class SealedStream(trio.abc.Stream):
                 if self._sealed:
                     raise trio.BrokenResourceError("the link ended within a piece")
                 return b""
+            # Bytes stay here until their piece is whole, so a cancelled call loses none.
             self._sealed += data
         taken = self._opened[:max_bytes]
         self._opened = self._opened[len(taken) :]
@@ -99,6 +98,7 @@ class SealedStream(trio.abc.Stream):
         if len(self._sealed) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._sealed)
+        # The length is not sealed, so without this bound anyone could make us collect 4 GiB.
         if length > _MOST_BYTES + _SEAL_BYTES:
             raise trio.BrokenResourceError(f"a piece of {length} bytes; at most {_MOST_BYTES + _SEAL_BYTES} are sent")
         stop = _LENGTH.size + length
@@ -107,6 +107,7 @@ class SealedStream(trio.abc.Stream):
         piece = bytes(self._sealed[_LENGTH.size : stop])
         del self._sealed[:stop]
         try:
+            # A piece that was forged, changed, repeated or left out does not open under the number that is due.
             opened = self._open.decrypt(_COUNT.pack(self._num_received), piece, None)
         except InvalidTag as error:
             raise trio.BrokenResourceError("a piece was not sealed by a holder of the ticket") from error
@@ -166,6 +167,7 @@ def _address_of(name: str) -> str:
     if name not in {interface for _, interface in socket.if_nameindex()}:
         return name
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # The kernel's `ifreq` holds a name of at most 15 bytes and a zero, then the family and port of the address.
         request = struct.pack("256s", name.encode()[:15])
         return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _GET_INTERFACE_ADDRESS, request)[20:24])
 
@@ -180,6 +182,7 @@ async def _greet(stream: trio.abc.Stream, ticket: bytes, *, calls: bool) -> Seal
             if not data:
                 raise trio.BrokenResourceError("the other side hung up")
             other += data
+    # Both sides derive the same keys only from the same order: the caller's nonce first.
     nonces = own + other if calls else other + own
     ours, theirs = (b"caller", b"listener") if calls else (b"listener", b"caller")
     return SealedStream(stream, send_key=_key(ticket, nonces, ours), receive_key=_key(ticket, nonces, theirs))

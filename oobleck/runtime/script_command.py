@@ -64,6 +64,7 @@ def _check_module(name: str, paths: list[str]) -> None:
             raise ConfigError(f"-m {name}: there is no module {whole} here; it is looked for in {paths[0]} first")
         if found.submodule_search_locations is None:
             searched = []
+        # The rest may be anywhere, so only the ranks can tell whether it exists.
         elif (searched := list(found.submodule_search_locations)) and _moves(found):
             return
     assert found is not None

@@ -1,9 +1,6 @@
 """Writes scalars to an event file, with TensorBoard's own messages and records.
 
 Imported only if TensorBoard is installed; that takes 50 ms.
-
-Rejected: TensorBoard's `EventFileWriter` and torch's `SummaryWriter`. They write in a thread, so they report a full
-disk only once and a step late, and the master could not begin another file.
 """
 
 from __future__ import annotations
@@ -26,6 +23,8 @@ class TensorBoardFile:
         """`wall_s` is the time in seconds since 1970; `name` distinguishes files of one second."""
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = directory / f"events.out.tfevents.{int(wall_s)}.{name}"
+        # Rejected: TensorBoard's `EventFileWriter` and torch's `SummaryWriter`. They write in a thread, so they report
+        # a full disk only once and a step late, and the master could not begin another file.
         self._records = RecordWriter(path.open("ab", buffering=0))
         self._write(Event(wall_time=wall_s, file_version="brain.Event:2"))
 

@@ -79,6 +79,7 @@ class Player:
         """Play a trace from now on; return False if the run ends before it."""
         began_s = time.monotonic()
         for event in trace.events:
+            # Times count from the beginning, so that a slow event delays none after it.
             if not self._target.wait_until(began_s + event.t_s / self._speedup):
                 return False
             try:

@@ -42,6 +42,7 @@ class RunningRun(_Run):
         _freeze(self._master.pid, frozen_s)
 
     def crash_master(self, down_s: float) -> None:
+        # The last `--resume` counts, so this replaces the one that the master was started with.
         restart_master(self._master, "--resume", "auto", down_s=down_s)
         _wait_until_it_listens(self._directory)
 
@@ -65,6 +66,7 @@ class LocalRun(_Run):
         super().__init__(directory)
         place = ("--tag", directory.tag, "--base-dir", str(directory.base_dir))
         self._command = module_command("oobleck", "up", *options, *place)
+        # An older run of this tag is not the one to play on.
         self._process = self._start(resume="never")
 
     def _start(self, *, resume: str) -> subprocess.Popen[bytes]:
@@ -142,4 +144,5 @@ def _freeze(pid: int, frozen_s: float) -> None:
         try:
             time.sleep(frozen_s)
         finally:
+            # An interrupt must not leave the master stopped.
             os.kill(pid, signal.SIGCONT)

@@ -50,6 +50,7 @@ def parse_hostfile(text: str, *, source: str) -> tuple[NodeSpec, ...]:
     taken = _Taken()
     nodes: list[NodeSpec] = []
     kinds: set[str] = set()
+    # `splitlines` would also split at form feeds and the like, where editors count no line.
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):
         try:
             entry = _parse_line(line)
@@ -87,8 +88,8 @@ class _Taken:
     """Which devices of which machine earlier lines have taken, and how often each host was named."""
 
     def __init__(self) -> None:
+        # It has the line that took each device, keyed by machine and then by device.
         self._lines: dict[tuple[str, int], dict[int, int]] = {}
-        """Keyed by machine, then by device: the line that took it."""
         self._times_named: Counter[str] = Counter()
 
     def place(self, host: str, entry: _Entry, *, address: str | None, line: int) -> NodeSpec:
@@ -262,6 +263,7 @@ def _check_host(pattern: str) -> None:
 
 def _check_ipv6(pattern: str) -> None:
     host, _, number = pattern.partition(":")
+    # Other tools write HOST:PORT or HOST:SLOTS; an IPv6 address has more colons.
     if _NUMBER.fullmatch(number):
         raise ConfigError(f"{pattern!r} is not a host; write '{host} port={number}' or '{host} slots={number}'")
     try:

@@ -17,6 +17,7 @@ from .yaml_tree import YamlError, YamlMapping, YamlScalar, YamlValue
 
 _DATA = ("epochs", "sequence_length", "vocab_size", "tokenizer", "text_column", "validation_split", "mlm_probability")
 _CHECKPOINT = ("save_steps", "save_total_limit")
+# These keys may stand at the top, or in the sections `job` and `model`; their values are their paths in a job.
 _PLACES: dict[str, tuple[str, ...]] = {
     **{key: ("checkpoint", key) for key in _CHECKPOINT},
     **{key: ("data", key) for key in _DATA},
@@ -33,14 +34,13 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "dataset_path": ("data", "dataset_path"),
     "dataset_name": ("data", "dataset_name"),
 }
-"""The paths in a job of the keys that may stand at the top, or in the sections `job` and `model`."""
+# These keys of the section `model` are not keys of the model's configuration.
 _MODEL_KEYS = ("model_name", "model_args", "model_tag", "dataset_path", "dataset_name")
-"""The keys of the section `model` that are not keys of the model's configuration."""
+# Other names lead into these sections, so their keys may be spread over a file.
 _SECTIONS = (("optimizer",), ("data",), ("model",), ("checkpoint",))
-"""The sections that other names lead into."""
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
+# This section named the nodes in Oobleck 0.1. A hostfile does now, so the section is ignored.
 _NODES = "dist"
-"""The section that named the nodes; a hostfile does now."""
 
 _Entry = tuple[tuple[str, ...], YamlScalar, YamlValue]
 
@@ -76,7 +76,7 @@ def _placed_of_model(key: YamlScalar, section: YamlMapping) -> Iterator[_Entry]:
 
 
 def _spread(path: tuple[str, ...], key: YamlScalar, value: YamlValue) -> Iterator[_Entry]:
-    """Yield the entries of a section, so that one of its keys and another name of the same key meet."""
+    # The entries of a section come one by one, so that a key of it and another name of the same key meet.
     if path in _SECTIONS and isinstance(value, YamlMapping) and value.entries:
         for inner, item in value.entries:
             yield (*path, inner.text), inner, item
@@ -99,6 +99,7 @@ def _nested(tree: YamlMapping, entries: list[_Entry], prefix: tuple[str, ...]) -
             continue
         name, rest = path[len(prefix)], path[len(prefix) + 1 :]
         if not rest:
+            # An empty section may stand next to other names of its keys.
             if name in found and value.is_nothing:
                 continue
             if name in found:
@@ -115,7 +116,7 @@ def _nested(tree: YamlMapping, entries: list[_Entry], prefix: tuple[str, ...]) -
 
 
 def _check_section(path: tuple[str, ...], value: YamlValue, line: int) -> None:
-    """Raise YamlError for a section without keys, which would otherwise be reported as given twice."""
+    # Without this check, a section without keys would be reported as given twice.
     if path in _SECTIONS and not isinstance(value, YamlMapping):
         got = value.text if isinstance(value, YamlScalar) else "a list"
         raise YamlError(f"{'.'.join(path)}: expected keys with values, got {got}", line)

@@ -102,15 +102,11 @@ def changed_keys(before: object, after: object, prefix: str = "") -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads trees into changes. Raises YamlError.
-
-    `lenient` accepts numbers and truth values as text: a shell has removed the quotes.
-    """
+    """Reads trees into changes. Raises YamlError."""
 
     lenient: bool
 
     def spec(self, cls: type, value: YamlValue, path: tuple[str, ...]) -> dict[str, object]:
-        """Read the fields of a dataclass."""
         annotations = {name: hint for name, hint in get_type_hints(cls).items() if name not in _NOT_IN_FILES}
         changes: dict[str, object] = {}
         for key, item in _entries(value, path):
@@ -172,10 +168,12 @@ class _Reader:
         kind = _KINDS[annotation]
         if not isinstance(value, YamlScalar) or value.value is None:
             raise _unexpected(kind, value, path)
+        # On a command line the shell has removed the quotes, so anything may be text.
         if annotation is str and self.lenient:
             return value.text
         if annotation is float and type(value.value) is int:
             return float(value.value)
+        # `isinstance` would take a truth value for a whole number.
         if type(value.value) is not annotation:
             raise _unexpected(kind, value, path)
         return _within_range(value, path)

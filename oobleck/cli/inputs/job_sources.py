@@ -22,8 +22,8 @@ from .job_file import apply_overrides, default_job, load_job
 if TYPE_CHECKING:
     from oobleck.runtime.processes import DescribedScript, ScriptProcess, TrainerProcess
 
+# These parts of a script's job are tried before anything starts.
 _TRIED = frozenset({"model", "loss", "optimizer", "lr_lambda"})
-"""The parts of a script's job that are tried before anything starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,7 @@ def open_job(
     from oobleck.runtime.processes import ScriptProcess, TrainerProcess, read_script
 
     spec = read_script(source.script, source.arguments)
+    # With SCRIPT_WAITS, a process of the script waits already, or the lines after its `train()` must not run.
     if not has_job(spec) and SCRIPT_WAITS not in os.environ:
         trainer = TrainerProcess(spec)
         return finish(_read(source, trainer.described, num_nodes=num_nodes)), trainer

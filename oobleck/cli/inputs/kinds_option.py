@@ -19,8 +19,6 @@ _MOST_PRICE = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindCount:
-    """A number of nodes of one kind."""
-
     kind: str
     num_nodes: int
     devices_per_node: int | None
@@ -61,10 +59,8 @@ def parse_nodes(text: str, option: str = "--nodes") -> int | tuple[KindCount, ..
 
 
 def parse_local(text: str) -> int | tuple[KindCount, ...]:
-    """Read a number of virtual nodes, or one for each kind. Raises UsageError.
-
-    A bare number is unchecked: its limit depends on the machine.
-    """
+    """Read a number of virtual nodes, or one for each kind. Raises UsageError."""
+    # The limit of a bare number depends on the machine, so the caller checks it.
     return int(text) if _WHOLE.fullmatch(text) else parse_nodes(text, "--local")
 
 
@@ -75,6 +71,7 @@ def parse_prices(text: str, kinds: Collection[str]) -> dict[str, float]:
         try:
             prices[kind] = float(value)
         except ValueError:
+            # This is out of the bounds below.
             prices[kind] = -1.0
         if not 0 < prices[kind] <= _MOST_PRICE:
             raise UsageError(
@@ -84,7 +81,6 @@ def parse_prices(text: str, kinds: Collection[str]) -> dict[str, float]:
 
 
 def parse_profiles(text: str, kinds: Collection[str]) -> dict[str, Path]:
-    """Read the profile file of each kind."""
     return {kind: Path(value) for kind, value in _of_kinds("--profiles", text, kinds).items()}
 
 

@@ -35,15 +35,11 @@ class _Listed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FromHostfile(_Listed):
-    """The nodes of a hostfile."""
-
     path: Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FromCommand(_Listed):
-    """The nodes that a command prints."""
-
     command: str
     interval_s: float
 
@@ -77,12 +73,10 @@ class VirtualOnes(_Unlisted):
         return _numbered(self.count)
 
     def shapes(self, *, num_spare: int, num_devices: int) -> tuple[tuple[str, int], ...]:
-        """Return the kind and the number of devices of each node; that is `num_devices` unless the kind has its own.
-
-        Spare nodes follow, of each kind in turn.
-        """
+        """Return the kind and the number of devices of each node; that is `num_devices` unless the kind has its own."""
         each = [(kind.kind, kind.devices_per_node or num_devices) for kind in self.kinds]
         first = [shape for shape, kind in zip(each, self.kinds, strict=True) for _ in range(kind.num_nodes)]
+        # Spare nodes follow, of each kind in turn.
         return (*first, *(each[number % len(each)] for number in range(num_spare)))
 
 
@@ -122,8 +116,6 @@ class FromSlurm(_Listening):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FromRay(_Listening):
-    """Nodes on which a Ray cluster starts `oobleck node`."""
-
     names: tuple[str, ...]
 
 
@@ -211,6 +203,7 @@ def _from_slurm(job_name: str | None, place: str) -> FromSlurm:
     jobs = SlurmJobs.of_allocation() if job_name is None else SlurmJobs(name=job_name)
     names = [node for job in trio.run(jobs.allocations) for node in job.nodes]
     host, port = _listening_place(place)
+    # Several jobs may share a node.
     return FromSlurm(job_id=jobs.job_id, job_name=job_name, host=host, port=port, names=tuple(dict.fromkeys(names)))
 
 

@@ -30,11 +30,9 @@ SLOW_FACTOR = 1.5
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
-    """Where nodes come from; `read_source` turns it into one `NodeSource`.
+    """Where nodes come from; `read_source` turns it into one `NodeSource`."""
 
-    Each command declares `--local` itself. A command that lacks one of the others redeclares it without an option.
-    """
-
+    # Each command declares `--local` itself. A command that lacks one of the others redeclares it without an option.
     local: int | str | tuple[KindCount, ...] | None = None
     hosts_from: str | None = option(
         "--hosts-from", "COMMAND", "Take the nodes from a shell command that prints a hostfile."

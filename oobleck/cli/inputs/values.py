@@ -41,6 +41,7 @@ def real(least: float, most: float) -> Callable[[str | float], float]:
         try:
             value = float(text)
         except ValueError:
+            # No comparison with NaN holds, so other text is out of bounds.
             value = float("nan")
         if not least <= value <= most:
             raise _out_of_bounds(text, f"a number from {least:,g} to {most:,g}")
@@ -95,6 +96,7 @@ def with_save_every(spec: CheckpointSpec, text: str) -> CheckpointSpec:
         return replace(fresh, enabled=False)
     if _STEPS.fullmatch(text) and int(text) > 0:
         return replace(fresh, save_steps=int(text))
+    # A bare number means steps here, so a time needs its unit.
     interval_s = parse_duration(text) if text[-1:].isalpha() else None
     if interval_s and interval_s <= MAX_SECONDS:
         return replace(fresh, save_interval_s=interval_s)

@@ -2,10 +2,6 @@
 
 Plain words follow YAML 1.2, where PyYAML follows 1.1: `3e-4` is a number, and `no`, `on`, `1:30` and `2024-01-01` are
 text. Underscores within numbers are allowed, as in Python. Only the values below are ever constructed.
-
-ruamel.yaml knows YAML 1.2 and lines too, but its values have lines only within lists and mappings, it turns dates into
-objects, and it accepts unknown tags and aliases within themselves. Refusing these would need the same code on top of
-it. `tests/test_libraries.py` holds this.
 """
 
 from __future__ import annotations
@@ -88,10 +84,14 @@ def parse_yaml(text: str) -> YamlValue:
         raise YamlError("nested too deeply", 1) from error
 
 
+# Rejected: ruamel.yaml, which knows YAML 1.2 and lines too. Its values have lines only within lists and mappings, it
+# turns dates into objects, and it accepts unknown tags and aliases within themselves. Refusing these would need the
+# same code on top of it. `tests/test_libraries.py` holds this.
 class _Loader(yaml.SafeLoader):
     """PyYAML's own parser with the words of YAML 1.2's core schema; only its `get_single_node` is used."""
 
-    # PyYAML looks for patterns by a plain word's first character.
+    # This replaces the base class's table, which follows YAML 1.1. PyYAML looks for patterns by a plain word's first
+    # character.
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - the base class's own type
 
 
@@ -116,7 +116,6 @@ class _Reader:
         self._reading: set[yaml.Node] = set()
 
     def read(self, node: yaml.Node) -> YamlValue:
-        """Turn a node into a value. Raises YamlError."""
         if node in self._reading:
             raise YamlError("this alias lies within its own target", _line(node))
         if node not in self._read:

@@ -101,6 +101,7 @@ def _cell_of(value: object) -> str | None:
     members = vars(value).values() if isinstance(value, type) else [inspect.unwrap(value)] if callable(value) else []
     codes = (getattr(member, "__code__", None) for member in members)
     files = dict.fromkeys(code.co_filename for code in codes if isinstance(code, types.CodeType))
+    # IPython keeps the text of each cell in linecache, under the name of its code's file.
     texts = ["".join(linecache.getlines(file)) for file in files]
     if isinstance(value, type):
         texts += reversed(_cells())  # a class without methods does not know its file
@@ -152,6 +153,7 @@ def _globals_of(text: str) -> list[str]:
 
 def _is_plain(value: object) -> bool:
     """Return whether Python reads the `repr` of this value as an equal value."""
+    # The `repr` of a subclass may be anything, so only the types themselves count.
     if isinstance(value, list | tuple | set | frozenset) and type(value) in (list, tuple, set, frozenset):
         return all(_is_plain(each) for each in value)
     if type(value) is dict:

@@ -9,7 +9,6 @@ import io
 import sys
 import time
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Protocol
 
 from oobleck.control.journal import RunSnapshot
@@ -40,9 +39,7 @@ class Display:
             self._due_s = time.monotonic() + _INTERVAL_S
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._draw()
 
     def update(self) -> None:
@@ -58,14 +55,13 @@ class Display:
 
 
 def _is_in_a_notebook() -> bool:
-    """Return whether a kernel runs this: its cells can change what they show, and IPython in a terminal cannot."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
+    # A kernel's cells can change what they show; IPython in a terminal cannot.
     return shell is not None and hasattr(shell, "kernel")
 
 
 def snapshot_html(snapshot: RunSnapshot) -> str:
-    """Return the dashboard as HTML."""
     from rich.console import Console
 
     from oobleck.ui.dashboard import Dashboard

@@ -45,6 +45,7 @@ def launch(
     Raises ConfigError or UsageError, with the message of `oobleck up`, for input that it refuses; RunFailed if the
     master fails at once for another reason.
     """
+    # Each worker runs the file again, and must not start another run.
     if is_running_script():
         raise ConfigError(
             'launch() is called while this file is run for its job; put the call below `if __name__ == "__main__":`'
@@ -56,6 +57,7 @@ def launch(
     try:
         held = master.wait_until_accepted()
     except BaseException:
+        # The caller gets no `Run` by which to stop the master.
         master.interrupt()
         raise
     if held is None:

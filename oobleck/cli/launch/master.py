@@ -1,8 +1,4 @@
-"""`oobleck up` as a child process.
-
-It has its own session, so that a terminal's Ctrl-C reaches only the caller, who passes it on. Its standard input is a
-pipe without a writer: however the caller dies, the pipe ends, and the run with it (`--until-eof`).
-"""
+"""`oobleck up` as a child process."""
 
 from __future__ import annotations
 
@@ -27,8 +23,6 @@ _BLAMES = ("oobleck: ", "Error: ")
 
 
 class MasterProcess:
-    """The process of a run's master."""
-
     def __init__(self, words: Sequence[str], base_dir: Path) -> None:
         """Start `oobleck up` with these words, and the options that this class needs."""
         self._base_dir = base_dir
@@ -37,11 +31,13 @@ class MasterProcess:
         end = words.index("--") if "--" in words else len(words)  # a script's arguments follow
         self._process = subprocess.Popen(
             module_command("oobleck", "up", *words[:end], *own, *words[end:]),
+            # Nothing is written here: however the caller dies, the pipe ends, and the run with it (`--until-eof`).
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
+            # A terminal's Ctrl-C reaches only the caller, who passes it on.
             start_new_session=True,
         )
         self._id = ProcessId.of(self._process.pid)
@@ -61,6 +57,7 @@ class MasterProcess:
     def wait_until_accepted(self) -> RunDirectory | None:
         """Wait until the job is accepted and its run has a directory; return None if it ends before."""
         while True:
+            # The process may take the lock and end between the two questions, so its end is asked for first.
             has_ended = self.has_ended
             if (held := self._held()) is not None:
                 return held
@@ -110,5 +107,5 @@ class MasterProcess:
                 self._lines.append(line.rstrip("\n"))
         self._process.stderr.close()
         self._process.wait()
-        if self._process.stdin is not None:
+        if self._process.stdin is not None:  # the run would end with it
             self._process.stdin.close()

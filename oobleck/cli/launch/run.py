@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 from oobleck.control.journal import JobEnded, JournalEntry, RunSnapshot, RunView, Summary, summarize
 from oobleck.errors import ConfigError, ExitCode, OobleckError, PeerError, RunFailed, UsageError
@@ -23,8 +23,8 @@ from .display import Display, snapshot_html
 from .master import MasterProcess
 
 _POLL_S = 0.1
+# After these the run has ended as a person wanted, and its newest state is on disk.
 _ENDS_WELL = (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
-"""After these, as somebody wanted, the run has ended and its newest state is on disk."""
 
 
 class Run:
@@ -125,9 +125,7 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """End the run after its step, and wait for that; an interrupt ends it at once."""
         self.stop()
         with Interrupts(partial(self.stop, now=True)) as interrupts:
@@ -155,6 +153,7 @@ class Run:
     def _entries(self) -> Iterator[JournalEntry | None]:
         """Yield the journal's entries as they come, until the run ends, and None in between."""
         while not self._has_journal:
+            # The journal may have come between the two questions, so the second is asked again.
             if self._master.has_ended and not self._has_journal:
                 return
             yield None
@@ -165,6 +164,7 @@ class Run:
             if entry is None:
                 if was_ended:
                     return
+                # The master may have written its last entries since the journal was read, so it is read once more.
                 was_ended = self._master.has_ended
 
     @property
@@ -245,8 +245,6 @@ class Event:
 class Interrupts:
     """Passes interrupts on to a run while the context lasts; afterwards they raise KeyboardInterrupt again.
 
-    While we wait (`is_waiting`), an interrupt raises nothing, so that the caller still sees the run finish its step.
-    In the caller's own code, between two events, it raises KeyboardInterrupt as well.
 
     Nothing changes outside the main thread, or if the program has a handler of its own.
     """
@@ -263,9 +261,7 @@ class Interrupts:
             signal.signal(signal.SIGINT, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._is_ours and _is_main() and signal.getsignal(signal.SIGINT) == self._handle:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -277,6 +273,8 @@ class Interrupts:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.num += 1
         self._pass_on()
+        # While we wait, an interrupt raises nothing, so that the caller still sees the run finish its step. In the
+        # caller's own code, between two events, it must stop that code as well.
         if not self.is_waiting:
             raise KeyboardInterrupt
 

@@ -72,8 +72,8 @@ class _Sources:
     def __init__(self) -> None:
         self.has_main_file = False
         """Whether the file of the program itself is run again, with its arguments."""
+        # It has the expression that makes each module, keyed by the module's variable.
         self._modules: dict[str, str] = {}
-        """Keyed by variable: the expression that makes the module."""
         self._roots: list[str] = []
         self._of_cells: list[object] = []
 
@@ -131,6 +131,7 @@ class _Sources:
             raise _lost(role, value, f"in {module}, which no file has")
         variable = "module_" + module.replace(".", "__")
         self._modules[variable] = f"importlib.import_module({module!r})"
+        # A package's file, its `__init__`, lies one level deeper than its name says.
         levels = module.count(".") + (spec.submodule_search_locations is not None)
         root = Path(spec.origin).parents[levels]
         is_installed = any(root.is_relative_to(prefix) for prefix in (sys.prefix, sys.base_prefix))

@@ -33,6 +33,7 @@ def known_options() -> Mapping[str, tuple[str, bool]]:
     app.command()(up)
     found: dict[str, tuple[str, bool]] = {}
     for parameter in typer.main.get_command(app).params:
+        # An option may have a short name too, as `-f` and `--fault-threshold`.
         option = max(parameter.opts, key=len)
         keyword = option.removeprefix("--").replace("-", "_")
         if option.startswith("--") and keyword not in _ARGUMENTS | _OF_TERMINALS:
@@ -112,6 +113,7 @@ def _of_settings(settings: Mapping[str, object], base_dir: Path) -> list[str]:
         text = json.dumps(dict(settings))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{_MADE_OF}: a setting is not a plain value: {error}") from error
+    # The child would report an error of the job in its own words; here it names the caller's argument.
     load_job(text, source=_MADE_OF, has_lines=False)
     return [f"--job={_written(text, 'job.yaml', base_dir)}"]
 

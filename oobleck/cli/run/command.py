@@ -117,8 +117,10 @@ def _spec_of(line: options.CommandLine, source: NodeSource) -> RanksSpec:
     unit = options.whole("--node-unit", line.own)
     spec = replace(line.spec, min_nodes=low, max_nodes=high, node_unit=1 if unit is None else unit)
     named = next((each for each in source.specs if each.devices != tuple(range(len(each.devices)))), None)
+    # The variable would show ranks other devices than those that the line names.
     if named is not None and "CUDA_VISIBLE_DEVICES" in spec.environment:
         raise UsageError(f"--env: the line of {named.name} names the devices that its ranks see: CUDA_VISIBLE_DEVICES")
+    # Virtual nodes are this machine, so a wrong command is found before anything starts.
     if isinstance(source, VirtualOnes) and "--python" not in line.own:
         check_command(spec, os.environ)
     return spec

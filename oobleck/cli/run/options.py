@@ -97,8 +97,6 @@ _TRUE = ("1", "true", "t", "yes", "y")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLine:
-    """The values of a command line."""
-
     own: Mapping[str, str]
     """The options of `LAUNCHER_OPTIONS`, keyed by name."""
     flags: frozenset[str]
@@ -133,7 +131,7 @@ def parse_command_line(words: Sequence[str], environment: Mapping[str, str]) -> 
     if unknown:
         raise UsageError(f"{unknown[0]}: there is no such option; `oobleck run --help` shows what there is")
     values = {f"--{name.replace('_', '-')}": value for name, value in vars(known).items() if value not in (None, False)}
-    values = {**_from_environment(environment), **values}
+    values = {**_from_environment(environment), **values}  # as in torchrun, the command line overrides the environment
     for name, instead in REFUSED.items():
         if name in values:
             raise UsageError(f"{name}: `oobleck run` has no such option; {instead}")
@@ -188,11 +186,13 @@ def _tag_of(command: str) -> str:
 
 
 def _parser() -> _Parser:
+    # `_whole_name` completes names, by torchrun's options alone.
     parser = _Parser(add_help=False, allow_abbrev=False)
     for name in (*LAUNCHER_OPTIONS, *USED, *UNUSED, *REFUSED):
         if name in _REPEATED:
             parser.add_argument(name, action="append")
         else:
+            # A refused option may have a value or none; its own message follows in either case.
             parser.add_argument(name, nargs="?" if name in REFUSED else None, const="" if name in REFUSED else None)
     for name in (*LAUNCHER_FLAGS, *_FLAGS):
         parser.add_argument(name, action="store_true")
@@ -228,6 +228,7 @@ def _until_command(words: Sequence[str]) -> Sequence[str]:
     while at < len(words) and words[at].startswith("-") and words[at] != "--":
         name = _dashed(words[at])
         is_whole = "=" in name or name in flags or name in REFUSED
+        # The word after an option that is no flag is its value, whatever it looks like.
         at += 1 if is_whole else 2
     return words[:at]
 

@@ -77,7 +77,8 @@ def run_ranks(run: RanksRun) -> int:
 
 
 def _check_states(run: RanksRun, directory: RunDirectory) -> None:
-    """Raise UsageError for states of another script, as far as this machine has them; `load` checks all of them."""
+    """Raise UsageError for states of another script."""
+    # This machine may have only some of the states; `load` checks all of them.
     inherited = {**(os.environ if isinstance(run.source, VirtualOnes) else {}), **run.spec.environment}
     named = inherited.get(DIRECTORY_VARIABLE)
     states = Path(run.spec.directory, expand_user(named)) if named else directory.path / "checkpoints"
@@ -109,6 +110,7 @@ async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: Pa
     async with opened as nodes, trio.open_nursery() as nursery:
         launcher, cluster = nodes.launcher, nodes.cluster
         known, chosen, remarks = await nodes.begin(tell, waits=True, leaves_out_slow=run.leaves_out_slow)
+        # Ranks are not taken over: what an earlier master has left is ended, and the script starts again.
         left = await wiring.end_left(cluster, launcher, directory.journal, known)
         set_aside(directory.journal)
         with JournalWriter(directory.journal, tell=lambda gap: session.tell_of_gap(gap)) as journal:
@@ -142,12 +144,13 @@ async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: Pa
 
 
 class _Screen:
-    """Writes the output of ranks to this command's own streams; a reader that is too slow misses some of it."""
+    """Writes the output of ranks to this command's own streams."""
 
     def __init__(self) -> None:
         self._waiting: deque[RankOutput] = deque(maxlen=_MOST_WAITING)
 
     def take(self, output: RankOutput) -> None:
+        # A reader that is too slow must not hold up the run, so the oldest output gives way.
         self._waiting.append(output)
 
     async def run(self) -> None:
@@ -157,6 +160,7 @@ class _Screen:
                 await self._write()
                 await trio.sleep(_LOOK_S)
         finally:
+            # The last output may tell why the run has ended, so it is written even after a cancellation.
             with trio.CancelScope(deadline=trio.current_time() + _LAST_WORDS_S, shield=True):
                 await self._write()
 

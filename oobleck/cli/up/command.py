@@ -57,6 +57,7 @@ def up(options: UpOptions) -> None:
 
         metrics = parse_metrics_address(options.metrics)
     config = options.reach.read_config()
+    # Nodes that dial in have names of their own, which are not known yet.
     known = None if isinstance(source, inputs.DialIn) else source.names
     kills = tuple(_parse_kill(text, known, job.max_steps) for text in options.kill or [])
     if options.dry:
@@ -108,10 +109,7 @@ def _check_weights(options: UpOptions, job: JobSpec, trainer: TrainerProcess | N
 
 
 def _check_model(job: JobSpec) -> None:
-    """Raise ConfigError for a model that devices cannot share, or that has too few layers for its chunks.
-
-    A model that this machine cannot read passes; nodes check it too.
-    """
+    """Raise ConfigError for a model that devices cannot share, or that has too few layers for its chunks."""
     from oobleck.control.training import check_possible
     from oobleck.runtime.processes import outline_of
 
@@ -121,18 +119,17 @@ def _check_model(job: JobSpec) -> None:
         if str(error).startswith("tensor_parallel"):
             raise
     except ResourceLost:
-        pass  # without torch, or a model that only nodes have
+        # This machine has no torch, or only nodes have the model. They check it too.
+        pass
     else:
         check_possible(job, num_layers=len(outline.layers))
 
 
 def _named(options: UpOptions, asked: inputs.JobSource, job: JobSpec) -> tuple[JobSpec, str]:
-    """Return the job under a tag that no other job's run has, and the run's owner: the path of a script or job file.
-
-    The owner is empty for a file that a program has made for this run.
-    """
+    """Return the job under a tag that no other job's run has, and the run's owner: the path of a script or job file."""
     path, base_dir = asked.script or asked.file, base_dir_of(options.base_dir)
     owner = "the default job" if path is None else os.path.abspath(expand_user(path))
+    # A program has made this file for this run, so it belongs to no user.
     if path is not None and Path(owner).is_relative_to(base_dir.resolve() / LAUNCHED_DIRECTORY):
         return job, ""
     is_default = job.tag in (JobSpec().tag, asked.script.stem if asked.script is not None else None)
@@ -193,11 +190,9 @@ def _parse_kill(text: str, nodes: tuple[str, ...] | None, max_steps: int) -> tup
 
 
 def end_with_stdin() -> None:
-    """Send this process a SIGTERM once its standard input ends, if that is a pipe. Call it in the main thread.
-
-    A master that was restarted (as by `oobleck chaos`) has no pipe, and belongs to no program.
-    """
+    """Send this process a SIGTERM once its standard input ends, if that is a pipe. Call it in the main thread."""
     with suppress(OSError):
+        # A master that was restarted (as by `oobleck chaos`) has no pipe, and belongs to no program.
         if stat.S_ISFIFO(os.fstat(0).st_mode):
             # A shell makes background programs ignore SIGINT, and their children inherit that. It stops this one.
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -25,7 +25,6 @@ _OPTION_OF_KEY = {
     "tensor_parallel": "--tp",
     "tag": "--tag",
 }
-"""The keys of the job that have an option of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +36,6 @@ class _Nodes(inputs.NodeOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class UpOptions:
-    """What `oobleck up` was called with."""
-
     words: list[str] | None = argument(
         "[HOSTFILE] [SCRIPT.py] [-- ARGUMENTS]",
         "Nodes to train on, one per line; a script that defines the job; and the script's own arguments.",
@@ -130,8 +127,8 @@ class UpOptions:
 
 @contextmanager
 def _blaming(option: str) -> Iterator[None]:
-    """Turn a job's ConfigError into an error of the command line: without the option, the job was possible."""
     try:
         yield
     except ConfigError as error:
+        # Without the option the job was possible, so the command line is to blame.
         raise UsageError(f"{option}: {error}") from error

@@ -88,6 +88,7 @@ def _run_job(run: Run) -> int:
     require_descriptors(limit, num_nodes, are_virtual=isinstance(run.source, VirtualOnes))
     directory = run.directory
     directory.create()
+    # A run of days continues without its output.
     stdout = lasting(sys.stdout)
     output = lasting(sys.stderr) if run.options.as_json else stdout
     if run.options.plain or not console_on(output).is_terminal:
@@ -96,6 +97,7 @@ def _run_job(run: Run) -> int:
         if run.owner:
             directory.note_owner(run.owner)
         directory.note_command(["oobleck", *sys.argv[1:]])
+        # A living master would still write the journal, so it is read only with the lock.
         books, place = wiring.read_past(directory.journal) if run.resume == "auto" else (RunBooks(), 0)
         if (finished := _finished(run, directory, books)) is not None:
             say(output, f"oobleck up: {finished_text(finished.name, finished.step)}")
@@ -130,11 +132,13 @@ def _run_job(run: Run) -> int:
                 f"states that are on no disk stay in the nodes' shared memory, as {directory.run_id}, for the next run "
                 "of this tag"
             )
+    # A summary that is not written fails a run that has ended well.
     return end.exit_code if is_written else end.exit_code or ExitCode.FAILED
 
 
 def _tell_of_crash(run: Run, error: BaseException) -> None:
-    """Tell the user what survives when the master crashes; errors that it reports on purpose are printed elsewhere."""
+    """Tell the user what survives when the master crashes."""
+    # Errors that it reports on purpose are printed elsewhere.
     if all(isinstance(leaf, (OobleckError, KeyboardInterrupt, SystemExit)) for leaf in leaves_of(error)):
         return
     minutes = run.job.control.orphan_timeout_s / 60
@@ -146,10 +150,7 @@ def _tell_of_crash(run: Run, error: BaseException) -> None:
 
 
 def _finished(run: Run, directory: RunDirectory, books: RunBooks) -> FinishedRun | None:
-    """Return the previous run if it has done all of this job and this machine has its whole model.
-
-    If the checkpoints are on other machines, their workers find out.
-    """
+    """Return the previous run if it has done all of this job and this machine has its whole model."""
     found = books.finished
     if found is None or not found.is_all_of(run.job):
         return None
@@ -158,6 +159,7 @@ def _finished(run: Run, directory: RunDirectory, books: RunBooks) -> FinishedRun
         manifest = checkpoints.manifest(found.name)
     except CorruptCheckpoint:
         return None
+    # If the checkpoints are on other machines, their workers find out.
     return found if len(checkpoints.layers_here(manifest)) == len(manifest.layer_names) else None
 
 
@@ -201,6 +203,7 @@ async def _run(
             waits=past.replayed is None,
             is_check_due=past.replayed is None,
         )
+        # `session` exists before the first entry is written, and so before any gap.
         with JournalWriter(directory.journal, tell=lambda gap: session.tell_of_gap(gap)) as journal:
             master = _make_master(run, directory, cluster, journal, past, chosen, held_up_s=lambda: clock.held_up_s)
             is_replaced = isinstance(run.source, DialIn) and run.source.pods is not None
@@ -223,9 +226,11 @@ async def _run(
                     session.show(output, watching, plain=run.options.plain)
                     callbacks = _start_callbacks(run, master, directory, watching)
                     end = await master.run()
+                    # The callbacks get the last entries before their task is cancelled.
                     if callbacks is not None:
                         await callbacks.finish()
                     watching.cancel_scope.cancel()
+                # After any other end, memory may hold the only copy of the newest state.
                 if end.exit_code in wiring.ENDS_WELL:
                     await wiring.give_memory_back(cluster, master.nodes)
             finally:
@@ -283,7 +288,6 @@ class _Past:
 
     @property
     def elapsed_s(self) -> float:
-        """How long the run has lasted."""
         if self.replayed is None:
             return 0.0
         began = datetime.fromisoformat(self.replayed.started.started_at)
@@ -298,8 +302,10 @@ async def _find_past(run: Run, directory: RunDirectory, cluster: LiveCluster, la
     """
     replayed = past.books.finish()
     if replayed is not None:
+        # Virtual nodes have other ports with each master, and a hostfile may have changed.
         replayed.relocate({spec.name: spec for spec in launcher.nodes})
         if await wiring.is_any_alive(cluster, replayed.nodes):
+            # The journal does not tell what happened in the gap, so no master can continue from it.
             if replayed.gap is not None:
                 set_aside(directory.journal)
                 text = f"the run continues without its master, and cannot be taken over: {replayed.gap.sentence}"
@@ -320,10 +326,11 @@ async def _find_past(run: Run, directory: RunDirectory, cluster: LiveCluster, la
 
 
 def _check_virtual(run: Run, replayed: ReplayedRun, asked: Sequence[NodeSpec]) -> None:
-    """Raise UsageError if a run began on other virtual nodes than these: it would continue with its own."""
+    """Raise UsageError if a run began on other virtual nodes than these."""
     began, named = (
         [(each.name, each.device, each.devices) for each in nodes] for nodes in (replayed.started.nodes, asked)
     )
+    # The run would continue with the nodes that it began with.
     if began != named:
         raise UsageError(
             f"--local: the run {run.job.tag} continues without its master, on the {len(began)} virtual nodes that it "

@@ -56,8 +56,6 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The result of training both ways."""
-
     exit_code: ExitCode
     plain: verification.PlainAccount
     comparison: verification.Comparison | None = None
@@ -72,10 +70,7 @@ def is_of_trainer(job: JobSpec) -> bool:
 
 
 def train_both_ways(asked: Asked, *, tell: Callable[[str], None]) -> Outcome:
-    """Train both ways, one after the other; `tell` reports when each begins.
-
-    Raises ResourceLost if a process ends without an answer.
-    """
+    """Train both ways; `tell` reports when each begins. Raises ResourceLost if a process ends without an answer."""
     with _directory() as directory, closing(_PlainProcess(asked, directory)) as plain:
         tell(f"{asked.num_steps} steps by itself, in one process")
         account = plain.train()
@@ -134,7 +129,6 @@ class _PlainProcess:
             )
 
     def close(self) -> None:
-        """Kill the process."""
         self._process.kill()
         self._process.communicate()
 
@@ -196,9 +190,11 @@ class _RunOnNodes:
     def _words(self) -> list[str]:
         asked, killed = self._asked, self._asked.killed
         own = {
+            # Dropout draws other numbers on nodes than in one process.
             "dropout": "false",
             "checkpoint.enabled": "true",
             "checkpoint.directory": str(self.checkpoints),
+            # Only a second pipeline has the layers of the node that is killed.
             **({} if asked.job.num_pipelines else {"num_pipelines": "1" if killed is None else "2"}),
         }
         return [
@@ -226,7 +222,6 @@ class _RunOnNodes:
         ]
 
     def steps(self) -> list[verification.StepAccount]:
-        """Return all committed steps."""
         records = [entry.record for entry in read_journal(self._run.journal) if isinstance(entry, StepDone)]
         return [
             verification.StepAccount(
@@ -236,7 +231,6 @@ class _RunOnNodes:
         ]
 
     def problem(self) -> str:
-        """Return why the run failed."""
         with suppress(ConfigError):
             ended = [entry for entry in read_journal(self._run.journal) if isinstance(entry, JobEnded)]
             if ended:

@@ -28,8 +28,6 @@ class _Job(JobOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """What `oobleck verify` was called with."""
-
     words: list[str] | None = argument(
         "[SCRIPT.py] [-- ARGUMENTS]",
         "A script that defines the job, or calls train() of a Trainer; and its own arguments.",
@@ -74,6 +72,7 @@ def _verified(source: JobSource, options: VerifyOptions, *, to_stderr: bool = Fa
     from .both_ways import train_both_ways
     from .report import as_text, refused_json, to_json
 
+    # The script runs below for the first time, and may then make its output directory.
     began_s = time.time()
     try:
         asked = _asked(read_job(source, num_nodes=options.local), source, options, began_s)

@@ -29,7 +29,6 @@ def refused_json(reason: str) -> str:
 
 
 def to_json(asked: Asked, outcome: Outcome) -> str:
-    """Return the whole comparison as JSON."""
     found = outcome.comparison
     steps = () if found is None else zip(found.theirs, found.ours, strict=False)
     answer = {

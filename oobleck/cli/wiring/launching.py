@@ -16,8 +16,8 @@ from oobleck.cli import inputs
 from oobleck.runtime import launchers
 from oobleck.runtime.ssh import SSHOptions, serve_local_nodes
 
+# After this time, a run begins without the nodes that a scheduler has failed to start.
 _STARTS_S = 60.0
-"""After this time, a run begins without the nodes that a scheduler has failed to start."""
 
 
 @asynccontextmanager
@@ -82,6 +82,7 @@ async def _callers(
         keys, file = launchers.read_keys(source.keys)
     else:
         keys, file = launchers.settle_keys(directory, master=place, renew=renew_keys)
+    # A scheduler that fails to start a node may never do so; a person who starts nodes by hand may take any time.
     is_scheduled = isinstance(source, inputs.FromSlurm | inputs.FromRay) or source.pods is not None
     callers = launchers.DialedInNodes(
         num_first=len(source.names),

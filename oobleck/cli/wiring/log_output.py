@@ -14,8 +14,6 @@ _LAST_WORDS_S = 1.0
 
 
 class _Handler(logging.Handler):
-    """Writes in a thread of its own, and drops the records that this thread is too slow for."""
-
     def __init__(self) -> None:
         super().__init__()
         self._waiting: queue.Queue[str | None] = queue.Queue(_MAX_WAITING)
@@ -31,6 +29,7 @@ class _Handler(logging.Handler):
         self._writer.join(_LAST_WORDS_S)
 
     def _say(self, text: str | None) -> None:
+        # A run must not wait for a reader, so records that the thread is too slow for are dropped.
         with suppress(queue.Full):
             self._waiting.put_nowait(text)
 

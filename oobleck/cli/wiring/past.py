@@ -50,10 +50,7 @@ def read_past(path: Path) -> tuple[RunBooks, int]:
 
 
 def read_books(path: Path) -> tuple[RunBooks, int, int]:
-    """Read a journal's image and the entries after it.
-
-    Returns the books, the place where reading ended, and the bytes after the image. Raises ConfigError.
-    """
+    """Return a journal's books, the place where they end, and the bytes after its image. Raises ConfigError."""
     known = read_image(path, BooksImage)
     books, start = RunBooks(), 0
     if known is not None:
@@ -62,6 +59,7 @@ def read_books(path: Path) -> tuple[RunBooks, int, int]:
         except OobleckError as error:
             _log.warning("the image of %s is not used: %s; the whole journal is read", path, error)
     place = start
+    # Plans after the image are written as changes of the newest one in it.
     for end, entry in read_entries(path, start=start, base=books.newest):
         books.apply(entry)
         place = end
@@ -88,10 +86,7 @@ async def keep_image(
     period_s: float = _PERIOD_S,
     least_bytes: int = LEAST_BYTES,
 ) -> None:
-    """Renew the image of a growing journal until cancelled.
-
-    `size_bytes` returns the journal's size, and `place` is the end of its present image.
-    """
+    """Renew a growing journal's image until cancelled; it stands for `place` of the `size_bytes()` bytes now."""
     # A failure here must not end the run: without an image, a later master only reads more of the journal.
     due = place + least_bytes
     while True:
@@ -107,7 +102,6 @@ async def keep_image(
 
 
 async def is_any_alive(cluster: LiveCluster, nodes: Sequence[NodeSpec]) -> bool:
-    """Return whether an agent lives on any node."""
     # If thousands live, the first few answer at once, so more are asked only while none answers.
     first, number = 0, _FIRST_ASKED
     while asked := nodes[first : first + number]:
@@ -134,10 +128,8 @@ async def _lives_one(cluster: LiveCluster, nodes: Sequence[NodeSpec]) -> bool:
 async def end_left(
     cluster: LiveCluster, launcher: Launcher, journal: Path, known: Sequence[NodeSpec]
 ) -> tuple[NodeSpec, ...]:
-    """End what a run without a master has left on nodes that are not `known`; return these nodes.
-
-    This is best effort. Known nodes are cleaned up when their agents start.
-    """
+    """End what a run without a master has left on nodes that are not `known`, as far as possible; return them."""
+    # Known nodes are cleaned up when their agents start.
     names = {spec.name for spec in known}
     now = {spec.name: spec for spec in launcher.nodes}
     left = [now.get(spec.name, spec) for spec in _nodes_of(journal) if spec.name not in names]

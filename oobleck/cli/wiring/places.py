@@ -36,15 +36,11 @@ _CLOSE_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunNodes:
-    """A run's nodes, and how they are reached."""
-
     launcher: Launcher
     cluster: SSHCluster
     connections: NodeConnections
     paths: RemotePaths
     are_checked: bool
-    """Whether nodes are checked before the run starts processes there. Virtual nodes never are: they are one machine,
-    whose faults all of them would share."""
 
     async def begin(
         self, say: Callable[[str], None], *, waits: bool, is_check_due: bool = True, leaves_out_slow: bool = False
@@ -89,8 +85,10 @@ async def open_nodes(
         environment={"TMPDIR": str(directory.pin_temporary_directory())},
         num_devices=num_devices,
     )
+    # Connections need the loop until they are closed, so it is opened first and closed last.
     async with open_ssh_loop(), launching as launcher:
         paths, connections = _remote_paths(directory, launcher, python), NodeConnections(launcher)
+        # Virtual nodes are one machine, whose faults all of them would share.
         are_checked = checks and not launcher.are_virtual
         cluster = SSHCluster(
             directory.tag,
@@ -123,15 +121,14 @@ def _remote_paths(directory: RunDirectory, launcher: Launcher, python: str | Non
 def choose_nodes(
     nodes: Sequence[NodeSpec], report: CheckReport, *, leaves_out_slow: bool = False
 ) -> tuple[tuple[NodeSpec, ...], tuple[NodeLeftOut | Remark, ...]]:
-    """Return the nodes to begin with, and what the journal should say.
-
-    Nodes that were reached and found faulty are left out, unless none would remain. The run itself retries nodes that
-    were not reached. Slow nodes take part, as they get fewer microbatches, unless `leaves_out_slow`.
-    """
+    """Return the nodes to begin with, and what the journal should say."""
+    # Slow nodes can take part, because they get fewer microbatches.
     reasons = {Health.FAULTY, Health.SLOW} if leaves_out_slow else {Health.FAULTY}
+    # The run itself retries nodes that were not reached.
     reached = [checked.verdict for checked in report.nodes if checked.facts is not None]
     at_fault = {verdict.node for verdict in reached if verdict.health in reasons}
     kept = tuple(spec for spec in nodes if spec.name not in at_fault)
+    # If none would remain, all take part: a run with faulty nodes may still work.
     return kept or tuple(nodes), tuple(_remarks(report, at_fault if kept else set()))
 
 

@@ -35,6 +35,7 @@ async def watch_run_directory(
                 directory.create()
                 journal.restore()
                 metrics.restore()
+                # The old lock is on the removed file; without a new one, another master could start.
                 locks.enter_context(directory.lock())
             except (OSError, UserError) as error:
                 if str(error) != problem:

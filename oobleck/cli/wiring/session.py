@@ -46,10 +46,7 @@ class Session:
         past: RunBooks,
         is_replaced: bool = False,
     ) -> None:
-        """`past` are the books of the previous master's journal.
-
-        `is_replaced`: whoever sends this process a SIGTERM starts another master in its place.
-        """
+        """`past` are the books of the previous master's journal."""
         self.account = past.account
         self.view = past.view
         self._master = master
@@ -57,6 +54,7 @@ class Session:
         self._launcher = launcher
         self._nursery = nursery
         self._is_replaced = is_replaced
+        # An earlier master has carried out the kills up to this step.
         self._due = [kill for kill in kills if kill[1] > past.furthest_step]
         self._gone = set(past.gone_nodes)
         self._terminal: Output | None = None
@@ -69,6 +67,7 @@ class Session:
 
     async def serve(self, socket: Path, remarks: Sequence[NodeLeftOut | Remark]) -> None:
         """Listen on the control socket, then follow signals and the launcher; put the remarks into the journal."""
+        # `start` returns once the socket listens, so other commands reach the run from its first entry on.
         await self._nursery.start(serve_control, socket, self.answer)
         self._nursery.start_soon(self.watch_signals)
         self._nursery.start_soon(self.follow_launcher)
@@ -99,6 +98,7 @@ class Session:
                 self._gone.add(node)
             case journal.NodeLeft(node=node):
                 self._gone.add(node)
+                # A lost node may return, so only one that has left is given back.
                 self._cluster.release(self._spec(node))
             case journal.NodeAdded(node=spec):
                 self._gone.discard(spec.name)
@@ -129,6 +129,7 @@ class Session:
                         self._terminal.is_lost = True  # a write to it may never return
                     continue
                 terminated = number == signal.SIGTERM
+                # Whoever sent the signal starts another master in this one's place, and the agents train on until then.
                 if terminated and self._is_replaced:
                     raise MasterLeaves
                 self._master.submit(
@@ -141,7 +142,6 @@ class Session:
                 asked = True
 
     async def answer(self, request: control_client.ControlRequest) -> Mapping[str, object]:
-        """Answer a request from another terminal."""
         match request:
             case control_client.StatusRequest():
                 snapshot = to_builtins(self.view.at(self._master.now_s))

@@ -69,9 +69,12 @@ def _become_agent(arguments: argparse.Namespace) -> None:
         print(answer)  # noqa: T201  the answer
         return
     log_path = Path(arguments.log).expanduser().absolute()
+    # Errors reach the master only from the foreground, so the log and the socket are opened before the fork.
     log = _open_log(log_path)
+    # The socket listens before the answer is printed, so the master can connect as soon as it has read the line.
     listener = _listen(directory.socket)
     write_in_place(directory.answer, f"{answer}\n")
+    # Both processes would write what is still buffered at the fork.
     sys.stdout.flush()
     if os.fork() > 0:
         print(answer)  # noqa: T201  the answer
@@ -128,6 +131,7 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _detach(log: int) -> None:
+    # Neither the end of the SSH session nor that of a terminal may end the agent.
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDONLY)

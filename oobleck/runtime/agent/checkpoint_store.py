@@ -1,7 +1,4 @@
-"""A node's storage for states: shared memory that outlives the processes, and the directory of checkpoints.
-
-A thread writes the files, so that a slow disk does not hold up the agent.
-"""
+"""A node's storage for states: shared memory that outlives the processes, and the directory of checkpoints."""
 
 from __future__ import annotations
 
@@ -35,8 +32,8 @@ class NodeCheckpoints:
         self._memory = directory.memory
         self._default_directory = default_directory
         self._checkpoints = CheckpointDirectory(default_directory)
+        # It names the incomplete checkpoints of which this node has written layers.
         self._written: set[str] = set()
-        """Incomplete checkpoints of which this node has written layers."""
 
     def open(self, spec: CheckpointSpec, *, run: str) -> StoragePaths:
         path = self._default_directory if spec.directory is None else expand_user(spec.directory).absolute()
@@ -52,6 +49,7 @@ class NodeCheckpoints:
         return StoragePaths(memory=str(self._memory), checkpoints=str(path), run=run)
 
     async def persist(self, device: int, name: str) -> tuple[Shard, ...]:
+        # Here and below, a thread works on the files, because a slow disk must not hold up the agent.
         return await trio.to_thread.run_sync(self._persist, device, name, abandon_on_cancel=True)
 
     async def persist_all(self, name: str) -> tuple[Shard, ...]:
@@ -77,11 +75,12 @@ class NodeCheckpoints:
             self.keep_memory()
             return
         shutil.rmtree(self._memory, ignore_errors=True)
+        # `rmdir` fails for a directory that other runs use, and leaves it.
         for empty in (self._memory.parent, self._memory.parent.parent):
             try:
                 os.rmdir(empty)
             except OSError:
-                return  # other runs use it
+                return
 
     def _persist(self, device: int, name: str) -> tuple[Shard, ...]:
         for slot in self._slots_of(name, f"device{device}"):

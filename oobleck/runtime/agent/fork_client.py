@@ -1,6 +1,6 @@
 """An agent's side of a fork server, which forks processes whose supervisors report their ends (see `_REPORT`).
 
-If a supervisor is gone, the fork server reports the end in its place; a stopped supervisor is killed for that.
+If a supervisor is gone, the fork server reports the end in its place.
 
 The first agent of a job on a machine starts the server, which ends with its last client. If it ends earlier, the forked
 processes live on, and the first agent to notice starts another server.
@@ -29,8 +29,8 @@ from oobleck.host.machine import num_oom_kills
 from oobleck.runtime.files import AgentDir, ProcessId, stat_fields
 from oobleck.runtime.listening import listen_at
 
+# A report is (FORKED, pid, is warm) once a process exists, then (ENDED, pid, wait status).
 _REPORT = struct.Struct(">III")
-"""(FORKED, pid, is warm) once a process exists, then (ENDED, pid, wait status)."""
 _SUPERVISOR = "oobleck-waits"
 _ANY = b"f"
 _COLD = b"c"
@@ -51,8 +51,6 @@ def _end_of(wait_status: int) -> protocol.ProcessEnd:
 
 
 class ForkedProcess:
-    """A process that a server has forked."""
-
     def __init__(self, pid: int, report: trio.lowlevel.FdStream, *, is_warm: bool) -> None:
         """`report` comes from the process's supervisor; `is_warm` says that its imports were done before the fork."""
         self.pid = pid
@@ -88,16 +86,14 @@ class ForkedProcess:
         self._has_report.set()
 
     async def _give_up_report(self, scope: trio.CancelScope) -> None:
-        """Cancel the wait for a report some time after the end: the supervisor may be stopped, or gone as well.
-
-        Until the fork server has reaped the process, the report is only late: the server may be busy.
-        """
+        """Cancel the wait for a report some time after the end: the supervisor may be stopped, or gone as well."""
         while self._id is not None and self._id.lives:  # noqa: ASYNC110  there is no event to wait for
             await trio.sleep(_POLL_S)
         with trio.move_on_after(_REAPED_WITHIN_S):
             await self._reaped()
         if (supervisor := _supervisor_of(self.pid)) is not None:
             supervisor.send(signal.SIGKILL)  # then the fork server waits in its place
+        # Until the fork server has reaped the process, the report is only late: the server may be busy.
         with trio.move_on_after(_PATIENCE_S):
             await self._reaped()
         await trio.sleep(_REAPED_WITHIN_S)
@@ -119,7 +115,6 @@ def _supervisor_of(pid: int) -> ProcessId | None:
 
 
 async def _next_report(report: trio.lowlevel.FdStream) -> tuple[int, int, int] | None:
-    """Return the next report; None at the end."""
     data = b""
     with suppress(trio.BrokenResourceError):
         while len(data) < _REPORT.size:
@@ -138,16 +133,15 @@ class _Connection:
         self._process = process
 
     async def fork(self, descriptor: int, *, is_cold: bool) -> ForkedProcess | None:
-        """Fork a process that uses this socket; None if the server is gone, stopped, or too slow.
-
-        With `is_cold` the server forks itself, and ends the warm process that would fork otherwise.
-        """
+        """Fork a process that uses this socket; None if the server is gone, stopped, or too slow."""
         reading, writing = os.pipe2(os.O_CLOEXEC)
         report = trio.lowlevel.FdStream(reading)
         first = None
         with trio.move_on_after(_PATIENCE_S if self._has_forked else _START_TIMEOUT_S):
             with ExitStack() as sent, suppress(OSError, trio.ClosedResourceError):
+                # The pipe ends only once every copy of `writing` is closed, so ours must not outlive the request.
                 sent.callback(os.close, writing)
+                # A cold request makes the server fork itself, and end the warm process that would fork otherwise.
                 await send_descriptors(self._stream.socket, _COLD if is_cold else _ANY, (descriptor, writing))
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._cancel_if_stopped, nursery.cancel_scope)
@@ -162,6 +156,7 @@ class _Connection:
     async def _cancel_if_stopped(self, scope: trio.CancelScope) -> None:
         while True:
             await trio.sleep(_STOPPED_POLL_S)
+            # A stopped server would hold this agent up until the time limit.
             if self._process is not None and self._process.is_stopped:
                 scope.cancel()
 
@@ -231,6 +226,7 @@ class ForkServer:
                 self._server = server
                 self.settled.set()
                 await server.receive(self._report.send, self._note_end)
+                # Those who wait for `settled` from here on wait for the next server.
                 self._server, self.settled = None, trio.Event()
                 await self._report_end(await self._server_end())
             self.settled.set()
@@ -242,6 +238,7 @@ class ForkServer:
 
     async def _follow_one(self, process: ForkedProcess) -> None:
         await process.follow()
+        # The kernel may have given the pid to a newer process since.
         if self._living.get(process.pid) is process:
             del self._living[process.pid]
 
@@ -260,11 +257,12 @@ class ForkServer:
         await self._report.send(protocol.ForkServerEnded(end=end, is_restarted=self._given_up is None))
 
     async def _server_end(self) -> protocol.ServerEnd:
-        """Return how the server ended, which only the agent that started it can learn."""
+        """Return how the server ended, if this agent started it."""
         pid, self._server_pid = self._server_pid, None
         if pid is not None:
             with trio.move_on_after(_REAPED_WITHIN_S), suppress(ChildProcessError):
                 while True:
+                    # Only the parent of a process can learn how it ended.
                     reaped, status = os.waitpid(pid, os.WNOHANG)  # noqa: ASYNC222  it does not wait
                     if reaped:
                         return _end_of(status)
@@ -280,6 +278,7 @@ class ForkServer:
             await self.settled.wait()
             if (server := self._server) is None:
                 continue  # it ended in the meantime
+            # The warm process may hang in what it imported, so the server itself is asked before it is killed.
             for is_cold in (False, True):
                 ours, theirs = trio.socket.socketpair()
                 with ExitStack() as unless_forked:
@@ -296,6 +295,7 @@ class ForkServer:
 
     async def _connect(self) -> _Connection:
         path = self._directory.fork_server_socket
+        # Without the lock, two agents that find no server at the same time would each start one.
         with open(self._directory.fork_server_lock, "w") as lock:  # noqa: ASYNC230  a local file, held for milliseconds
             await trio.to_thread.run_sync(fcntl.flock, lock, fcntl.LOCK_EX)
             try:
@@ -309,7 +309,8 @@ class ForkServer:
 
 
 def _start_fork_server(command: Sequence[str], path: Path, environment: Mapping[str, str]) -> int:
-    """Start the server, and return its pid; clients may connect at once, while it warms up."""
+    """Start the server, and return its pid."""
+    # The socket listens before the server runs, so clients can connect while it warms up.
     with listen_at(path, _LISTEN_BACKLOG) as listener:
         process = subprocess.Popen(
             [*command, str(listener.fileno())],
@@ -329,11 +330,7 @@ async def send_descriptors(sock: trio.socket.SocketType, request: bytes, descrip
 
 
 class OomKills:
-    """Tells the kernel's kills for lack of memory from other kills by SIGKILL.
-
-    Only the count of the agent's cgroup, which its workers and ranks share, tells them apart. Each kill that it counts
-    explains one end.
-    """
+    """Tells the kernel's kills for lack of memory from other kills by SIGKILL."""
 
     def __init__(self, count: Callable[[], int] = num_oom_kills) -> None:
         self._count = count
@@ -341,6 +338,8 @@ class OomKills:
 
     def explain(self, process: ForkedProcess) -> protocol.ProcessEnd:
         """Return how a process ended, and whether the kernel killed it; the same for each call."""
+        # Only the count of the agent's cgroup, which its workers and ranks share, tells the two apart. Each kill that
+        # it counts explains one end.
         if process.end == protocol.Killed(signal=signal.SIGKILL) and self._count() > self._num_explained:
             self._num_explained += 1
             process.end = protocol.Killed(signal=signal.SIGKILL, is_out_of_memory=True)

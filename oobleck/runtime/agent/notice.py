@@ -37,6 +37,7 @@ async def await_notice(control: ControlSpec) -> str:
 async def _ask_command(control: ControlSpec) -> str | None:
     if control.notice_command is None:
         return None
+    # A command that hangs is killed and asked again, so that it hides neither a later notice nor the URL's.
     with trio.move_on_after(_QUESTION_S):
         done = await trio.run_process(
             ["/bin/sh", "-c", control.notice_command], stdin=DEVNULL, capture_stdout=True, stderr=DEVNULL, check=False

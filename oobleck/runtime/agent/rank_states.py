@@ -1,7 +1,7 @@
 """An agent's care for the states that its ranks save: memory that outlives the ranks, and copies on disk.
 
-Ranks send nothing; the agent polls their slots. It copies a state that is planned for the disk, which frees the slot,
-and then writes it. When ranks end, for whatever reason, it also writes the states in memory.
+Ranks send nothing; the agent polls their slots. It writes a state that is planned for the disk, and all states in
+memory when ranks end, for whatever reason.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ class RankStates:
             self._store.keep_memory()
 
     async def _settled(self) -> None:
+        # A request that arrives during the write may be about newer states, so it counts for the next write.
         requested = self._requested
         while self._done < requested:
             await self._finished.wait()
@@ -120,6 +121,7 @@ class RankStates:
         for gone in self._opened.keys() - set(paths):
             self._opened.pop(gone).close()
         for path in paths:
+            # A rank may be creating the file at this moment, and then the next look finds it.
             with suppress(CorruptCheckpoint, OSError):
                 memory = self._opened.setdefault(path, self._opened.get(path) or FlashMemory.open(path))
                 noted = [(slot, scripts.note_of(slot)) for slot in memory.valid_slots()]
@@ -130,6 +132,7 @@ class RankStates:
 
     def _write_planned(self, slot: Slot, note: scripts.PartNote) -> None:
         try:
+            # The copy frees the slot for the rank, which must not wait for the disk.
             data = _copied(slot, note)
         except CorruptCheckpoint as error:
             _log.warning("%s", error)
@@ -165,6 +168,7 @@ def _copied(slot: Slot, note: scripts.PartNote) -> memoryview:
     sequence = slot.sequence
     slot.verify()
     data = memoryview(bytes(slot.data))
+    # The rank writes without a lock, so only an unchanged sequence number shows that the copy is of one state.
     if slot.sequence != sequence or scripts.note_of(slot) != note:
         raise CorruptCheckpoint(f"{slot.memory.path}: slot {slot.number} was overwritten while it was read")
     return data

@@ -30,12 +30,12 @@ from .fork_client import ForkedProcess, ForkServer, OomKills, send_descriptors
 from .rank_states import RankStates
 
 _MODULE = "oobleck.training.process.rank_server"
+# The kernel shows a process's name from the memory of the server's command line, so that must have room for names.
 _ROOM = " " * 2048
-"""Room for its processes' names: the kernel shows a name from the memory of the server's command line."""
 _CHUNK_BYTES = 1 << 15
 _OVERFLOW_BYTES = 1 << 20
+# A process's own fault raises these signals, and native code may have written about it.
 _OWN_SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
-"""Signals that a process's own fault raises; native code may have written about it."""
 _STDERR = 2
 _TAIL_BYTES = 4096
 _TAIL_LINES = 20
@@ -67,15 +67,13 @@ class _Output:
         return sum(len(data) for _, data in self._overflow) > _OVERFLOW_BYTES
 
     def new(self, *, is_last: bool) -> str:
-        """Return the next whole lines, up to a chunk; a longer line is cut.
-
-        Surrogates (PEP 383) stand for bytes that are not UTF-8, such as parts of a cut character.
-        """
+        """Return the next whole lines, up to a chunk; a longer line is cut."""
         if not self._pending:
             self._parts = list(self._next_parts())
             self._pending = b"".join(part for _, part in self._parts)
         if not is_last and len(self._pending) < _CHUNK_BYTES:
             self._pending = self._pending[: self._pending.rfind(b"\n") + 1]
+        # Surrogates (PEP 383) keep bytes that are not UTF-8, such as parts of a cut character.
         return self._pending.decode(errors="surrogateescape")
 
     def _next_parts(self) -> Iterator[tuple[bool, bytes]]:
@@ -90,6 +88,7 @@ class _Output:
             yield True, before
             written, offset = written[len(before) :], offset + len(before)
             num_left -= len(before) + len(data)
+            # The file has more text before this data than the chunk, so the data waits for a later chunk.
             if offset < after:
                 return
             yield False, data
@@ -136,10 +135,7 @@ class Rank:
         oom_kills: OomKills,
         can_trace: bool,
     ) -> None:
-        """Closing `guard`, also by the agent's end, ends the process; `overflow` brings what its files cannot take.
-
-        Without `can_trace` the program is not Python: it has no stack to show, and the signal would end it.
-        """
+        """Closing `guard`, also by the agent's end, ends the process; `overflow` brings what its files cannot take."""
         self.pid = process.pid
         self.is_warm = process.is_warm
         self.kill = process.kill
@@ -159,6 +155,7 @@ class Rank:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._guard.socket.close()
+        # What is still in the socket would be lost with it.
         self._take_overflow(is_last=True)
         self._overflow.close()
         return self._oom_kills.explain(self._process)
@@ -167,6 +164,7 @@ class Rank:
         self._process.send(signal.SIGTERM)
 
     def error(self, end: protocol.ProcessEnd) -> protocol.RankError | None:
+        # The script writes this file, so it may be missing or hold anything.
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             message = json.loads(self._error_file.read_text(encoding="utf-8"))["message"]
             if isinstance(message, str):
@@ -185,6 +183,7 @@ class Rank:
         return sum(map(int, stat_fields(self.pid)[11:13])) / os.sysconf("SC_CLK_TCK")
 
     def ask_for_stack(self) -> None:
+        # A program that is not Python has no stack to show, and the signal would end it.
         if self._can_trace:
             self._process.send(protocol.TRACE_SIGNAL)
 
@@ -257,6 +256,7 @@ class RankProcesses:
             self._logs = _in_directory(run, run.log_dir) / run.tag
         self._logs /= self._directory.node
         await trio.to_thread.run_sync(_remove_attempts, self._logs)
+        # A directory that cannot hold logs is reported here, before any rank starts.
         _make_logs(self._logs / "attempt_0" / "0")
         environment = {**run.environment}
         if num_ranks > 1:  # here, because libraries may read it when the server loads them
@@ -268,18 +268,19 @@ class RankProcesses:
         return num_ranks
 
     async def _check_server(self, run: RanksSpec) -> None:
-        """Fork a process that ends at once, to learn early what keeps ranks from starting. Raises ConfigError."""
+        """Fork a process, to learn early what keeps ranks from starting. Raises ConfigError."""
         try:
             process, guard = await self._server.fork()
         except WorkersUnavailable as error:
             named = sorted(name for name in run.environment if name.startswith(("PYTHON", "LD_")))
             given = f"; it was given --env {', '.join(named)}" if named else ""
             raise ConfigError(f"{error}{given}; the end of the agent's log has more") from error
-        guard.socket.close()
+        guard.socket.close()  # which ends the process
         await process.ended.wait()
 
     def reserve_port(self) -> int:
-        """Return a free port, and keep it bound but not listening, so that a rank can listen there."""
+        """Return a free port, and keep it for the ranks."""
+        # A socket that is bound but does not listen keeps the port from being given away, and lets a rank listen there.
         if self._port is not None:
             self._port.close()
         self._port = sock = _bound()
@@ -292,10 +293,12 @@ class RankProcesses:
         _make_logs(logs)
         process, guard = await self._server.fork()
         self._directory.note_process(f"rank{setup.local_rank}", process.pid)
+        # Packets keep the head of each piece of output with its data.
         overflow, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         overflow.setblocking(False)
         with theirs, suppress(OSError, trio.BrokenResourceError):  # it has ended already, which `wait` reports
             order = encode_frame(self._order(setup, logs))
+            # A descriptor travels only along with data, so it goes with the order's first byte.
             await send_descriptors(guard.socket, order[:1], (theirs.fileno(),))
             await guard.send_all(order[1:])
         can_trace = setup.run.entry != "program"
@@ -368,7 +371,8 @@ def _num_ranks(asked: str, devices: tuple[int, ...]) -> int:
 
 
 def _num_gpus() -> int:
-    """Count the GPUs that ranks will see, without a library that could create a context."""
+    """Count the GPUs that ranks will see."""
+    # A library such as torch could create a context on them.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])

@@ -58,9 +58,10 @@ class ForkingWorkerHost:
         return ended
 
     async def prepare(self, job: JobSpec, cache_dir: Path) -> None:
-        """Tokenise the text while the fork server still imports torch; only the agent that started it does so."""
+        """Tokenise the text while the fork server still imports torch."""
         await self._server.settled.wait()
         makes_data = job.script is not None and "data" in job.script.provides
+        # The agents of a machine share the cache, so one does this for all: the one that started the server.
         if not self._server.has_started or makes_data or job.data.shards:
             return
         fields = json.dumps(asdict(job.text))
@@ -81,8 +82,8 @@ class ForkingWorkerHost:
 
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+# The fields of `stat`, counted from the state, with user and system time of a process and of its reaped children.
 _TIMES = slice(11, 15)
-"""User and system time of the process and of its reaped children, counted from the state's field."""
 
 
 def processor_s(pid: int) -> float:

@@ -35,17 +35,15 @@ _END_POLL_S = 0.05
 
 
 class AgentDir:
-    """The paths of the agent of `node` in a run; nothing exists before `create`.
-
-    `run_id` distinguishes runs with the same tag on this machine, by other masters or with other base directories.
-    """
+    """The paths of the agent of `node` in a run; nothing exists before `create`."""
 
     def __init__(self, run_id: str, node: str) -> None:
+        # The tag alone would not do: other masters, or other base directories, may have runs with the same one here.
         self.run_id = run_id
         self.node = node
         user, name = f"oobleck-{os.getuid()}", _directory_name(node)
         self.job_path = temporary_directory() / user / run_id
-        """The directory that all agents of the run on this machine share."""
+        """All agents of the run on this machine share it."""
         self.path = self.job_path / name
         self.socket = self.path / "agent.sock"
         self.answer = self.path / "agent.json"
@@ -81,6 +79,7 @@ class AgentDir:
         with suppress(OSError):
             for path in (self.socket, self.answer, *self.path.glob("*.pid")):
                 path.unlink(missing_ok=True)
+            # `rmdir` fails, and ends this loop, at the first directory that others still use.
             for path in (self.path, self.job_path, self.job_path.parent):
                 path.rmdir()
 
@@ -117,12 +116,10 @@ class AgentCommands:
         return _in_shell(f"{self._enter} && {_KILL}")
 
     def slow(self, factor: float) -> str:
-        """Make the workers take `factor` times as long as usual; 1 restores their speed.
-
-        A loop on the node stops and continues them. It ends with them, with the agent, and with the next such command.
-        """
+        """Make the workers take `factor` times as long as usual; 1 restores their speed."""
         workers = _pids("worker*")
         run_s = _SLOW_PERIOD_S / factor
+        # The loop stops and continues the workers. It ends with them, with the agent, and with the next such command.
         loop = (
             f"{_NOTE_SELF} >slow.pid; while [ -e slow.pid ] && kill -STOP $({workers}); "
             f"do sleep {_SLOW_PERIOD_S - run_s:.4f}; kill -CONT $({workers}); sleep {run_s:.4f}; done"
@@ -179,14 +176,15 @@ class AgentCommands:
 
 # --- pieces of commands for a POSIX shell -----------------------------------------------------------------------
 
+# Anyone may have created that name in a shared directory, so $base is entered only if it is ours.
 _ENTER_BASE = '[ -d "$base" ] && [ ! -L "$base" ] && [ -O "$base" ] && cd "$base"'
-"""Enters $base only if it is ours: anyone may have created that name in a shared directory."""
 
+# This is the directory of all this user's runs on the node; a node may have none yet.
 _OURS = f"{TEMPORARY_DIRECTORY_SHELL}; base=$temporary/oobleck-$(id -u); {_ENTER_BASE}"
-"""Enters the directory of all this user's runs on the node; fails if there is none."""
 
+# The name in the kernel's status may hold spaces and brackets, so only what follows the last `) ` is split: then $1 is
+# the state of process $p, and ${20} its start.
 _STAT = """stat=$(cat "/proc/$p/stat"); set -- ${stat##*') '}"""
-"""Splits the kernel's status of process $p: $1 is its state, ${20} its start."""
 
 _BOOT = "/proc/sys/kernel/random/boot_id"
 _NOTE_SELF = f'p=$$; {_STAT}; echo "$p ${{20}} $(cat {_BOOT})"'
@@ -207,11 +205,11 @@ def _pids(processes: str) -> str:
     )
 
 
+# A killed process keeps its memory and sockets for a moment, so this also waits until all of them are gone.
 _KILL = (
     f'killed=$({_pids("*")}) && [ -n "$killed" ] && {{ kill -KILL $killed; n=0; until [ -z "$({_pids("*")})" ]; '
     f"do [ $n -lt {_END_POLLS} ] || exit 1; n=$((n + 1)); sleep {_END_POLL_S}; done; }}"
 )
-"""Kills all processes noted in the agent's directory, and waits until they are gone."""
 
 
 def _directory_name(node: str) -> str:

@@ -48,6 +48,7 @@ def _read(path: Path, place: str, most_bytes: int, patience_s: float) -> bytes:
     descriptor = os.open(expand_user(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            # A directory can be opened, and `read` would fail with a message that says less.
             raise IsADirectoryError(0, "it is a directory; name a file")
         return _read_all(descriptor, place, most_bytes, time.monotonic() + patience_s)
     finally:

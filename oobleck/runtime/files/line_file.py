@@ -1,7 +1,7 @@
 """An append-only file of lines that survives a full disk: lines that cannot be written now are written later.
 
-They wait in memory in their order, up to `max_bytes`. The file always ends with a whole line. If it is removed, perhaps
-with its directory, `restore` creates it again with its content.
+They wait in memory in their order, up to `max_bytes`. If the file is removed, perhaps with its directory, `restore`
+creates it again with its content.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class LineFile:
 
     def write(self, line: bytes, *, is_minor: bool = False) -> None:
         """Append a line with its newline, now or as soon as possible; drops minor lines first. Costs O(size)."""
+        # A line never passes those that wait, so the file keeps their order.
         if not self._kept and self.try_write(line):
             return
         if self._kept_bytes + len(line) > self._max_bytes:
@@ -86,7 +87,8 @@ class LineFile:
             self.problem = error
             self._retry_s = self._clock() + _RETRY_S
             try:
-                os.ftruncate(self._descriptor, self.size_bytes)  # removes the part that was written
+                # The file must end with a whole line, so the part that was written goes.
+                os.ftruncate(self._descriptor, self.size_bytes)
             except OSError as error:
                 self.problem = error  # readers ignore a torn last line
             return False
@@ -113,6 +115,7 @@ class LineFile:
         try:
             start = 0
             os.ftruncate(descriptor, 0)
+            # What follows the last whole line is left behind.
             while start < self.size_bytes:
                 piece = os.pread(self._descriptor, min(_COPY_BYTES, self.size_bytes - start), start)
                 if not piece:
@@ -122,7 +125,8 @@ class LineFile:
         except OSError:
             os.close(descriptor)
             raise
-        os.dup2(descriptor, self._descriptor, inheritable=False)  # a thread may be syncing the old number
+        # A thread may be syncing the old number, so the new file takes it over.
+        os.dup2(descriptor, self._descriptor, inheritable=False)
         os.close(descriptor)
 
     def sync(self) -> None:

@@ -50,6 +50,7 @@ class ProcessId:
 
     @property
     def is_of_this_boot(self) -> bool:
+        # Ticks and pids begin again with each boot.
         return _boot() == self.boot
 
     @property
@@ -74,6 +75,7 @@ class ProcessId:
     def send(self, number: int) -> bool:
         """Send it a signal; False if it is gone, even if another process has its pid now. Raises PermissionError."""
         try:
+            # A pidfd stays with one process, so the check below still holds when the signal is sent.
             descriptor = os.pidfd_open(self.pid)
         except ProcessLookupError:
             return False
@@ -83,7 +85,7 @@ class ProcessId:
                     os.kill(self.pid, number)
                     return True
             return False
-        try:  # the descriptor stays with one process, so the check still holds when the signal is sent
+        try:
             if not self.lives:
                 return False
             signal.pidfd_send_signal(descriptor, number)

@@ -48,10 +48,8 @@ def default_base_dir() -> Path:
 
 
 def default_tag(base_dir: Path, tag: str, owner: str) -> str:
-    """Return the tag of a run that the user has not named: `tag`, or a variant of it if another owner has that.
-
-    `owner` is the path of the run's job or script, which always gets the same tag and so finds its states.
-    """
+    """Return the tag of a run that the user has not named: `tag`, or a variant of it if another owner has that."""
+    # A job or script always gets the same tag, and so finds its states, even if the other owner's run is removed.
     digest = hashlib.sha256(os.fsencode(owner)).hexdigest()[:_DIGEST_CHARS]
     apart = f"{tag[: _TAG_CHARS - _DIGEST_CHARS - 1]}-{digest}"
     if RunDirectory(base_dir=base_dir, tag=apart).path.is_dir():
@@ -73,10 +71,8 @@ class RunDirectory:
 
     @property
     def run_id(self) -> str:
-        """The name for this run's files on the nodes, distinct from runs of other machines and base directories.
-
-        A master on another machine that shares this directory uses the same name, so it can take over.
-        """
+        """The name for this run's files on the nodes, distinct from runs of other machines and base directories."""
+        # The first master's host counts: a master on another machine that shares this directory can take over.
         host = ""
         with suppress(OSError, ValueError):
             host = (self.path / "host").read_text(encoding="utf-8").strip()
@@ -151,10 +147,8 @@ class RunDirectory:
             return ""
 
     def note_command(self, words: Sequence[str]) -> None:
-        """Note the command line of this process; best effort, raises nothing.
-
-        The values of variables and a script's arguments are left out, because they may be secrets.
-        """
+        """Note the command line of this process; best effort, raises nothing."""
+        # The values of variables and a script's arguments may be secrets, so they are left out.
         shown = list(words)
         for index, word in enumerate(words):
             if word.endswith(".py") or words[index - 1 : index] in (["-m"], ["--module"], ["--no-python"]):
@@ -183,16 +177,15 @@ class RunDirectory:
             with suppress(OSError):  # without it, no master on another machine can take over
                 write_whole(self.path / "host", f"{socket.gethostname()}\n")
         if self.control_socket.parent != self.path:
+            # Other commands find the socket by this link, whatever their own runtime directory is.
             link = self.path / "control.sock"
             link.unlink(missing_ok=True)
             link.symlink_to(self._short_socket)
         private_directory(self.control_socket.parent)
 
     def pin_temporary_directory(self) -> Path:
-        """Return the temporary directory for virtual nodes' agents, which must exist.
-
-        Agents of an earlier master may still use another one, because TMPDIR may have changed since.
-        """
+        """Return the temporary directory for virtual nodes' agents, which must exist."""
+        # TMPDIR may have changed since an earlier master, whose agents still use the old directory.
         note = self.path / "temporary"
         try:
             noted = Path(note.read_text(encoding="utf-8"))
@@ -211,6 +204,7 @@ class RunDirectory:
 
         Raises UsageError if another process holds it, ConfigError if it cannot be written.
         """
+        # The file outlives the run: if it were removed, two processes could hold the locks of two files with this name.
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:

@@ -1,7 +1,6 @@
 """The journal on disk: an append-only file with one JSON line per entry. A plan is written as its changes.
 
-Every entry reaches the system before `append` returns, so it survives the death of the master. A helper thread also
-forces those that a restarted master needs to the disk, because a slow disk must not hold up the master's loop. A crash
+Every entry reaches the system before `append` returns, so it survives the death of the master. A crash of the machine
 can tear the last line; readers ignore it, and the next writer removes it. While the disk is full, entries wait in
 memory, and the journal says so as soon as it can.
 """
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 from oobleck.control import journal
 from oobleck.errors import ConfigError, PeerError, UsageError
@@ -36,11 +34,7 @@ _POLL_S = 0.2
 
 
 class JournalWriter(LineFile):
-    """Appends entries to a file; the port `Journal`, for one thread.
-
-    Entries that meet a full disk wait, and are written later (`LineFile`) between two `JournalGap` entries. The first
-    of these is in the file as long as the disk is full, so that no reader takes the journal for complete.
-    """
+    """Appends entries to a file, or later if the disk is full (`LineFile`); the port `Journal`, for one thread."""
 
     def __init__(
         self,
@@ -65,15 +59,18 @@ class JournalWriter(LineFile):
         self._make_reserve()
         self._wake = threading.Event()
         self._closing = False
+        # A thread forces entries to the disk, because a slow disk must not hold up the master's loop.
         self._syncer = threading.Thread(target=self._sync_when_woken, name="journal-sync", daemon=True)
         self._syncer.start()
 
     def append(self, entry: journal.JournalEntry) -> None:
         """Write an entry, now or once the disk has room. O(size)."""
+        # A restarted master does not need these, so they are not forced to the disk, and are the first to be dropped.
         is_minor = isinstance(entry, journal.StepDone | journal.LayersArriving | journal.Notice)
         self._last_s = entry.t_s
         num_lost = self.num_lost
         self.write(encode_json(self._plans.line(entry)), is_minor=is_minor)
+        # A plan is written as changes of the one before, and that may be among the lost entries.
         if self.num_lost != num_lost:
             self._plans.forget()
         if self.is_whole:
@@ -106,14 +103,11 @@ class JournalWriter(LineFile):
     def __enter__(self) -> JournalWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
     def _reserve(self) -> Path:
-        """A file that reserves disk space for the first `JournalGap`."""
         return self.path.with_name(f".{self.path.name}.reserve")
 
     def _make_reserve(self) -> None:
@@ -126,11 +120,13 @@ class JournalWriter(LineFile):
         self._gap = journal.JournalGap(t_s=since_s, since_s=since_s, until_s=None, problem=what)
         with suppress(OSError):
             self._reserve.unlink()
+        # The reserve's space is for this entry: while it is in the file, no reader takes the journal for complete.
         self.try_write(encode_json(self._gap))
         logger.error("journal %s: %s; entries are kept in memory until there is room", self.path, what)
         self._tell(self._gap)
 
     def _end_gap(self) -> None:
+        # The gap is over before its last entry is written: if that fails, the next entry begins another one.
         gap, self._gap = self._gap, None
         if gap is None:
             return
@@ -150,6 +146,7 @@ class JournalWriter(LineFile):
         is_last = False
         while not is_last:
             self._wake.wait()
+            # This comes before the sync, so that an entry that is written during it leads to another one.
             self._wake.clear()
             is_last = self._closing  # read before the sync, which then covers the last entries
             try:
@@ -179,6 +176,7 @@ def read_entries(
         with path.open("rb") as lines:
             lines.seek(start)
             for number, line in enumerate(lines, start=1):
+                # Only the last line can be torn, because a writer removes a torn one before it appends.
                 if not line.endswith(b"\n"):
                     return
                 place += len(line)

@@ -4,7 +4,7 @@
     .journal.jsonl.image    the image stands for these  ^ and a reader reads only these
 
 The journal remains the truth: an image that is missing, torn, damaged, from another version or from another journal is
-ignored. It is renamed into place, and only once the entries that it stands for are on the disk.
+ignored.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# The part of the journal up to the image's place identifies the journal, so it must not have changed.
 _COMPARED_BYTES = 1 << 16
-"""The part of the journal, up to the image's place, that must not have changed: it identifies the journal."""
 
 
 def write_image(journal: Path, image: object, place: int) -> int:
     """Write a dataclass as the image of a journal's first `place` bytes; returns its size in bytes. Raises OSError."""
     body = encode_json(image)
     with journal.open("rb") as file:
+        # No image may stand for entries that a crash could still take away.
         os.fsync(file.fileno())
         head = {"place": place, "before": _digest_before(file.fileno(), place), "digest": _digest(body)}
     path, new = _path(journal), _path(journal).with_suffix(".new")
@@ -40,6 +41,7 @@ def write_image(journal: Path, image: object, place: int) -> int:
         file.write(json.dumps(head).encode() + b"\n" + body)
         file.flush()
         os.fsync(file.fileno())
+    # A reader sees the old image or the new one, and never a part.
     new.replace(path)
     return len(body)
 

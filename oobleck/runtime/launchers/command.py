@@ -20,8 +20,6 @@ _SHOWN_CHARS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostsCommand:
-    """A shell command that prints a hostfile."""
-
     command: str
     interval_s: float = 10.0
     timeout_s: float = 30.0
@@ -58,6 +56,7 @@ async def printed_by(command: str, *, named: str, timeout_s: float) -> str:
                 reading.start_soon(_keep_end, process.stderr, errors)
                 while len(printed) <= _MOST_BYTES and (data := await process.stdout.receive_some(_READ_BYTES)):
                     printed += data
+                # A command that prints without end would never end by itself.
                 if len(printed) > _MOST_BYTES:
                     waiting.cancel()
             await process.wait()
@@ -65,6 +64,7 @@ async def printed_by(command: str, *, named: str, timeout_s: float) -> str:
         if process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            # The process has been killed, so this wait is short, and no zombie is left.
             with trio.CancelScope(shield=True):
                 await process.wait()
         for stream in (process.stdout, process.stderr):

@@ -119,6 +119,7 @@ class DialedInNodes:
                     nursery.start_soon(gate.serve, listener)
         finally:
             for caller in self._callers.values():
+                # This code is no farewell, so nodes look for the next master.
                 caller.connection.disconnect(asyncssh.DISC_BY_APPLICATION, "the master leaves")
 
     @property
@@ -131,6 +132,7 @@ class DialedInNodes:
         with trio.move_on_after(self.begins_after_s):
             while len(self.nodes) < least:
                 await self._called.wait()
+            # Enough nodes came in time, so the loop below waits for none.
             least = 0
         while len(self.nodes) < min(least, 1):
             await self._called.wait()
@@ -144,6 +146,7 @@ class DialedInNodes:
                 await self._called.wait()
             self.released.pop(node.name, None)
             return caller.connection
+        # A node that stays away must not count as one of several that were lost together (`has_ended`).
         self._callers.pop(node.name, None)
         reason = f"it has not dialled in within {self.patience_s:g} s; is `oobleck node` running there?"
         raise NodeUnreachable(node.name, reason)
@@ -209,6 +212,7 @@ class DialedInNodes:
         specs = self.parse(introduction.line, source="a node that dials in")
         if len(specs) != 1:
             raise PeerError(f"it is {introduction.line!r}, which must name one host")
+        # Whatever the line says, the node is where its connection comes from.
         spec = replace(specs[0], host=connection.peer_address, user=None, port=None, origin=introduction.origin)
         return _Caller(introduction=introduction, spec=spec, connection=connection)
 
@@ -228,6 +232,7 @@ class DialedInNodes:
                 text = f"{name} has dialled in again after it was given back; `oobleck add {name}` takes it in"
                 self.report(text, level="info")
             else:
+                # Under another grant it belongs to a new job or pod, which was started on purpose.
                 self._send(Arrived(node=caller.spec, by_itself=self._grants.get(name, grant) == grant))
         self._grants[name] = grant
 
@@ -237,7 +242,6 @@ class DialedInNodes:
             self._send(Leaving(node=node))
 
     def report(self, text: str, *, level: str = "warning") -> None:
-        """Report a text for people to read."""
         self._send(Reported(level=level, text=text))
 
     def _send(self, change: NodeChange) -> None:
@@ -257,13 +261,11 @@ async def listen(host: str | None, port: int) -> tuple[list[trio.SocketListener]
 
 
 def settle_keys(directory: Path, *, master: str, renew: bool) -> tuple[ssh.DialInKeys, Path]:
-    """Return the keys of a run and the file for its nodes, which dial in at `master`.
-
-    Unless `renew`, keeps the keys of an earlier master. Raises ConfigError.
-    """
+    """Return the keys of a run and the file for its nodes, which dial in at `master`. Raises ConfigError."""
     private_directory(directory)
     ours, theirs = directory / _MASTER, directory / _NODE
     keys, known = ssh.make_keys(master=master)
+    # The nodes of an earlier master look for the next one with the keys that they have.
     if not renew and ours.exists():
         keys, known = _read(ours, ssh.DialInKeys), replace(read_pass(theirs), master=master)
     _write(ours, keys)
@@ -272,10 +274,7 @@ def settle_keys(directory: Path, *, master: str, renew: bool) -> tuple[ssh.DialI
 
 
 def make_key_files(directory: Path, *, master: str) -> Path:
-    """Make keys for a master that will listen at `master`; returns the file for nodes.
-
-    Raises ConfigError, also if keys exist already.
-    """
+    """Make keys for a master at `master`; return the file for nodes. Raises ConfigError, also if keys exist."""
     if (directory / _MASTER).exists():
         raise ConfigError(f"{directory / _MASTER} exists already; remove it if no run needs it any more")
     return settle_keys(directory, master=master, renew=True)[1]

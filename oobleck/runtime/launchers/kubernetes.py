@@ -4,7 +4,7 @@ The pods dial in by themselves, and connections reveal losses. The API adds two 
 away, even if its processes get no SIGTERM, and why a pod does not start.
 
 A watch is a GET whose answer has one event per line and ends after minutes. The next one continues from the version of
-the last event. If the server no longer has that version (410), all pods are listed again.
+the last event.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class PodWatch:
         """The last event's version, from which the next watch continues; None lists all pods."""
         self._leave = leave
         self._report = report
+        # It says whether a pod is being deleted and why it does not run, keyed by its name and uid: a pod that is made
+        # again has the same name.
         self._pods: dict[tuple[str, str], tuple[bool, str]] = {}
-        """Whether a pod is being deleted, and why it does not run, keyed by its name and uid."""
 
     @property
     def num_pods(self) -> int:
@@ -80,6 +81,7 @@ class PodWatch:
                 raise PeerError(f"the API server ends the watch: {_text(thing, 'message') or shown(line)}")
             case _:
                 raise PeerError(f"the API server sent {shown(line)}, which is not an event of a watch")
+        # Bookmarks have a version too, so that it stays recent while no pod changes.
         self.version = _text(thing, "metadata", "resourceVersion") or self.version
 
     def _see(self, key: tuple[str, str], thing: object) -> None:
@@ -87,6 +89,7 @@ class PodWatch:
         problem = "" if is_leaving else next(_problems(_at(thing, "status")), "")
         was_leaving, old_problem = self._pods.get(key, (False, ""))
         self._pods[key] = is_leaving, problem
+        # Each later change of a pod repeats its state, and must be reported only once.
         if is_leaving and not was_leaving:
             self._leave(key[0])
         if problem and problem != old_problem:
@@ -135,7 +138,7 @@ class KubernetesAPI:
 
     namespace: str
     account: Path
-    """The directory of the service account's token, which changes from time to time, and the server's authority."""
+    """The directory of the service account's token and of the server's authority."""
 
     @classmethod
     def of_pod(cls) -> KubernetesAPI:
@@ -178,6 +181,7 @@ class KubernetesAPI:
         settings = client.Configuration(retries=False)  # PodFollower retries
         token, authority = str(self.account / "token"), str(self.account / "ca.crt")
         try:
+            # The token changes from time to time, so each watch reads it again.
             config.incluster_config.InClusterConfigLoader(token, authority).load_and_set(settings)
         except (config.ConfigException, OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"the service account in {self.account} cannot be used: {error}") from error
@@ -196,6 +200,7 @@ class KubernetesAPI:
                 )
                 with suppress(ProtocolError):  # the answer was cut off; the next watch continues from there
                     for line in answer:
+                        # An answer that is cut off ends within a line, which the next watch brings again.
                         if line.endswith(b"\n") and line.strip():
                             trio.from_thread.run_sync(take, line)
         except client.ApiException as error:
@@ -228,10 +233,7 @@ class PodFollower:
         first_wait_s: float = _FIRST_WAIT_S,
         none_s: float = _NONE_S,
     ) -> None:
-        """`first_wait_s` is the pause between watches, which doubles while none works.
-
-        After `none_s` without any pod, that is reported.
-        """
+        """`first_wait_s`, the pause between watches, doubles while none works; `none_s` without a pod is reported."""
         self._source = source
         self._selector = selector
         self._callers = callers
@@ -251,6 +253,7 @@ class PodFollower:
                 except WatchExpired:
                     self._watch.version = None
                 except (ConfigError, PeerError) as error:
+                    # An event that cannot be used would fail each watch that begins before it.
                     self._watch.version = None
                     self._note(str(error))
                 except OSError as error:
@@ -260,6 +263,7 @@ class PodFollower:
 
     def _take(self, line: bytes) -> None:
         self._watch.take(line)
+        # An event shows that the watch works again.
         self._wait_s, self._problem = self._first_wait_s, ""
 
     def _note(self, problem: str) -> None:

@@ -113,11 +113,10 @@ class _NodesBySSH:
     _options: SSHOptions
 
     async def connect(self, node: NodeSpec) -> SSHConnection:
-        """Connect over SSH. Raises NodeUnreachable."""
         return await connect(node, self._options)
 
     async def has_ended(self, node: NodeSpec) -> bool:
-        """Return False: an agent outlives its SSH connection, so its loss proves nothing."""
+        # An agent outlives its SSH connection, so a lost connection proves nothing.
         return False
 
     async def release(self, node: NodeSpec) -> None:
@@ -198,10 +197,7 @@ def _version(text: str) -> tuple[str, ...] | str:
 
 
 class VirtualNodes(_NodesBySSH):
-    """Launcher: nodes on this machine, reached through our own SSH server.
-
-    A run begins with the first `num_first`; a user can add the others.
-    """
+    """Launcher: nodes on this machine, behind our own SSH server; a run begins with the first `num_first`."""
 
     are_virtual = True
 

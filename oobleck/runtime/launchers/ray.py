@@ -77,7 +77,8 @@ class RayActors:
     async def end(self) -> None:
         """End the actors, so that Ray has its nodes back. Takes some seconds at most, and raises nothing."""
         for node in self.callers.nodes:
-            await self.callers.release(node)  # works without Ray
+            # A node that is released here ends even if Ray does not answer.
+            await self.callers.release(node)
         process = self._process
         if process is None or process.stdin is None:
             return
@@ -100,6 +101,7 @@ class RayActors:
         """Run one process that keeps the actors, until it ends."""
         known = read_pass(self.file)
         if not self.is_place_named:
+            # The process fills in the address at which Ray knows this machine.
             known = replace(known, master=f"{{ip}}:{known.master.rpartition(':')[2]}")
         try:
             log = self.log.open("ab")
@@ -119,6 +121,7 @@ class RayActors:
         self._process = process
         try:
             await process.stdin.send_all(encode_json(known))
+            # The first answer takes as long as joining the cluster.
             rest, patience_s = b"", _JOIN_S
             while True:
                 with trio.move_on_after(patience_s) as waiting:
@@ -135,6 +138,7 @@ class RayActors:
             pass  # its end is reported by `run`
         finally:
             self._process = None
+            # The actors are detached, so this ends none of them.
             process.kill()
             with trio.CancelScope(shield=True):
                 await process.wait()

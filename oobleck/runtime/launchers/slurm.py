@@ -1,8 +1,6 @@
 """Nodes that Slurm has allocated: `srun` starts `oobleck node` on each, and they dial in.
 
-The tasks of a --no-kill step outlive the other nodes of their job and the `srun` that started them, so neither a lost
-node nor a lost master ends them. Slurm lists the nodes but does not report deaths, which it learns after half a minute.
-Nodes get notice before a time limit: without it Slurm would end the batch script first, and nothing would be saved.
+Slurm lists the nodes but does not report deaths, which it learns after half a minute.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ _NOTICE_S = 60.0
 _NOTICE_SHARE = 0.25  # of the time limit, so that a job of a minute or two does some work before its notice
 _JOB_ID = re.compile(r"[0-9]+")
 _LISTED = "%i %A %L %l %N"
+# It matches a job, a component of a heterogeneous job, or a task of an array.
 _ID = re.compile(r"(?P<leader>[0-9]+)(\+(?P<component>[0-9]+)|_[0-9]+)?")
-"""Matches a job, a component of a heterogeneous job, or a task of an array."""
 _DURATION = re.compile(r"((?P<days>[0-9]+)-)?((?P<hours>[0-9]+):)?(?P<minutes>[0-9]+):(?P<seconds>[0-9]+)")
 
 
@@ -40,8 +38,7 @@ class SlurmAllocation:
     """The nodes of a running job, or of one component of a heterogeneous job."""
 
     shown_id: str
-    """The id that users write: 17, 17_3 in an array, 17+1 in a heterogeneous job. It names one allocation, while the
-    plain number may name many."""
+    """The id that users write: 17, 17_3 in an array, 17+1 in a heterogeneous job."""
     job_id: str
     component: str | None = None
     nodes: tuple[str, ...]
@@ -124,10 +121,10 @@ class SlurmTasks:
     """Receives the output of the nodes and of srun."""
     callers: DialedInNodes
     interval_s: float = 5.0
+    # Nodes of an earlier master look for this one every two seconds; they must not be started a second time.
     first_s: float = 3.0
-    """Nothing is started during this time, because nodes of an earlier master look for this one every two seconds."""
+    # It says when a node of a job may be started again, keyed by job and node.
     _again_s: dict[tuple[str, str], float] = field(default_factory=dict, init=False)
-    """When a node of a job may be started again, keyed by job and node."""
     _limited: set[str] = field(default_factory=set, init=False)  # jobs whose time limit was reported
     _noticed: set[str] = field(default_factory=set, init=False)  # jobs that have had notice
 
@@ -148,6 +145,7 @@ class SlurmTasks:
                 else:
                     problem = ""
                     for job in jobs:
+                        # Without a notice, Slurm would end the batch script first, and nothing would be saved.
                         if job.left_s <= job.notice_s:
                             await self._give_notice(job)
                         elif missing := self._missing(job):
@@ -171,16 +169,17 @@ class SlurmTasks:
         self._noticed.add(job.shown_id)
         self.callers.report(f"Slurm's job {job.shown_id} reaches its time limit in {job.left_s:.0f} s")
         try:
+            # Unlike the plain number, this id names one allocation alone.
             await _ask("scancel", "--signal", "TERM", job.shown_id)
         except ConfigError as error:
             self.callers.report(f"its nodes get no notice: {error}")
 
     def _missing(self, job: SlurmAllocation) -> tuple[str, ...]:
-        """Return the nodes to start now, and start none of them again too soon: Slurm may not know that one is dead."""
         # A node that was given back under one job may be allocated again by another.
         here = {node.name for node in self.callers.nodes}
         here |= {node for node, grant in self.callers.released.items() if grant in ("", job.job_id)}
         now_s = trio.current_time()
+        # Slurm may not know yet that a node is dead, so none is started again too soon.
         again_s = {node: self._again_s.get((job.job_id, node), 0.0) for node in job.nodes}
         missing = tuple(node for node in job.nodes if node not in here and again_s[node] <= now_s)
         self._again_s.update({(job.job_id, node): now_s + _AGAIN_S for node in missing})
@@ -189,6 +188,8 @@ class SlurmTasks:
     async def _start(self, job: SlurmAllocation, nodes: tuple[str, ...]) -> None:
         """Start `oobleck node` on nodes of a job, and wait until srun ends."""
         count = str(len(nodes))
+        # The tasks of a --no-kill step outlive the other nodes of their job and the `srun` that started them, so
+        # neither a lost node nor a lost master ends them.
         step = ["srun", "--jobid", job.job_id, "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--input", "none"]
         step += [] if job.component is None else ["--het-group", job.component]
         where = ["--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--nodelist", ",".join(nodes)]

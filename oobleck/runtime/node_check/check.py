@@ -1,7 +1,4 @@
-"""The node check over SSH: a probe on each node runs the tests that `NodeCheck` asks for.
-
-Nodes that share a machine are measured one after the other, because they would slow each other down.
-"""
+"""The node check over SSH: a probe on each node runs the tests that `NodeCheck` asks for."""
 
 from __future__ import annotations
 
@@ -87,6 +84,7 @@ class _Cluster:
         await _together(RemoteProbe.aclose, self._probes.values())
 
     async def measure_alone(self, nodes: Iterable[str]) -> list[node_check.SoloResult]:
+        # Nodes that share a machine are measured one after the other, because they would slow each other down.
         by_machine: defaultdict[str, list[str]] = defaultdict(list)
         for node in nodes:
             by_machine[self._probes[node].machine].append(node)
@@ -134,6 +132,7 @@ class _Cluster:
             with trio.move_on_after(_SOLO_TIMEOUT_S):
                 while (answer := await probe.receive(_SOLO_TIMEOUT_S)) is not None:
                     if isinstance(answer, node_check.SoloDone):  # else a late answer of a pair
+                        # Other work on the machine only ever makes a time longer, so the best of all rounds counts.
                         before, now = probe.seconds, answer.seconds
                         probe.seconds = {name: min(value, before.get(name, value)) for name, value in now.items()}
                         probe.gpus = tuple(facts for facts in answer.gpus if facts.index in probe.spec.devices)

@@ -85,7 +85,8 @@ class RemoteProbe:
             self.failure = f"its probe was not ready within {_START_TIMEOUT_S:g} s"
 
     async def _check_channels(self, connection: SSHConnection, socket: str) -> None:
-        """Open a second command and a UNIX socket, as a run does; sshd's settings may forbid either."""
+        """Open a second command and a UNIX socket, as a run does."""
+        # sshd's settings may forbid either, although they allow the probe's own command.
         try:
             await connection.run("true", timeout_s=_OPEN_TIMEOUT_S)
             with trio.fail_after(_OPEN_TIMEOUT_S):
@@ -112,6 +113,7 @@ class RemoteProbe:
         with trio.CancelScope(shield=True), trio.move_on_after(_CLOSE_TIMEOUT_S):
             if self._stream is not None:
                 with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                    # The probe ends with its input.
                     await self._stream.send_eof()
                 await self._stream.aclose()
 
@@ -130,6 +132,7 @@ class RemoteProbe:
         except trio.EndOfChannel:
             self.failure = self.failure or self._why_it_ended()
         except (trio.BrokenResourceError, trio.ClosedResourceError):
+            # A command that has exited breaks the channel too, and its last words tell more.
             has_ended = self._stream is not None and self._stream.exit_status is not None
             self.failure = self.failure or (self._why_it_ended() if has_ended else "its connection was lost")
         except PeerError as error:

@@ -18,8 +18,7 @@ _END_TIMEOUT_S = 10.0
 def restart_master(master: ProcessId, *more: str, down_s: float) -> None:
     """Kill a master with SIGKILL, and start it again `down_s` seconds later with `more` arguments.
 
-    The new process has the same output and its own session. Raises UsageError if the process is gone, or belongs to
-    another user.
+    The new process has the same output. Raises UsageError if the old one is gone, or belongs to another user.
     """
     process = Path("/proc") / str(master.pid)
     with ExitStack() as stack:
@@ -34,7 +33,8 @@ def restart_master(master: ProcessId, *more: str, down_s: float) -> None:
             raise UsageError(f"the run's master, process {master.pid}, cannot be looked into: {error}") from error
         master.send(signal.SIGKILL)
         deadline_s = time.monotonic() + _END_TIMEOUT_S
-        while master.lives and time.monotonic() < deadline_s:  # until then it holds its run's lock
+        # While the old process lives it holds the run's lock, and the new one would refuse to start.
+        while master.lives and time.monotonic() < deadline_s:
             time.sleep(0.01)
         time.sleep(down_s)
         subprocess.Popen(

@@ -2,9 +2,7 @@
 
 It is a separate process because Ray brings threads, signal handlers and a second of imports. It keeps an actor on every
 node, whose process has `oobleck node` as its child. It prints a line for each event that people should know, and an
-empty one whenever Ray answers, because calls into Ray block for a minute if its head is gone. The actors are detached:
-they outlive this process and the master, and the next master finds them by name. A line `end` ends them; an end of the
-input means that the master has died, and they stay.
+empty one whenever Ray answers. A line `end` ends the actors.
 """
 
 from __future__ import annotations
@@ -115,6 +113,7 @@ class _Actors:
             for node_id in self._actors.keys() - nodes.keys():
                 del self._actors[node_id]  # its node is gone, which connections have revealed long before
             for node_id, node in nodes.items():
+                # Calls into Ray block for a minute if its head is gone, so the master waits for a sign of each.
                 _print("")
                 if node_id in self._actors:
                     self._check(node)
@@ -128,6 +127,7 @@ class _Actors:
         actor = self._actors[node.node_id] = (
             ray.remote(_NodeActor)
             .options(
+                # A detached actor outlives this process and the master, and the next master finds it by name.
                 name=f"{self._run_id} {node.node_id}",
                 lifetime="detached",
                 get_if_exists=True,
@@ -137,6 +137,7 @@ class _Actors:
             )
             .remote(node.line, variables, self._keys)
         )
+        # An actor that an earlier master has started knows only that one's address.
         actor.update.remote(self._keys)
 
     def _check(self, node: _RayNode) -> None:
@@ -175,6 +176,7 @@ class _Actors:
 
 def _end_on_request(actors: _Actors) -> None:
     """Wait for the line `end`, or for the end of the input, in a thread because Ray may block the main one."""
+    # If the input ends without this line, the master has died, and the actors stay for the next one.
     if sys.stdin.readline() == "end\n":
         actors.end()
     os._exit(0)  # does not wait for Ray's own threads

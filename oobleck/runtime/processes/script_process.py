@@ -96,6 +96,7 @@ class ScriptProcess:
     def close(self) -> None:
         """Let the process end, or kill it after some seconds."""
         try:
+            # This closes the script's input, at whose end it ends.
             self._process.communicate(timeout=_ENDS_WITHIN_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
@@ -110,6 +111,7 @@ class ScriptProcess:
             self._process.stdin.flush()
         until_s, received = time.monotonic() + _TIMEOUT_S, b""
         while not received.endswith(b"\n"):
+            # `readline` has no time limit, so this collects a line by itself.
             ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, until_s - time.monotonic()))
             if not ready:
                 raise ResourceLost(f"script {self._path} took more than {_TIMEOUT_S:g} s {what}")
@@ -141,7 +143,8 @@ class EntryFeed:
             self._send.send_nowait(entry)
             self._is_behind = False
         except trio.WouldBlock:
-            if not self._is_behind:  # only once, because a report may itself become an entry
+            if not self._is_behind:
+                # This comes before the report, which may itself become an entry and lead here again.
                 self._is_behind = True
                 self._report(f"callbacks are too slow: {type(entry).__name__} and others are not passed on to them")
         except (trio.BrokenResourceError, trio.ClosedResourceError):
@@ -171,6 +174,7 @@ class CallbackProcess(EntryFeed):
         with trio.move_on_after(_CALLBACKS_END_WITHIN_S):
             await self._closed.wait()
         self._scope.cancel()
+        # `run` still has to reap the process after the cancellation.
         await self._closed.wait()
 
     async def run(self) -> None:
@@ -182,6 +186,7 @@ class CallbackProcess(EntryFeed):
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=output,
+                    # Without buffers, what the script prints is in the log when it happens, and survives a kill.
                     env={**as_no_rank(), "PYTHONUNBUFFERED": "1"},
                     start_new_session=True,  # the terminal's end and Ctrl-C must reach only the master
                 )

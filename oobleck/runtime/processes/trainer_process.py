@@ -34,10 +34,7 @@ class TrainerProcess(EntryFeed):
     """A script that waits in its `train()`, until `end`."""
 
     def __init__(self, script: ScriptSpec) -> None:
-        """Run the script until it calls `train()`.
-
-        Raises UsageError or ConfigError for errors in the job, and SystemExit if the script ends without the call.
-        """
+        """Run the script up to its `train()`. Raises UserError for its job, SystemExit if it ends without that."""
         self._ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [*_HOST, str(theirs.fileno())], pass_fds=(theirs.fileno(),), env={**as_no_rank(), "PYTHONUNBUFFERED": "1"}
@@ -77,6 +74,7 @@ class TrainerProcess(EntryFeed):
                     nursery.start_soon(self._listen, stream)
                     async for entry in self._entries:
                         await stream.send_all(encode_json(entry))
+                    # All entries are sent, and `_listen` would wait until the script ends.
                     nursery.cancel_scope.cancel()
         except* trio.BrokenResourceError:
             _log.warning("the script has ended in its train()")
@@ -98,6 +96,7 @@ class TrainerProcess(EntryFeed):
 
     def end(self, exit_code: int, checkpoints: Path) -> int:
         """Let the script continue after its `train()`, or end if the run failed; returns its exit status."""
+        # The duplicate in `run` shares the socket's flags, and trio made it non-blocking.
         self._ours.setblocking(True)
         ended = {"exit_code": int(exit_code), "checkpoints": str(checkpoints)}
         try:

@@ -3,12 +3,6 @@
 asyncssh runs on a trio-asyncio loop inside the trio thread. Its coroutines are awaited through `aio_as_trio`. Byte
 streams use its callbacks, which run in the same thread and so may call trio's primitives: a message costs no asyncio
 task.
-
-Rejected: the `ssh` program, because it costs a process per node, reports failures as text for people, and gives no byte
-stream to a remote socket without a helper there. Also asyncio for the whole master: its failure paths rest on nurseries
-and on cancellation that reaches everything.
-
-Importing trio-asyncio replaces the process's asyncio policy, so only the SSH side of the master imports this.
 """
 
 from __future__ import annotations
@@ -22,6 +16,8 @@ from typing import Final, TypeVar
 
 import asyncssh
 import trio
+
+# This import replaces the process's asyncio policy, so only the SSH side of the master imports this module.
 import trio_asyncio
 
 T = TypeVar("T")
@@ -31,6 +27,9 @@ _KEPT_BYTES: Final = 4096
 _MARK: Final = b"oobleck-begins-here\n"
 _RESTING_S: Final = 60.0  # often enough for a firewall to keep the connection
 
+# Rejected: the `ssh` program, because it costs a process per node, reports failures as text for people, and gives no
+# byte stream to a remote socket without a helper there. Also asyncio for the whole master: its failure paths rest on
+# nurseries and on cancellation that reaches everything.
 open_ssh_loop = trio_asyncio.open_loop
 """An async context manager, within which SSH works."""
 
@@ -147,6 +146,7 @@ class SSHStream(trio.abc.HalfCloseableStream, asyncssh.SSHUNIXSession[bytes]):
                 raise trio.ClosedResourceError
             data = bytes(self._unread[:max_bytes])
             del self._unread[:max_bytes]
+            # Just below the limit, reading would pause and resume with every message.
             if self._is_reading_paused and len(self._unread) < _RECEIVE_HIGH_BYTES // 2:
                 self._is_reading_paused = False
                 self._channel.resume_reading()
@@ -230,16 +230,14 @@ class SSHCommandStream(SSHStream):
 
 
 def marked(command: str) -> str:
-    # A shell may echo this text, so the quotes keep the mark itself out of it.
+    # sshd hands every command to the user's login shell, whose start files may print to the same stream. So a command
+    # first prints a mark, in words that all shells understand, and its own output begins after the mark. A shell may
+    # echo this text; the quotes keep the mark itself out of it.
     return f"echo oobleck-'begins'-here; {command}"
 
 
 class Preamble:
-    """Separates what the login shell prints from the output of a marked command.
-
-    sshd hands every command to the user's login shell, whose start files may print to the same stream. So a command
-    first prints a mark, in words that all shells understand, and its own output begins after the mark.
-    """
+    """Separates what the login shell prints from the output of a marked command."""
 
     def __init__(self) -> None:
         self._before = bytearray()
@@ -269,13 +267,7 @@ class Preamble:
 
 
 class Keepalive:
-    """Has asyncssh probe the other side only while that side is silent.
-
-    asyncssh sets its probe timer again with each packet that arrives, and each of these timers, although cancelled,
-    wakes the process once more when it is due. With agents that send heartbeats this costs up to a fifth of the
-    master's time. So asyncssh probes nothing while packets arrive, and one check per interval sees whether they still
-    do. A peer that falls silent is given up at most one interval later than otherwise.
-    """
+    """Has asyncssh probe the other side only while that side is silent."""
 
     def __init__(self, connection: asyncssh.SSHClientConnection, *, interval_s: float, count_max: int) -> None:
         """asyncssh already probes every `interval_s`, and gives up after `count_max` unanswered probes."""
@@ -290,6 +282,9 @@ class Keepalive:
         """Note that bytes have arrived. Called by asyncssh."""
         self._has_traffic = True
         if self._is_probing and not self._is_resting and self._interval_s:
+            # asyncssh sets its probe timer again with each packet that arrives, and each of these timers, although
+            # cancelled, wakes the process once more when it is due. With agents that send heartbeats this costs up to a
+            # fifth of the master's time. So asyncssh probes nothing while packets arrive.
             self._is_probing = False
             self._connection.set_keepalive(interval=0)
             self._check_later()
@@ -309,7 +304,8 @@ class Keepalive:
             self._has_traffic = False
             self._check_later()
         else:
-            self._probe(self._interval_s, self._count_max - 1)  # one silent interval has passed already
+            # One silent interval has passed already, so the peer is given up at most one later than asyncssh would.
+            self._probe(self._interval_s, self._count_max - 1)
 
     def _probe(self, interval_s: float, count_max: int) -> None:
         self._is_probing = True

@@ -28,8 +28,8 @@ from .login_gate import Logins
 
 T = TypeVar("T")
 
+# A run has this many commands in progress on one connection; OpenSSH allows ten by default.
 _SESSIONS = 2
-"""Commands that a run has in progress on one connection; OpenSSH allows ten by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +80,6 @@ class CompletedCommand:
 
 
 class SSHConnection:
-    """An authenticated connection to one node."""
-
     def __init__(
         self,
         node: str,
@@ -118,10 +116,7 @@ class SSHConnection:
         """Run a shell command; `stdout` excludes what the login shell prints before it.
 
         Raises trio.TooSlowError, or trio.BrokenResourceError if the connection is lost or the login shell runs no
-        command.
-
-        A command that is cancelled or runs out of time gets SIGTERM (OpenSSH forwards it for every user but root).
-        Cancelling before the command has begun closes the connection.
+        command. A cancelled or late command gets SIGTERM; before it has begun, the connection is closed instead.
         """
         try:
             with trio.fail_after(timeout_s):
@@ -131,7 +126,8 @@ class SSHConnection:
                 try:
                     result = await await_asyncio(process.wait)
                 finally:
-                    # asyncssh would leave the command running, and its channel open.
+                    # asyncssh would leave the command running, and its channel open. OpenSSH forwards the signal for
+                    # every user but root.
                     if process.exit_status is None:
                         with suppress(OSError):  # the connection is lost, so no signal reaches the command
                             process.terminate()
@@ -234,10 +230,7 @@ class _Attempt:
 
 
 async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:
-    """Connect and authenticate. Raises NodeUnreachable, which says what to change.
-
-    Many calls may run at once. Those to the same server wait for each other, and the timeout excludes that wait.
-    """
+    """Connect and authenticate; many calls may run at once. Raises NodeUnreachable, which says what to change."""
     arguments = options.for_node(node)
     attempts = [_Attempt(node)]  # the last is the one that fails
     proxy: ProxyCommand | None = None
@@ -250,6 +243,7 @@ async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:
             jumps = jumps_of(resolved)
         if attempts[0].known_hosts is not None:
             host, server = str(resolved.host), _first_server(resolved)
+        # Logins to the same server wait for each other, and no timeout counts that wait.
         async with options.logins.turn(server):
             with trio.fail_after(options.connect_timeout_s):
                 if resolved.proxy_command:
@@ -274,6 +268,7 @@ async def connect(node: NodeSpec, options: SSHOptions) -> SSHConnection:
             proxy.socket.close()
             proxy.end()
         if hops and connection is None:
+            # The other hops close with the last one, whose tunnels they are.
             hops[-1].close()
     return SSHConnection(
         node.name, host, connection, options=options, takes_calls=proxy is None and not hops, proxy=proxy
@@ -287,10 +282,8 @@ async def _open_hops(
     config: object,
     hops: list[asyncssh.SSHClientConnection],
 ) -> None:
-    """Connect to the hosts of a ProxyJump, each through the one before, and add them to `hops`.
-
-    asyncssh could do so by itself, but it would parse all of known_hosts for each node behind them.
-    """
+    """Connect to the hosts of a ProxyJump, each through the one before, and add them to `hops`."""
+    # asyncssh could do so by itself, but it would parse all of known_hosts for each node behind them.
     for jump in jumps:
         arguments: dict[str, object] = {"config": config, "tunnel": hops[-1] if hops else ()}
         arguments |= {"username": jump.user} if jump.user else {}
@@ -366,6 +359,7 @@ def _explain(attempt: _Attempt, error: Exception) -> str:
             return f"{target} refused the connection; is sshd running there, and is the port right?"
         case socket.gaierror():
             return f"the host name {spec.host!r} cannot be resolved ({error.strerror}); check {where}"
+        # The cases above are more particular errors of the system.
         case OSError():
             file = f" ({error.filename})" if error.filename else ""
             how = f" through {through}" if through else ""

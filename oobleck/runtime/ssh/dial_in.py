@@ -117,6 +117,7 @@ async def dial_in(
         await ended.wait()
         error = errors[0]
         if isinstance(error, asyncssh.DisconnectError) and error.code in {*Farewell}:
+            # asyncssh adds the code to the reason if it does not know it.
             return Farewell(error.code), error.reason.removesuffix(f" (error {error.code})")
         return None
 
@@ -135,6 +136,7 @@ async def dial_in(
         stream = await trio.open_tcp_stream(host, port)
     except OSError as error:
         raise NodeUnreachable(place, f"nobody listens there ({error.strerror or error})") from error
+    # Only asyncssh may close the descriptor from here on, so it leaves trio's socket.
     connection = socket.socket(fileno=stream.socket.detach())
     try:
         await run_on(asyncssh.run_server, connection, config=None, options=options)

@@ -1,9 +1,7 @@
 """Which host keys are trusted: those that ssh's files, the user's and the machine's, list for the names it looks up.
 
-asyncssh alone reads fewer of these files than ssh does, and with `UserKnownHostsFile none` it checks nothing. It trusts
-an address's key for any name, which ssh does not, because anyone may answer at a node's address. It would also parse
-every key of every file for each connection, which blocks the master for minutes if a file lists thousands of nodes. So
-this module indexes the files once, by the rules of sshd(8) and ssh_config(5), and hands asyncssh the keys.
+asyncssh alone reads fewer of these files than ssh does. This module indexes them by the rules of sshd(8) and
+ssh_config(5), and hands asyncssh the keys.
 """
 
 from __future__ import annotations
@@ -46,7 +44,8 @@ class KnownHosts:
         return bool(host_keys or authorities)
 
     def as_option(self, files: HostKeyFiles) -> asyncssh.SSHKnownHosts | bytes:
-        """Return asyncssh's `known_hosts` argument; without any file it trusts nothing."""
+        """Return asyncssh's `known_hosts` argument."""
+        # Without any file, as with `UserKnownHostsFile none`, asyncssh by itself would check nothing.
         return files.trusted(self.readable, self.names) if self.readable else b""
 
 
@@ -65,6 +64,8 @@ class HostKeyFiles:
     def index_of(self, path: Path) -> _Index:
         """Return a file's index; O(lines) for a new or changed file. Raises OSError."""
         status = path.stat()
+        # asyncssh would parse every key of every file for each connection, which blocks the master for minutes if a
+        # file lists thousands of nodes.
         version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         known = self._known.get(path)
         if known is None or known[0] != version:
@@ -82,7 +83,8 @@ class _Trusted(asyncssh.SSHKnownHosts):
         self._names = names
 
     def match(self, host: str, addr: str, port: int | None) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
-        """Return the keys for the host's own names, ignoring asyncssh's: an address's keys must not count."""
+        """Return the keys for the host's own names."""
+        # asyncssh would also trust the key of an address for any name, which ssh does not: anyone may answer there.
         lines: dict[str, None] = {}
         for name in self._names:
             lines |= {line: None for path in self._paths for line in self._files.index_of(path).lines_for(name)}
@@ -95,14 +97,14 @@ class _Index:
     """The lines of one file, indexed by host name. Like ssh, it skips malformed lines."""
 
     def __init__(self, text: str) -> None:
+        # All lines have `_ANY` in place of their names.
         self._lines: list[str] = []
-        """All lines, with `_ANY` in place of their names."""
         self._by_name: defaultdict[str, list[int]] = defaultdict(list)
+        # These lines have host names that are not known yet: (salt, hash, number).
         self._hashed: list[tuple[bytes, bytes, int]] = []
-        """Lines whose host names are not known yet, as (salt, hash, number)."""
         self._searched: set[str] = set()  # names whose hashed lines are known
+        # These lines have patterns: (pattern, excluded pattern, number).
         self._patterns: list[tuple[re.Pattern[str], re.Pattern[str] | None, int]] = []
-        """Lines with patterns, as (pattern, excluded pattern, number)."""
         for line in text.splitlines():
             words = line.split(None, 2)
             if words and words[0].startswith("@"):
@@ -164,13 +166,11 @@ def _hashed(pattern: str) -> tuple[bytes, bytes] | None:
 
 
 def find_known_hosts(options: asyncssh.SSHClientConnectionOptions) -> KnownHosts:
-    """Find where ssh looks a host's key up.
-
-    An alias is the only name. A host at a port other than 22 has a name with the port, and one without it as fallback.
-    """
+    """Find where ssh looks a host's key up."""
     user_files = cast("Iterable[str]", options.config.get("UserKnownHostsFile", _USER_FILES))
     global_files = cast("Iterable[str]", options.config.get("GlobalKnownHostsFile", _GLOBAL_FILES))
     host, port = str(options.host).lower(), int(options.port)
+    # An alias is the only name. At another port than 22, the bare name counts only if the one with the port has no key.
     if options.host_key_alias:
         names: tuple[str, ...] = (str(options.host_key_alias).lower(),)
     else:

@@ -39,11 +39,7 @@ class _Caller:
 
 @dataclass(eq=False)
 class LoginGate:
-    """Accepts connections, and limits how many may be silent, waiting or logging in.
-
-    At a limit it drops the oldest caller from the address that has the most: that caller has had the most time. While
-    too many wait for a turn it accepts no caller, so that of thousands that call at once some always log in in time.
-    """
+    """Accepts connections, and limits how many may be silent, waiting or logging in."""
 
     let_in: Callable[[socket.socket], Awaitable[object]]
     """Takes over a caller's socket, returns once the caller is known, and may raise asyncssh's errors and OSError."""
@@ -67,6 +63,7 @@ class LoginGate:
         async with listener, trio.open_nursery() as callers:
             callers.start_soon(self._give_turns)
             while True:
+                # A caller's time begins once it is accepted, so of thousands at once some always log in in time.
                 while len(self._queue) >= self._max_waiting:
                     await self._changed.wait()
                 caller = _Caller(await accept(listener))
@@ -84,6 +81,7 @@ class LoginGate:
                 del self._silent[caller]
                 self._queue[caller] = None
                 self._note_change()
+                # The wait for a turn is not the caller's fault, so it counts against no limit.
                 caller.scope.deadline = math.inf
                 await caller.turn.wait()
                 await self.let_in(socket.socket(fileno=caller.stream.socket.detach()))
@@ -136,6 +134,8 @@ def _oldest_of_most(callers: Iterable[_Caller]) -> _Caller:
     """Return the oldest caller from the address that has the most; O(callers)."""
     each = tuple(callers)
     counts = Counter(caller.address for caller in each)
+    # The oldest has had the most time, and `max` returns the first of equals. By the most of an address, many callers
+    # from one place keep out no other.
     return max(each, key=lambda caller: counts[caller.address])
 
 
@@ -144,22 +144,21 @@ async def _begins_ssh(stream: trio.SocketStream) -> bool:
     while (data := await stream.socket.recv(len(_HELLO), socket.MSG_PEEK)) != _HELLO:
         if not data or not _HELLO.startswith(data):
             return False
+        # The socket stays readable through the bytes that were only peeked at, so nothing can wait for more of them.
         await trio.sleep(_POLL_S)
     return True
 
 
-_AT_ONCE: Final = 8  # of OpenSSH's ten, which leaves two to other people
-_AT_ONCE_IN_ALL: Final = 128  # a handshake takes about 12 ms of CPU time here, and may take 10 s
+# OpenSSH turns callers away once ten have not authenticated (MaxStartups in sshd_config(5)), and a machine with many
+# nodes, or a jump host in front of them, gets all their logins at once. This leaves two to other people.
+_AT_ONCE: Final = 8
+# This process does all handshakes one after the other, each in about 12 ms of CPU time, and must finish those that it
+# begins before the first times out, after 10 s.
+_AT_ONCE_IN_ALL: Final = 128
 
 
 class Logins:
-    """Limits our own logins at each server, so that one that does not answer delays none at another.
-
-    OpenSSH turns callers away once ten have not authenticated (MaxStartups in sshd_config(5)), and a machine with many
-    nodes, or a jump host in front of them, gets all their logins at once. The total is limited too, because this
-    process does all handshakes one after the other and must finish those it begins before the first times out. Only if
-    more than a hundred servers do not answer do later ones wait longer.
-    """
+    """Limits our own logins at each server and in all; a server that does not answer delays none at another."""
 
     def __init__(self) -> None:
         self._all = trio.Semaphore(_AT_ONCE_IN_ALL, max_value=_AT_ONCE_IN_ALL)
@@ -168,5 +167,6 @@ class Logins:
     @asynccontextmanager
     async def turn(self, server: str) -> AsyncIterator[None]:
         """Wait for a turn at a server, and keep it until the context ends."""
+        # A login that waits for its server must not hold a place of the total, so the server's turn comes first.
         async with self._turns[server], self._all:
             yield

@@ -54,12 +54,13 @@ class CommandProcesses:
             self._pids.discard(process.pid)
 
     def reap_orphans(self) -> None:
-        """Reap ended children that are not commands, up to the first that is one; later calls find the rest."""
+        """Reap ended children that are not commands, or some of them; later calls find the rest."""
         while not self._num_starting:  # else a child may be a command whose pid is not known yet
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
+            # Trio reaps commands itself, and until then the kernel returns the same one again.
             if ended is None or ended.si_pid in self._pids:
                 return
             os.waitpid(ended.si_pid, 0)
@@ -130,6 +131,7 @@ async def _run_command(session: Any, process: trio.Process) -> None:
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_feed, session.stdin, process)
+            # The exit status ends the session, so it follows only when both outputs are complete.
             async with trio.open_nursery() as outputs:
                 outputs.start_soon(_pump, process.stdout, session.stdout)
                 outputs.start_soon(_pump, process.stderr, session.stderr)
