@@ -174,8 +174,8 @@ def _all_directories(base_dir: Path | None) -> list[CheckpointDirectory]:
 def _one(where: Path, base_dir: Path | None) -> tuple[CheckpointDirectory, Manifest]:
     """Return the checkpoint at a path, or else the newest complete one. Raises UsageError or ConfigError."""
     try:
-        if (where / MANIFEST_NAME).exists():
-            path = where.absolute()
+        if (expand_user(where) / MANIFEST_NAME).exists():
+            path = expand_user(where).absolute()
             return CheckpointDirectory(path.parent), CheckpointDirectory(path.parent).manifest(path.name)
         directory = _directory(where, base_dir)
         complete = [entry.manifest for entry in directory.find() if entry.manifest is not None]

@@ -81,8 +81,10 @@ class Way:
             case protocol.BecomeRelay():
                 self._position = order.position
                 self._relay_scope.cancel()
+                # Created here, since the next order may arrive before the task has started.
+                self._relay_scope = trio.CancelScope()
                 if self._network is not None:
-                    self._nursery.start_soon(self._serve, order, configure, self._network)
+                    self._nursery.start_soon(self._serve, self._relay_scope, order, configure, self._network)
             case protocol.JoinRelay():
                 self._position = order.position
                 if self._network is not None and self._uplink is None:
@@ -162,9 +164,15 @@ class Way:
                 else:
                     self._deliver(inner)
 
-    async def _serve(self, order: protocol.BecomeRelay, configure: protocol.Configure, network: RelayNetwork) -> None:
+    async def _serve(
+        self,
+        scope: trio.CancelScope,
+        order: protocol.BecomeRelay,
+        configure: protocol.Configure,
+        network: RelayNetwork,
+    ) -> None:
         """Be a relay until the agent gets another position, or the conversation ends."""
-        with trio.CancelScope() as self._relay_scope:
+        with scope:
             try:
                 listener = await network.listen(configure.address)
             except OSError as error:

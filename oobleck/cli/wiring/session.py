@@ -222,7 +222,8 @@ class Session:
         known = {spec.name: spec for spec in self._master.nodes}
         spec = known[text] if text in known else self._launcher.named(text)
         if spec.name in known and (spec.name not in self._gone or text != spec.name):
-            raise UsageError(f"{spec.name} is in the run already")
+            how = f"; `add {spec.name}` takes it back" if spec.name in self._gone else ""
+            raise UsageError(f"{spec.name} is in the run already{how}")
         return spec
 
 

@@ -12,8 +12,9 @@ from oobleck.control.protocol import ErrorKind, Exited, Killed, Raised, Unseen, 
 
 from .entry import Worded
 
-# SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV: a process causes these itself. Any other signal counts as one from outside.
-_CRASHES = frozenset({4, 6, 7, 8, 11})
+# SIGILL, SIGTRAP, SIGABRT, SIGBUS, SIGFPE, SIGSEGV, SIGSYS: a process causes these itself. Any other signal counts as
+# one from outside.
+_CRASHES = frozenset({4, 5, 6, 7, 8, 11, 31})
 
 
 class Remedy(Worded):

@@ -130,8 +130,8 @@ def learn(state: states.State, given: states.Input, now_s: float) -> states.Stat
         case states.FailureSuspected(), (states.Training() | states.Adopting()):
             return state if state.generation == given.generation else None
         case states.FailureSuspected(), states.Suspecting():
-            until_s = min(state.until_s, _suspected_until_s(given, now_s))
-            return replace(state, until_s=until_s) if state.training.generation == given.generation else None
+            # The first report's limit stays: a later one would undo `HeldUp`, and all regroup before messages are read.
+            return state if state.training.generation == given.generation else None
         case states.WorkersResumed(), states.Adopting():
             return _resumed(state, given)
         case states.WorkersResumed(), states.Suspecting(training=states.Adopting() as adopting):

@@ -72,7 +72,6 @@ class HangWatch:
             left_s = self._lead_s
         self._number += 1
         self._hangs_s = max(self._progress.hangs_s, turn.now_s + left_s)
-        self._answers, self._busy = {}, set()
         self._progress.allow(self._hangs_s)
         # The other half of the time is for the answers to arrive.
         ask = AskActivity(device=0, inquiry=self._number, patience_s=left_s / 2)
@@ -81,6 +80,8 @@ class HangWatch:
 
     def _judge(self, turn: Turn) -> BeginRecovery | None:
         answers, busy, running_s = self._answers, self._busy, turn.now_s - self._progress.progressed_s
+        # The next judgement may be without an inquiry, if there is no worker left to ask.
+        self._answers, self._busy = {}, set()
         # A worker that waits for others does not compute, whatever its process uses the processor for.
         comes_on = busy.difference(worker_id for worker_id, answer in answers.items() if answer.waits_for)
         comes_on.update(worker_id for worker_id, answer in answers.items() if answer.has_come_on)

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import IO
 
 import trio
 
@@ -216,11 +217,13 @@ class ForkServer:
                 try:
                     with trio.fail_after(_START_TIMEOUT_S):
                         server = await self._connect()
-                except OSError as error:  # no memory or no process: there may be some in a moment
+                except (OSError, trio.TooSlowError) as error:  # no memory or no process: there may be some in a moment
                     end = await self._server_end()  # the server may have started and ended
-                    await self._report_end(
-                        protocol.NotStarted(problem=str(error)) if isinstance(end, protocol.Unseen) else end
-                    )
+                    if isinstance(end, protocol.Unseen):
+                        is_locked = isinstance(error, trio.TooSlowError)
+                        locked = "another agent of this machine has locked it, and may be stopped"
+                        end = protocol.NotStarted(problem=locked if is_locked else str(error))
+                    await self._report_end(end)
                     await trio.sleep(_RETRY_S)
                     continue
                 self._server = server
@@ -297,7 +300,7 @@ class ForkServer:
         path = self._directory.fork_server_socket
         # Without the lock, two agents that find no server at the same time would each start one.
         with open(self._directory.fork_server_lock, "w") as lock:  # noqa: ASYNC230  a local file, held for milliseconds
-            await trio.to_thread.run_sync(fcntl.flock, lock, fcntl.LOCK_EX)
+            await _lock(lock)
             try:
                 stream = await trio.open_unix_socket(path)
             except OSError:
@@ -306,6 +309,15 @@ class ForkServer:
                 self.has_started = True
                 stream = await trio.open_unix_socket(path)
         return _Connection(stream, ProcessId.read(self._directory.fork_server_pid))
+
+
+async def _lock(file: IO[str]) -> None:
+    # Without a thread: one that waits for a lock cannot be cancelled.
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        await trio.sleep(_POLL_S)
 
 
 def _start_fork_server(command: Sequence[str], path: Path, environment: Mapping[str, str]) -> int:

@@ -135,7 +135,7 @@ async def dial_in(
     try:
         stream = await trio.open_tcp_stream(host, port)
     except OSError as error:
-        raise NodeUnreachable(place, f"nobody listens there ({error.strerror or error})") from error
+        raise NodeUnreachable(place, f"nothing listens there ({error.strerror or error})") from error
     # Only asyncssh may close the descriptor from here on, so it leaves trio's socket.
     connection = socket.socket(fileno=stream.socket.detach())
     try:

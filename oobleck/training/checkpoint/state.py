@@ -130,7 +130,13 @@ class FlashSaver:
             return
         slot = self._memory.next_slot()
         slot.begin()
-        copy_s, waited_s = self._copy(sources, self._targets[slot.number])
+        try:
+            copy_s, waited_s = self._copy(sources, self._targets[slot.number])
+        except RuntimeError as error:
+            # Only this save fails: the thread and later saves go on.
+            self._busy.release()
+            self._give_up(state, f"it could not be copied: {error}")
+            return
         slot.seal(encode_json(state))
         # Until both slots are valid, a file of a former share has the second newest state.
         if len(slot.memory.valid_slots()) == len(slot.memory.slots()):

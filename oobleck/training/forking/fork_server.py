@@ -72,7 +72,7 @@ class ForkServer:
         self._work = work
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        self._child_wakeup = _child_signals()
+        self._child_wakeup, self._wakeup_fd = _child_signals()
         self._selector.register(self._child_wakeup, selectors.EVENT_READ)
         self._clients: dict[int, socket.socket] = {}
         self._supervisors: set[int] = set()
@@ -135,6 +135,8 @@ class ForkServer:
         """Close the server's files in a forked process."""
         # Nothing is unregistered: the forked process shares the epoll instance, and the server still needs it.
         self._selector.close()
+        signal.set_wakeup_fd(-1)
+        os.close(self._wakeup_fd)
         for other in (self._listener, self._child_wakeup, *self._clients.values()):
             other.close()
         if self._forker is not None:
@@ -180,8 +182,8 @@ class ForkServer:
             client.close()
 
 
-def _child_signals() -> socket.socket:
-    """Return a socket that becomes readable whenever a child has ended."""
+def _child_signals() -> tuple[socket.socket, int]:
+    """Return a socket that becomes readable whenever a child has ended, and the descriptor of its other end."""
     reading, writing = socket.socketpair()
     reading.setblocking(False)
     writing.setblocking(False)
@@ -189,7 +191,7 @@ def _child_signals() -> socket.socket:
     # Python writes to the wakeup descriptor only for signals that have a handler.
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(writing_fd, warn_on_full_buffer=False)
-    return reading
+    return reading, writing_fd
 
 
 def serve(

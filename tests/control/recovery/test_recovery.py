@@ -215,6 +215,18 @@ def test_every_wait_of_a_recovery_has_an_end():
         assert math.isfinite(deadline(state)) == isinstance(state, (Suspecting, *FENCED))
 
 
+def test_nothing_that_is_reported_shortens_a_wait_for_messages_that_are_not_read_yet():
+    held_s = LONG_AFTER_S + 1
+    for state in states():
+        if not isinstance(state, Suspecting):
+            continue
+        held, _ = step(state, HeldUp(until_s=held_s), SETTLED_S)
+        for given in inputs():
+            if isinstance(given, FailureSuspected):
+                after, _ = step(held, given, SETTLED_S)
+                assert deadline(after) >= held_s
+
+
 def test_time_before_the_deadline_changes_nothing():
     for state in states():
         for is_suspicious in (False, True):

@@ -82,6 +82,18 @@ def until_settling(thread: int) -> None:
         time.sleep(0.01)
 
 
+def test_a_copy_that_fails_costs_its_own_save_alone(tmp_path: Path) -> None:
+    saver, reports = make(tmp_path)
+    saver.save({0: {"weight": torch.ones(8, device="meta")}}, name="step1", step=1, generation=1)
+    saver.settle()
+    failed = reports.get(timeout=30)
+    assert isinstance(failed, StateNotSaved)
+    assert "could not be copied" in failed.reason
+    saver.save({0: {"weight": torch.ones(8)}}, name="step2", step=2, generation=1)
+    saver.settle()
+    assert isinstance(reports.get(timeout=30), StateSaved)
+
+
 def test_settling_without_a_save_waits_for_nothing(tmp_path: Path) -> None:
     make(tmp_path)[0].settle()
 

@@ -92,7 +92,7 @@ def spares():
                 found[int(path.name)] = state
     return found
 
-until(lambda: len(spares()) == most)
+until(lambda: warmth.exists() and len(spares()) == most)
 ready = spares()
 said, (first, _) = forked()
 taken, = set(ready) - set(spares())
