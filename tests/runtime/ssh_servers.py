@@ -89,7 +89,7 @@ async def _serve(server: str, directory: Path) -> AsyncIterator[tuple[NodeSpec, 
             yield NodeSpec(name="alpha", host="alpha"), SSHOptions(config=config)
 
 
-async def until(condition: Callable[[], object], *, timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], object], *, timeout_s: float = 30.0) -> None:
     """Wait for something that other processes do, and that no event tells of."""
     with trio.fail_after(timeout_s):
         while not condition():  # noqa: ASYNC110
