@@ -255,6 +255,14 @@ def _optimizer(trainer: Any) -> tuple[Callable[[list[dict[str, Any]]], Any], flo
     return lambda groups: kind(groups, **arguments), arguments.get("lr", trainer.args.learning_rate)
 
 
+def optimizer_options(trainer: Any) -> list[dict[str, object]]:
+    """Return the options of the optimizer's two groups, with and without weight decay. Raises ConfigError."""
+    make, _ = _optimizer(trainer)
+    decays = (trainer.args.weight_decay, 0.0)
+    made = make([{"params": [torch.nn.Parameter(torch.zeros(1))], "weight_decay": decay} for decay in decays])
+    return [{name: value for name, value in group.items() if name != "params"} for group in made.param_groups]
+
+
 def _schedule(trainer: Any, *, max_steps: int, peak: float) -> Callable[[int], float]:
     """Return the factor of the learning rate at each step, from 1, by transformers' schedules."""
     args = trainer.args

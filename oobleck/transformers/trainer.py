@@ -18,7 +18,7 @@ from oobleck.training.checkpoint import import_trainer_checkpoint, is_trainer_ch
 
 from .checks import check_trainer, default_arguments
 from .follower import RunFollower
-from .job import TrainerJob, decayed_parameters, inner_model
+from .job import TrainerJob, decayed_parameters, inner_model, optimizer_options
 from .launched import TRAINS_ONCE, script_to_launch, show_user_errors_alone, train_here
 from .repeats import second_train
 
@@ -95,7 +95,8 @@ class Trainer(transformers.Trainer):
             return wanted
         if is_trainer_checkpoint(Path(wanted)):
             self._load_from_checkpoint(wanted)
-            return str(import_trainer_checkpoint(Path(wanted), inner_model(self.model), decayed_parameters(self)))
+            model, options = inner_model(self.model), optimizer_options(self)
+            return str(import_trainer_checkpoint(Path(wanted), model, decayed_parameters(self), options))
         return wanted
 
     def follow(self, job: TrainerJob) -> RunFollower:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import stat
 import sys
+import termios
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -47,6 +51,9 @@ def run(
     own = line.own
     for text in line.unused:
         print(f"oobleck: {text}", file=sys.stderr)  # noqa: T201  before anything else runs
+    if _has_input():
+        said = "the ranks do not get this command's input: they have none, as they may start again; name a file instead"
+        print(f"oobleck: {said}", file=sys.stderr)  # noqa: T201
     source = _read_source(line)
     with _naming_options():
         spec = _spec_of(line, source)
@@ -76,6 +83,21 @@ def run(
             )
         )
     )
+
+
+def _has_input() -> bool:
+    """Whether a file or a pipe brings data, which a script could mean to read."""
+    try:
+        kind = os.fstat(sys.stdin.fileno()).st_mode
+        if stat.S_ISREG(kind):
+            return os.fstat(sys.stdin.fileno()).st_size > os.lseek(sys.stdin.fileno(), 0, os.SEEK_CUR)
+        if stat.S_ISFIFO(kind):
+            num_bytes = array("i", [0])
+            fcntl.ioctl(sys.stdin, termios.FIONREAD, num_bytes)
+            return num_bytes[0] > 0
+    except (OSError, ValueError, AttributeError):  # it is closed, or another program's replacement
+        pass
+    return False
 
 
 def _read_source(line: options.CommandLine) -> NodeSource:

@@ -18,6 +18,8 @@ from .conversion import write_layers
 _STATE, _OPTIMIZER = "trainer_state.json", "optimizer.pt"
 _OURS = "oobleck"
 _TRIAL_LENGTH = 8
+_WAYS_TO_COMPUTE = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Options of torch's optimizers that change no result."""
 
 
 def is_trainer_checkpoint(directory: Path) -> bool:
@@ -25,11 +27,14 @@ def is_trainer_checkpoint(directory: Path) -> bool:
     return (directory / _STATE).is_file()
 
 
-def import_trainer_checkpoint(directory: Path, model: nn.Module, decayed: Collection[str]) -> Path:
+def import_trainer_checkpoint(
+    directory: Path, model: nn.Module, decayed: Collection[str], options: Sequence[Mapping[str, object]]
+) -> Path:
     """Write a checkpoint of ours next to a Trainer's, and return its path: `DIRECTORY/oobleck/step-…`.
 
-    `model` has the weights already, and `decayed` names its decayed parameters. Raises CorruptCheckpoint, OSError, or
-    ConfigError for an optimizer state without transformers' layout.
+    `model` has the weights already, `decayed` names its decayed parameters, and `options` are those of the optimizer's
+    two groups in the job. Raises CorruptCheckpoint, OSError, or ConfigError for an optimizer state without
+    transformers' layout or of other options.
     """
     try:
         step = int(json.loads((directory / _STATE).read_text())["global_step"])
@@ -41,6 +46,7 @@ def import_trainer_checkpoint(directory: Path, model: nn.Module, decayed: Collec
         ) from error
     except (ValueError, KeyError, RuntimeError, EOFError) as error:
         raise CorruptCheckpoint(f"{directory}: {error}") from error
+    _require_same_options(directory, saved, options)
     states = dict(_states(directory, model, decayed, saved, step))
     structure = ModelStructure.from_live(LiveModel.skeleton_of(model), sequence_length=_TRIAL_LENGTH)
     return write_checkpoint(directory / _OURS, structure, model.state_dict(keep_vars=True), states, step=step)
@@ -65,6 +71,20 @@ def write_checkpoint(
         return tensors
 
     return write_layers(target, structure, map(tensors_of, range(structure.num_layers)), step=step)
+
+
+def _require_same_options(directory: Path, saved: Mapping[str, Any], options: Sequence[Mapping[str, object]]) -> None:
+    """Raise ConfigError for an option that transformers would take from the checkpoint, and workers from the job."""
+    for own, group in zip(options, saved["param_groups"], strict=False):
+        for name, value in own.items():
+            # A schedule has set `lr` since, and kept where it began.
+            kept = group.get("initial_lr", group["lr"]) if name == "lr" else group.get(name, value)
+            if name not in _WAYS_TO_COMPUTE and kept != value:
+                raise ConfigError(
+                    f"{directory / _OPTIMIZER}: it was saved with {name} = {kept!r}, and this script has {value!r}. "
+                    "transformers would continue with the saved value; set it in TrainingArguments, or begin a new run "
+                    "from the model's weights"
+                )
 
 
 def _states(

@@ -183,6 +183,24 @@ def require_no_hooks(model: nn.Module) -> None:
             )
 
 
+def require_one_type(model: nn.Module) -> None:
+    """Raise ConfigError for a float32 or float64 model with a parameter of another type.
+
+    Workers keep all parameters in one type. That of a model in half precision is float32 (docs/training.md), so one
+    that keeps some in float32 is trained as it is.
+    """
+    types = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+    usual = next(iter(types.values()), None)
+    if usual not in (torch.float32, torch.float64):
+        return
+    for name, kind in types.items():
+        if kind != usual:
+            raise ConfigError(
+                f"model: {name} is of {kind}, and other parameters are of {usual}: workers compute with parameters of "
+                f"one type; convert the model with to({usual}), or all of it to {kind}"
+            )
+
+
 def require_independent_samples(model: nn.Module) -> None:
     """Raise ConfigError for a module that combines the samples of a batch, which are spread over nodes."""
     for path, module in model.named_modules():

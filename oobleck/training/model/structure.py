@@ -254,6 +254,9 @@ class ModelStructure:
                 anatomy = dissect(skeleton, task=task, sequence_length=sequence_length)
             ids = torch.zeros((1, sequence_length), dtype=torch.int64)
             brought.require_constant_buffers(skeleton, lambda: skeleton.base_model(input_ids=ids, use_cache=False))
+        # Adapters may have another type than the model that they adapt.
+        if adapters is None:
+            brought.require_one_type(on_meta)
         sites = _all_sites(skeleton, anatomy)
         placed = [site for layer in sites for site in layer]
         state = dict(brought.named_state(skeleton))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,6 +76,20 @@ def test_other_arguments_than_those_of_the_newest_state_are_refused_before_anyth
     assert run(projects[0], "train.py", "--lr", "2") == 2
     assert "with other arguments of the script; --tag train continues from it" in capsys.readouterr().err
     assert not (tmp_path / "base/train/lock").exists()
+
+
+def test_input_that_ranks_do_not_get_is_named(
+    projects: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.joinpath("data").write_text("1e-3\n")
+    reading, writing = os.pipe()
+    os.write(writing, b"1e-3\n")
+    with open(tmp_path / "data") as file, os.fdopen(reading) as pipe, open(os.devnull) as nothing:
+        for stdin, is_named in ((file, True), (pipe, True), (nothing, False)):
+            monkeypatch.setattr("sys.stdin", stdin)
+            run(projects[0], "--ssh-config", "none", "train.py")  # which virtual nodes do not take
+            assert ("the ranks do not get this command's input" in capsys.readouterr().err) == is_named
+    os.close(writing)
 
 
 def test_the_second_script_of_a_name_gets_a_tag_of_its_own_and_says_so(

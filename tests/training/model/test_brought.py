@@ -298,3 +298,16 @@ def test_masked_models_share_the_bias_of_their_head_with_its_decoder(tmp_path: P
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     }
+
+
+def test_a_float32_model_with_layers_of_another_type_is_refused_and_one_of_a_single_type_is_not() -> None:
+    """A script's layer may cast its input and output; workers would give its parameters the model's type."""
+    mixed = llama().float()
+    mixed.model.layers[1].mlp.to(torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.gate_proj\.weight is of torch\.bfloat16, and other"):
+        structure_of(mixed)
+    for kind in (torch.float32, torch.bfloat16):
+        structure_of(llama().to(kind))
+    half = llama().to(torch.bfloat16)  # some classes keep their norms in float32
+    half.model.norm.float()
+    structure_of(half)

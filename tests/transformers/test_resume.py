@@ -1,0 +1,56 @@
+"""A checkpoint of transformers' Trainer continues with the options that it was saved with, or is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from oobleck.errors import ConfigError
+
+from .trainers import collate, model, rows, trainer
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore:'pin_memory':UserWarning"
+)
+SAVED = {"learning_rate": 1e-2, "weight_decay": 0.1, "adam_beta2": 0.95, "lr_scheduler_type": "cosine"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One of transformers' own, in the middle of its schedule."""
+    out = tmp_path_factory.mktemp("out")
+    arguments = transformers.TrainingArguments(
+        output_dir=str(out), max_steps=4, save_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+        disable_tqdm=True, **SAVED,
+    )  # fmt: skip
+    transformers.Trainer(model=model(), args=arguments, train_dataset=rows(16), data_collator=collate).train()
+    return str(out / "checkpoint-2")
+
+
+def resumed(tmp_path: Path, checkpoint: str, **changes: Any) -> str | bool | None:
+    made = trainer(tmp_path, max_steps=8, **{**SAVED, **changes})
+    made._resumes_from = checkpoint
+    resumed: str | bool | None = made.resume()
+    return resumed
+
+
+def test_the_same_options_continue_also_for_more_steps(tmp_path: Path, checkpoint: str) -> None:
+    assert Path(str(resumed(tmp_path, checkpoint))).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "name"),
+    [
+        ("learning_rate", 1e-3, "lr = 0.01, and this script has 0.001"),
+        ("weight_decay", 0.0, "weight_decay = 0.1, and this script has 0.0"),
+        ("adam_beta2", 0.999, r"betas = \(0.9, 0.95\), and this script has \(0.9, 0.999\)"),
+    ],
+)
+def test_an_option_that_transformers_would_take_from_the_checkpoint_is_named(
+    tmp_path: Path, checkpoint: str, option: str, value: float, name: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"optimizer\.pt: it was saved with {name}"):
+        resumed(tmp_path, checkpoint, **{option: value})
