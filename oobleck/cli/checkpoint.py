@@ -78,7 +78,8 @@ def verify_checkpoint(where: WhereArgument, *, as_json: JsonOption = False, base
     """Read every byte of a checkpoint and compare it with its checksums. The exit code is 1 if anything is wrong."""
     directory, manifest = _one(where, base_dir)
     faults = list(directory.faults(manifest))
-    if directory.path.absolute() != expand_user(where).absolute().parent:  # `where` is a whole directory, not one checkpoint
+    # `where` is a whole directory, not one checkpoint.
+    if directory.path.absolute() != expand_user(where).absolute().parent:
         damaged = [found for found in directory.find() if found.is_damaged]
         faults += [FileFault(file=directory.path / found.name, problem=found.problem or "") for found in damaged]
     if as_json:

@@ -98,6 +98,12 @@ def test_verify_names_what_is_wrong_and_says_so_to_the_shell(capsys, base_dir: P
     assert json.loads(output)["faults"][0]["file"] == str(path)
 
 
+def test_a_quoted_tilde_names_a_single_checkpoint_too(capsys, base_dir: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(base_dir / "demo"))
+    code, output = run(capsys, base_dir, "verify", "~/checkpoints/step-00000010.0123abcd.1")
+    assert (code, "step-00000010.0123abcd.1: whole" in output) == (ExitCode.DONE, True)
+
+
 def test_wrong_places_are_named(capsys, base_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     code, output = run(capsys, base_dir, "list", "nobody")
