@@ -2,7 +2,8 @@
 
 Layers travel between workers with their optimizer state, so its size must be known where the layer is not held. That
 is possible for optimizers whose state is a few tensors of the parameter's own shape, a few scalars, and a count of
-steps. The count is no part of what travels: every parameter takes part in every step.
+steps. The count is no part of what travels: it follows from the step's number, and from the number of steps in which
+the parameter had no gradient.
 """
 
 from __future__ import annotations
@@ -62,7 +63,12 @@ class StateLayout:
 
     def size(self, num_elements: int) -> int:
         """Return the number of elements of a parameter's state, the parameter's own `num_elements` included."""
-        return sum(1 if entry.is_scalar else num_elements for entry in self.entries) + num_elements
+        own = num_elements + self.counts_steps
+        return sum(1 if entry.is_scalar else num_elements for entry in self.entries) + own
+
+    @property
+    def counts_steps(self) -> bool:
+        return self.step_device is not None
 
 
 NO_STATE = StateLayout(entries=(), step_device=None)  # for frozen parameters

@@ -84,7 +84,8 @@ def test_a_layer_that_moves_goes_on_as_if_it_had_stayed(dtype: torch.dtype):
 
     names = ["b.weight", "b.norm"]
     flat = layer_state(source, names)
-    assert flat.shape == (3 * sum(moved[name].numel() for name in names),)
+    # The parameter, two moments, and the number of missed steps.
+    assert flat.shape == (3 * sum(moved[name].numel() for name in names) + len(names),)
     assert flat.dtype == dtype
     target_parameters = {name: nn.Parameter(torch.full_like(moved[name], torch.nan)) for name in names}
     target = Optimizer(SPEC, max_steps=20)
@@ -96,6 +97,76 @@ def test_a_layer_that_moves_goes_on_as_if_it_had_stayed(dtype: torch.dtype):
     for name in names:
         assert torch.equal(stayed[name], target_parameters[name])
     assert torch.equal(layer_state(home, names), layer_state(target, names))
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_torch_fused", "adamax", "sgd"])
+def test_a_parameter_without_a_gradient_misses_the_step_as_in_torch_and_takes_its_count_along(name: str):
+    spec = OptimizerSpec(
+        optim=name,
+        optim_args={"momentum": 0.9} if name == "sgd" else {},
+        learning_rate=0.01,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        adam_epsilon=1e-8,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        weight_decay=0.5,
+    )
+    found, expected = _parameters(), _parameters()
+    kind = {kind.lower(): kind for kind in vars(torch.optim)}[name.removesuffix("_torch_fused")]
+    groups = [
+        {"params": [p for p in expected.values() if p.ndim > 1], "weight_decay": 0.5},
+        {"params": [p for p in expected.values() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    takes = inspect.signature(getattr(torch.optim, kind)).parameters
+    adam: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8} if "betas" in takes else {}
+    reference = getattr(torch.optim, kind)(groups, lr=0.01, **(adam or spec.optim_args))
+    optimizer = Optimizer(spec, max_steps=20)
+    optimizer.adopt(found)
+    # The first never has one, the second has none in steps 1 and 4, and the third none in step 3.
+    without = {1: {"b.norm", "a.bias"}, 3: {"b.norm", "b.weight"}, 4: {"b.norm", "a.bias"}}
+    names = list(SHAPES)
+    for step in range(1, 8):
+        if step == 5:  # all layers change hands
+            tensors = [each.clone() for each in optimizer.layer_tensors(names)]
+            other = Optimizer(spec, max_steps=20)
+            split = other.split_layer(names, tensors)
+            found = {each: nn.Parameter(split[each][0]) for each in names}
+            other.adopt(found, split)
+            optimizer = other
+        if step == 6:  # and are saved and read
+            state = {key: value.clone() for key, value in optimizer.named_state(names).items()}
+            shapes = {each: torch.Size(shape) for each, shape in SHAPES.items()}
+            other = Optimizer(spec, max_steps=20)
+            flat = other.flat_state(names, state, shapes=shapes, dtype=torch.float64)
+            empty = other.empty_layer(shapes, dtype=torch.float64, device=torch.device("cpu"))
+            assert flat.numel() == sum(each.numel() for each in empty)
+            parts = flat.split([each.numel() for each in empty])
+            filled = [part.view(each.shape) for part, each in zip(parts, empty, strict=True)]
+            split = other.split_layer(names, filled)
+            found = {each: nn.Parameter(split[each][0]) for each in names}
+            other.adopt(found, split)
+            optimizer = other
+        missing = without.get(step, {"b.norm"})
+        optimizer.step(step, {each: value for each, value in _gradients(step).items() if each not in missing})
+        for each, parameter in expected.items():
+            parameter.grad = None if each in missing else _gradients(step)[each]
+        reference.step()
+        for each in names:
+            torch.testing.assert_close(found[each], expected[each], rtol=1e-12, atol=1e-14)
+    assert torch.equal(found["b.norm"], _parameters()["b.norm"])
+    missed = {key: int(value) for key, value in optimizer.named_state(names).items() if ".missed." in key}
+    assert missed == (
+        {}
+        if name == "sgd"
+        else {"optimizer.missed.a.bias": 2, "optimizer.missed.b.weight": 1, "optimizer.missed.b.norm": 7}
+    )
+
+
+def test_no_file_tells_of_missed_steps_where_there_are_none():
+    optimizer = _optimizer(_parameters())
+    optimizer.step(1, _gradients(1))
+    assert not [key for key in optimizer.named_state(list(SHAPES)) if "missed" in key]
 
 
 def test_exported_state_is_a_copy():
