@@ -72,14 +72,12 @@ class Optimizer:
         """Return the layout of a parameter's state on `device`. Raises ConfigError for an unfit optimizer."""
         device = device or torch.device("cpu")
         if device not in self._layouts:
-            probe = optimizer_state.make_probe(device)
-            optimizer = self._make(self._groups({"probe": probe}))
-            self._peak = optimizer.param_groups[0]["lr"]
-            layout = optimizer_state.layout_of(optimizer, probe)
 
             def make(probes: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
                 return self._make(self._groups(probes))
 
+            self._peak = make({"probe": optimizer_state.make_probe(device)}).param_groups[0]["lr"]
+            layout = optimizer_state.layout_of(make, device)
             if not self._is_tried:
                 # Counts come first: more steps might pass the number on which results depend.
                 optimizer_state.require_no_count(make, device)
@@ -176,6 +174,17 @@ class Optimizer:
         self._optimizer.step()
         for parameter in trained.values():
             parameter.grad = None
+        self._require_known_state(names)
+
+    def _require_known_state(self, names: Sequence[str]) -> None:
+        assert self._optimizer is not None
+        for name in names:
+            state, layout = self._optimizer.state[self._parameters[name]], self.layout(self._parameters[name].device)
+            if len(state) <= len(layout.entries):
+                continue
+            # The trials have seen its first steps only.
+            if (late := optimizer_state.unknown_state(state, layout)) is not None:
+                raise ConfigError(optimizer_state.late_state(type(self._optimizer).__name__, late))
 
     def layer_tensors(self, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
         """Return each parameter, followed by its state (none if frozen) in the order of `layout`; not copies."""
@@ -228,10 +237,8 @@ class Optimizer:
                 )
             flat.append(tensors[name].reshape(-1).to(dtype))
             # An optimizer of another kind may have saved the checkpoint.
-            layout, size = self._layout_of(name), flat[-1].numel()
-            fresh = [
-                torch.full((1 if entry.is_scalar else size,), entry.initial, dtype=dtype) for entry in layout.entries
-            ]
+            layout, parameter = self._layout_of(name), flat[-1]
+            fresh = [entry.fresh(parameter).reshape(-1).to(dtype) for entry in layout.entries]
             if layout.counts_steps:
                 fresh.append(torch.zeros(1, dtype=dtype))
             for key, initial in zip(self._file_names(name)[1:], fresh, strict=True):

@@ -227,11 +227,12 @@ class LayerStore:
                 known |= dict(zip(trained, partial, strict=True))
             tensors_of |= self._optimizer.split_layer(names, state)
         self._model.adopt_chunks(chunks, {name: tensors[0] for name, tensors in tensors_of.items()})
-        self._optimizer.adopt(self._model.parameters, tensors_of)
         if is_initial and self._share.degree == 1:
             self._model.initialize(layers, seed=self._job.seed)
         elif is_initial:
             initialize_share(self._model, self._share, self._whole, layers, seed=self._job.seed)
+        # Afterwards, as optimizers' state may start from the parameters' values.
+        self._optimizer.adopt(self._model.parameters, tensors_of)
         return {} if sums is None else {name: known[name] for name in self._model.trained_parameters}
 
     def drop_kept(self) -> None:

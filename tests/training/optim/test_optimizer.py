@@ -509,6 +509,111 @@ def test_an_optimizer_that_keeps_all_in_its_state_is_fine_whatever_it_refers_to(
     assert [entry.name for entry in _layout_with(Averaging, lr=0.3).entries] == ["average"]
 
 
+class Keeping(torch.optim.Optimizer):
+    """SGD that goes back to something at some step, which it keeps since a step before."""
+
+    created, used = 1, 5
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def kept(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter.clone()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                state = self.state[each]
+                state.setdefault("step", torch.zeros(())).add_(1)
+                if state["step"] >= self.created and "kept" not in state:
+                    state["kept"] = self.kept(each)
+                each.sub_(each.grad, alpha=group["lr"])
+                if state["step"] == self.used:
+                    each.lerp_(state["kept"], 0.5)
+
+
+class KeepingForLater(Keeping):
+    used = 1000
+
+
+class KeepingSizes(KeepingForLater):
+    def kept(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter.abs()
+
+
+class KeepingTheGradient(KeepingForLater):
+    def kept(self, parameter: torch.Tensor) -> torch.Tensor:
+        assert parameter.grad is not None
+        return parameter.grad.clone()
+
+
+class KeepingTheNorm(KeepingForLater):
+    def kept(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter.norm()
+
+
+class KeepingZeros(KeepingForLater):
+    def kept(self, parameter: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(parameter)
+
+
+class KeepingFromStepEight(Keeping):
+    created, used = 8, 9
+
+
+class KeepingFromStepTwenty(Keeping):
+    created, used = 20, 25
+
+
+@pytest.mark.parametrize("kind", [Keeping, KeepingForLater])
+def test_state_that_starts_from_the_parameter_does_so_wherever_the_layer_is(kind: Any):
+    assert [entry.initial for entry in _layout_with(kind, lr=0.3).entries] == [None]
+    assert [entry.initial for entry in _layout_with(KeepingZeros, lr=0.3).entries] == [0.0]
+    found, expected = _parameters(), _parameters()
+    spec = OptimizerSpec(lr_scheduler_type="constant", warmup_steps=0)
+
+    def made() -> Optimizer:
+        return Optimizer(spec, max_steps=9, factory=lambda groups: kind(groups, lr=0.3))
+
+    names = list(SHAPES)
+    optimizer, reference = made(), kind(list(expected.values()), lr=0.3)
+    optimizer.adopt(found)
+    for step in range(1, 7):
+        if step in (1, 4):  # before the first step too
+            split = made().split_layer(names, [each.clone() for each in optimizer.layer_tensors(names)])
+            found = {each: nn.Parameter(split[each][0]) for each in names}
+            optimizer = made()
+            optimizer.adopt(found, split)
+        optimizer.step(step, _gradients(step))
+        for each, parameter in expected.items():
+            parameter.grad = _gradients(step)[each]
+        reference.step()
+    for each in names:
+        torch.testing.assert_close(found[each], expected[each], rtol=1e-12, atol=1e-14)
+    # A checkpoint without this state, such as of weights alone, has the values to start from.
+    shapes = {each: torch.Size(shape) for each, shape in SHAPES.items()}
+    flat = made().flat_state(["a.bias"], {"a.bias": expected["a.bias"]}, shapes=shapes, dtype=torch.float64)
+    assert torch.equal(flat[:10], torch.cat([expected["a.bias"].detach()] * 2))
+
+
+@pytest.mark.parametrize("kind", [KeepingSizes, KeepingTheGradient, KeepingTheNorm])
+def test_state_that_starts_from_anything_else_is_refused_by_name_although_no_trial_waits_for_its_use(kind: Any):
+    with pytest.raises(ConfigError, match=rf"{kind.__name__} keeps kept, which starts from other values than one"):
+        _layout_with(kind, lr=0.3)
+
+
+def test_state_that_is_created_later_than_in_the_first_step_is_refused_by_name():
+    with pytest.raises(ConfigError, match="KeepingFromStepEight creates kept in a later step than its first"):
+        _layout_with(KeepingFromStepEight, lr=0.3)
+    optimizer = Optimizer(SPEC, max_steps=30, factory=lambda groups: KeepingFromStepTwenty(groups, lr=0.3))
+    optimizer.adopt(_parameters())
+    for step in range(1, 20):
+        optimizer.step(step, _gradients(step))
+    with pytest.raises(ConfigError, match="KeepingFromStepTwenty creates kept in a later step than its first"):
+        optimizer.step(20, _gradients(20))
+
+
 def test_a_worker_does_not_try_again_what_was_tried_before_the_run():
     """It would in every recovery: a step of a script's optimizer may take its time."""
     steps: list[int] = []
