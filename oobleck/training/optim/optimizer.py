@@ -18,6 +18,7 @@ from torch import nn
 
 from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.job import OptimizerSpec
+from oobleck.training.counters import changed_since, counter_of, states_of
 
 from . import optimizer_state
 from .learning_rate import rate_factor
@@ -28,7 +29,8 @@ OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 MISSED = "missed"  # the number of missed steps in files, which lack it where it is 0
 # These are abstract, evaluate the model again within a step, or need sparse gradients.
 _UNFIT = ("Optimizer", "LBFGS", "SparseAdam")
-_NUM_RATES_TRIED = 16
+_NUM_RATES_TRIED, _NUM_LATER_RATES = 16, 256
+_OWN_RATES = "each worker calls its own, from the step that it joins in; compute the rate from the step's number alone"
 
 
 class Optimizer:
@@ -120,15 +122,28 @@ class Optimizer:
                         own.copy_(value)
 
     def require_pure_schedule(self, *, max_steps: int) -> None:
-        """Raise ConfigError for a schedule that returns another rate for a step when it is called again."""
+        """Raise ConfigError for a schedule that returns another rate for a step when it is called again, or later."""
+        schedule, owners = self._schedule, {"lr_lambda": self._schedule}
+        before = states_of(owners)
         steps = range(1, min(max_steps, _NUM_RATES_TRIED) + 1)
-        first = [self._schedule(step) for step in steps]
-        for step, rate in zip(reversed(steps), reversed(first), strict=True):
-            if (again := self._schedule(step)) != rate:
+        first = {step: schedule(step) for step in steps}
+        with suppress(Exception):  # a run may end before these steps, for which a table may have no rate
+            for step in range(len(steps) + 1, max_steps + 1, 1 + max_steps // _NUM_LATER_RATES):
+                first[step] = schedule(step)
+        # In reverse, as something that a late step sets changes the rates of those before.
+        for step, rate in reversed(first.items()):
+            if (again := schedule(step)) != rate:
                 raise ConfigError(
-                    f"lr_lambda: it returns {rate} for step {step}, and {again} when it is called again: each worker "
-                    "calls its own, from the step that it joins in; compute the rate from the step's number alone"
+                    f"lr_lambda: it returns {rate} for step {step}, and {again} when it is called again: {_OWN_RATES}"
                 )
+        # Most schedules keep nothing, and need no further calls.
+        if not changed_since(owners, before):
+            return
+        if (counter := counter_of(owners, lambda: all(schedule(step) == first[step] for step in steps))) is not None:
+            raise ConfigError(
+                f"lr_lambda: it returns another rate for a step, sooner or later, as it goes by {counter}, which "
+                f"changes with every call: {_OWN_RATES}"
+            )
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step; steps count from 1."""

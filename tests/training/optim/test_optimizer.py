@@ -638,6 +638,66 @@ def test_a_schedule_that_counts_by_itself_is_refused():
         Optimizer(SPEC, max_steps=9, schedule=lambda step: 1 / next(counts)).require_pure_schedule(max_steps=9)
 
 
+class Decaying:
+    """A schedule that goes by something else than the step, after some calls or since some step."""
+
+    def __init__(self, calls: int = 1 << 30, step: int = 1 << 30) -> None:
+        self.left, self.step, self.is_late = calls, step, False
+        self.rates: list[float] = []
+        self.known: dict[int, float] = {}
+
+    def by_calls(self, _step: int) -> float:
+        self.left -= 1
+        return 1.0 if self.left >= 0 else 0.1
+
+    def by_what_was(self, step: int) -> float:
+        self.is_late = self.is_late or step >= self.step
+        return 0.1 if self.is_late else 1.0
+
+    def noting(self, step: int) -> float:
+        self.rates.append(1 / step)
+        return self.rates[-1]
+
+    def remembering(self, step: int) -> float:
+        return self.known.setdefault(step, 1 / step)
+
+
+RATES = Decaying(5000)
+
+
+def by_a_global(step: int) -> float:
+    return RATES.by_calls(step)
+
+
+def of_a_table(step: int) -> float:
+    return (1.0, 0.9, 0.5)[step // 8]
+
+
+def _try_schedule(schedule: Any, max_steps: int = 1000) -> None:
+    Optimizer(SPEC, max_steps=max_steps, schedule=schedule).require_pure_schedule(max_steps=max_steps)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "what"),
+    [
+        (Decaying(36).by_calls, "lr_lambda: it returns 1.0 for step "),
+        (Decaying(5000).by_calls, "as it goes by lr_lambda.left, which changes with every call"),
+        (by_a_global, "as it goes by the global RATES.left, which changes with every call"),
+        (Decaying(step=500).by_what_was, "lr_lambda: it returns 1.0 for step 49[0-9], and 0.1 when it is called again"),
+    ],
+)
+def test_a_schedule_with_a_memory_is_refused_by_name_however_late_it_matters(schedule: Any, what: str):
+    with pytest.raises(ConfigError, match=what):
+        _try_schedule(schedule)
+
+
+@pytest.mark.parametrize(
+    "schedule", [Decaying().noting, Decaying().remembering, of_a_table, lambda step: 0.1 if step > 500 else 1.0]
+)
+def test_a_schedule_that_only_notes_its_calls_is_fine(schedule: Any):
+    _try_schedule(schedule)
+
+
 @pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
 def test_torchs_optimizers_fit_in_whichever_way_they_are_computed(kind: Any, options: dict[str, bool]):
