@@ -12,6 +12,7 @@ from torch import nn
 
 from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.training.model import LiveModel, ModelStructure
+from oobleck.training.optim import MISSED
 
 from .conversion import write_layers
 
@@ -107,12 +108,15 @@ def _states(
     for group, numbers in zip(groups, saved_groups, strict=True):
         for parameter, number in zip(group, numbers, strict=True):
             state = dict(saved["state"].get(number, {}))
-            taken = int(state.pop("step", step))
-            if taken != step or any(value.shape not in ((), parameter.shape) for value in state.values()):
+            # Torch makes the state of a parameter with its first gradient, and counts the steps in which it has one.
+            taken = int(state.pop("step", step if state else 0))
+            if not 0 <= taken <= step or any(value.shape not in ((), parameter.shape) for value in state.values()):
                 shapes = [tuple(value.shape) for value in state.values()]
                 raise ConfigError(
                     f"{directory / _OPTIMIZER}: the state of parameter {number} is of step {taken} and the shapes "
                     f"{shapes}, not of step {step} and {tuple(parameter.shape)}; continue from a checkpoint of the "
-                    "same model, no step of which was skipped"
+                    "same model"
                 )
+            if taken < step:
+                state[MISSED] = torch.tensor(float(step - taken))
             yield id(parameter), state

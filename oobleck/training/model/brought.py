@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from oobleck.errors import ConfigError
+from oobleck.training.counters import changed_since, counter_of, states_of
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _MOST_TRIED = 1 << 22
@@ -96,7 +97,7 @@ def changed_buffer(name: str) -> ConfigError:
 
 
 class GradientHook:
-    """A hook on a parameter, as `Tensor.register_hook` takes it, which must be linear."""
+    """A hook on a parameter, as `Tensor.register_hook` takes it, which must be linear, and the same in every call."""
 
     def __init__(self, parameter: str, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         self._parameter = parameter
@@ -104,17 +105,19 @@ class GradientHook:
         self._is_tried = False
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the hook's result for a gradient. Raises ConfigError where the hook is not linear."""
+        """Return the hook's result for a gradient. Raises ConfigError for a hook that `try_out` refuses."""
         if not self._is_tried:
             self.try_out(gradient)
         return self._result(gradient).to(gradient.dtype)
 
     @torch.no_grad()
     def try_out(self, like: torch.Tensor) -> None:
-        """Raise ConfigError if the hook is not linear on random gradients of this shape."""
+        """Raise ConfigError if the hook is not linear on random gradients of this shape, or goes by its calls."""
         self._is_tried = True
         generator = torch.Generator().manual_seed(0)
         dtype = torch.promote_types(like.dtype, torch.float32)
+        owners = {f"the hook on {self._parameter}": self._hook}
+        before = states_of(owners)
         first, second = (torch.randn(like.shape, generator=generator).to(like.device, dtype) for _ in range(2))
         one, two, both = (self._result(each).double() for each in (first, second, 2 * first + second))
         # It runs before gradients are summed over microbatches, and over stages where the parameter is tied. Only a
@@ -124,6 +127,17 @@ class GradientHook:
                 f"model: the hook on {self._parameter} is not linear: gradients are summed over microbatches and nodes "
                 "after it, so it must give the same for a sum as for its parts (a mask or a factor does); leave it "
                 "out, or set max_grad_norm"
+            )
+
+        # Most hooks keep nothing, and need no further calls.
+        if not changed_since(owners, before):
+            return
+        counter = counter_of(owners, lambda: torch.allclose(self._result(first).double(), one, rtol=1e-6))
+        if counter is not None:
+            raise ConfigError(
+                f"model: the hook on {self._parameter} returns something else later, as it goes by {counter}, "
+                "which changes with every call: nodes call it for each microbatch, and again after a failure; leave "
+                "the count out, or freeze the parameter (requires_grad_(False)) for a run of its own"
             )
 
     def _result(self, gradient: torch.Tensor) -> torch.Tensor:

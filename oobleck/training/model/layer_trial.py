@@ -388,9 +388,15 @@ def _difference(tried: _Tried, draws: _Draws | None, alone_draws: _Draws | None)
 
 
 def _counter_of(layer: _Layer) -> str | None:
-    """Name what counts forward passes, and changes what the layer computes sooner or later."""
-    first = layer.run(layer.rows)
-    return counter_of(layer.modules, lambda: _are_near([layer.run(layer.rows).output], [first.output], _LINEAR))
+    """Name what counts passes, and changes what the layer computes, or its gradients, sooner or later."""
+
+    def results() -> list[torch.Tensor]:
+        # Hooks and functions for the backward pass count as well.
+        tried = layer.run(layer.rows)
+        return [tried.output, *tried.gradients((*tried.inputs, *tried.weights))]
+
+    first = results()
+    return counter_of(layer.modules, lambda: _are_near(results(), first, _LINEAR))
 
 
 def _are_near(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor], tolerance: float) -> bool:

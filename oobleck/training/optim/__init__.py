@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from .learning_rate import rate_factor
 from .loss_scale import LossScale
-from .optimizer import Optimizer
+from .optimizer import MISSED, Optimizer
 
-__all__ = ["LossScale", "Optimizer", "rate_factor"]
+__all__ = ["MISSED", "LossScale", "Optimizer", "rate_factor"]

@@ -2,7 +2,8 @@
 
 Layers travel between workers with their optimizer state, so its size must be known where the layer is not held. That
 is possible for optimizers whose state is a few tensors of the parameter's own shape, a few scalars, and a count of
-steps. The count is no part of what travels: every parameter takes part in every step.
+steps. The count is no part of what travels: it follows from the step's number, and from the number of steps in which
+the parameter had no gradient.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,7 +45,17 @@ class StateEntry:
     name: str
     is_scalar: bool
     """Else it has the parameter's shape."""
-    initial: float
+    initial: float | None
+    """None for the parameter's own value, as of the slow weights of Lookahead."""
+
+    def fresh(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return it as it is before the first step of a parameter with these values."""
+        if self.initial is None:
+            return parameter.detach().clone()
+        shape = () if self.is_scalar else parameter.shape
+        # Torch's scalars have its default type, whatever the type of the parameter is.
+        dtype = None if self.is_scalar else parameter.dtype
+        return torch.full(shape, self.initial, dtype=dtype, device=parameter.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,36 +73,72 @@ class StateLayout:
 
     def size(self, num_elements: int) -> int:
         """Return the number of elements of a parameter's state, the parameter's own `num_elements` included."""
-        return sum(1 if entry.is_scalar else num_elements for entry in self.entries) + num_elements
+        own = num_elements + self.counts_steps
+        return sum(1 if entry.is_scalar else num_elements for entry in self.entries) + own
+
+    @property
+    def counts_steps(self) -> bool:
+        return self.step_device is not None
 
 
+_Make = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 NO_STATE = StateLayout(entries=(), step_device=None)  # for frozen parameters
 
 
-def layout_of(optimizer: torch.optim.Optimizer, probe: nn.Parameter) -> StateLayout:
-    """Find the state that `optimizer` keeps for `probe`, its only parameter. Changes both.
+def layout_of(make: _Make, device: torch.device) -> StateLayout:
+    """Find the state that an optimizer from `make` keeps for a parameter.
 
     Raises ConfigError for an optimizer whose state depends on a parameter's shape in another way.
     """
-    probe.grad = torch.ones_like(probe)
+    probe = _uneven_probe(device)
+    own = probe.detach().clone()
+    optimizer = make({"probe": probe})
+    probe.grad = own.flip(1)
     before = _initialized(optimizer, probe)
     optimizer.step()
-    state: Mapping[str, object] = optimizer.state[probe]
+    state: Mapping[str, Any] = optimizer.state[probe]
     entries = [
-        _entry(optimizer, name, value, before.get(name), probe)
+        _entry(optimizer, name, value, before.get(name), own)
         for name, value in state.items()
         if name != STEP and value is not None
     ]
     step = state.get(STEP)
-    device = step.device if isinstance(step, torch.Tensor) else torch.device("cpu")
-    return StateLayout(entries=tuple(entries), step_device=None if step is None else device)
+    step_device = step.device if isinstance(step, torch.Tensor) else torch.device("cpu")
+    layout = StateLayout(entries=tuple(entries), step_device=None if step is None else step_device)
+    created = {entry.name for entry in entries if not isinstance(before.get(entry.name), torch.Tensor)}
+    # What the first step creates starts from zero, or else from the parameter's own value. Any other optimizer fails
+    # the comparison of `require_state_alone`.
+    others = created and _other_state(make, layout, state, device)
+    by_value = [
+        replace(entry, initial=None) if entry.name in others and not entry.is_scalar else entry for entry in entries
+    ]
+    from_values = replace(layout, entries=tuple(by_value))
+    return from_values if others and not _other_state(make, from_values, state, device) else layout
+
+
+def _other_state(make: _Make, layout: StateLayout, state: Mapping[str, Any], device: torch.device) -> set[str]:
+    """Name what differs from `state` after the first step of an optimizer that starts with the layout's state."""
+    probe = _uneven_probe(device)
+    probe.grad = probe.detach().flip(1)
+    optimizer = make({"probe": probe})
+    optimizer.state[probe] = dict(initial_state(layout, probe))
+    optimizer.step()
+    found = optimizer.state[probe]
+    return {entry.name for entry in layout.entries if not _are_alike(found[entry.name], state[entry.name])}
+
+
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    largest = float(other.abs().max())
+    return torch.allclose(one.double(), other.double(), rtol=_SAME, atol=_SAME * largest, equal_nan=True)
+
+
+def _uneven_probe(device: torch.device) -> nn.Parameter:
+    # State with the same values is a copy of it, and not of a number.
+    return nn.Parameter(torch.linspace(-1.0, 2.0, 6, device=device).view(_PROBE_SHAPE))
 
 
 def make_probe(device: torch.device, shape: tuple[int, int] = _PROBE_SHAPE) -> nn.Parameter:
     return nn.Parameter(torch.ones(shape, device=device))
-
-
-_Make = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 
 
 def require_independent(make: _Make, device: torch.device) -> None:
@@ -156,7 +203,8 @@ def require_state_alone(make: _Make, layout: StateLayout, device: torch.device) 
     Workers recreate it in every recovery, each with other parameters, and would lose anything that it keeps elsewhere.
     Raises ConfigError that names what it keeps elsewhere, where that can be found.
     """
-    stayed, moved = make_probe(device), make_probe(device)
+    stayed, moved = _uneven_probe(device), _uneven_probe(device)
+    start = stayed.detach().clone()
     optimizer = make({"probe": stayed})
     kept: dict[str, object] = {}
     for step, scale in enumerate(_SCALES_OF_STEPS):
@@ -169,10 +217,19 @@ def require_state_alone(make: _Make, layout: StateLayout, device: torch.device) 
         for each, parameter in ((optimizer, stayed), (recreated, moved)):
             parameter.grad = scale * torch.linspace(-1, 2, parameter.numel(), device=device).view_as(parameter)
             each.step()
+        # Later steps may go by what the first ones only keep, such as weights to return to.
+        for entry in layout.entries:
+            if not _are_alike(recreated.state[moved][entry.name], state[entry.name]):
+                raise ConfigError(
+                    f"optimizer.optim: {type(optimizer).__name__} keeps {entry.name}, which starts from other values "
+                    "than one number for all parameters, or the parameter's own: layers could not move with it before "
+                    "its first step; start it from zeros_like or clone of the parameter"
+                )
+        _require_known(optimizer, stayed, layout)
         before, kept = kept, _kept_outside(optimizer, stayed)
         changed = sorted(name for name in kept.keys() | before.keys() if kept.get(name) != before.get(name))
         # Whatever the first step creates, the first step of a new optimizer creates too.
-        if (changed and step) or not _is_close(stayed, moved):
+        if (changed and step) or not _is_close(stayed, moved, start):
             raise ConfigError(
                 f"optimizer.optim: {type(optimizer).__name__} goes by {changed[0] if changed else 'something'}, which "
                 "it keeps outside of `state`, and workers make new optimizers whenever layers change hands; "
@@ -182,6 +239,25 @@ def require_state_alone(make: _Make, layout: StateLayout, device: torch.device) 
         with torch.no_grad():
             # Otherwise rounding would add up over the steps.
             moved.copy_(stayed)
+
+
+def _require_known(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, layout: StateLayout) -> None:
+    if (name := unknown_state(optimizer.state[parameter], layout)) is not None:
+        raise ConfigError(late_state(type(optimizer).__name__, name))
+
+
+def unknown_state(state: Mapping[str, object], layout: StateLayout) -> str | None:
+    """Name something in a parameter's state that the first step has not created."""
+    known = {STEP, *(entry.name for entry in layout.entries)}
+    return next((name for name, value in state.items() if name not in known and value is not None), None)
+
+
+def late_state(optimizer: str, name: str) -> str:
+    """Return the message for state that an optimizer creates after its first step."""
+    return (
+        f"optimizer.optim: {optimizer} creates {name} in a later step than its first, and layers move with the state "
+        "that the first step creates; create all of it in the first step"
+    )
 
 
 def require_no_count(make: _Make, device: torch.device) -> None:
@@ -209,8 +285,8 @@ def require_no_count(make: _Make, device: torch.device) -> None:
         )
 
 
-def _is_close(one: nn.Parameter, other: nn.Parameter) -> bool:
-    spread = float((one.detach() - 1).abs().max())
+def _is_close(one: nn.Parameter, other: nn.Parameter, start: torch.Tensor) -> bool:
+    spread = float((one.detach() - start).abs().max())
     return torch.allclose(one, other, rtol=_SAME, atol=_SAME * spread, equal_nan=True)
 
 
@@ -248,12 +324,7 @@ def initial_state(
     if values is not None:
         state = {entry.name: value for entry, value in zip(layout.entries, values, strict=True)}
     else:
-        state = {
-            entry.name: torch.full((), entry.initial, device=parameter.device)
-            if entry.is_scalar
-            else torch.full_like(parameter, entry.initial, requires_grad=False)
-            for entry in layout.entries
-        }
+        state = {entry.name: entry.fresh(parameter) for entry in layout.entries}
     if layout.step_device is not None:
         state[STEP] = torch.zeros((), dtype=torch.float32, device=layout.step_device)
     return state
@@ -268,16 +339,17 @@ def flat_tensors(
         yield state[entry.name]
 
 
-def _entry(
-    optimizer: torch.optim.Optimizer, name: str, value: object, before: object, probe: nn.Parameter
-) -> StateEntry:
+def _entry(optimizer: torch.optim.Optimizer, name: str, value: object, before: object, own: torch.Tensor) -> StateEntry:
     kind = type(optimizer).__name__
-    if not isinstance(value, torch.Tensor) or value.shape not in (probe.shape, torch.Size()):
+    if not isinstance(value, torch.Tensor) or value.shape not in (own.shape, torch.Size()):
         raise ConfigError(
             f"optimizer.optim: {kind} keeps {name}, which is neither a number nor of the parameter's shape; layers "
             "cannot change hands with it. Choose another, as adamw or sgd"
         )
-    initial = float(before.reshape(-1)[0]) if isinstance(before, torch.Tensor) else 0.0
+    initial: float | None = 0.0
+    if isinstance(before, torch.Tensor):
+        is_own = before.shape == own.shape and torch.equal(before, own)
+        initial = None if is_own else float(before.reshape(-1)[0])
     return StateEntry(name=name, is_scalar=value.ndim == 0, initial=initial)
 
 

@@ -91,12 +91,15 @@ class Recorder:
     def _difference(self, name: str, step: int, own: torch.Tensor, found: torch.Tensor) -> TensorDifference:
         wide = torch.float64
         ours, theirs = found.to(own.dtype).to(wide), own.to(wide)
-        difference, moved = ours - theirs, theirs - self._before[name].to(wide)
+        # Training that diverges alike in both is no difference between them: what is not a number in both is left out.
+        is_number = theirs.isfinite()
+        difference = (ours - theirs).masked_fill((ours == theirs) | (ours.isnan() & theirs.isnan()), 0.0)
+        moved = (theirs - self._before[name].to(wide))[is_number]
         return TensorDifference(
             name=name,
             step=step,
             is_buffer=name in self._buffers,
-            size=float(theirs.norm()),
+            size=float(theirs[is_number].norm()),
             moved=float(moved.norm()),
             difference=float(difference.norm()),
             largest=float(difference.abs().max()) if difference.numel() else 0.0,

@@ -7,7 +7,7 @@ agree on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import chain
+from itertools import chain, compress
 
 import torch
 
@@ -18,6 +18,8 @@ from oobleck.training.checkpoint import LayerSaver, digest_of
 from oobleck.training.comm import Group, LayerState, Waiter, exchange_layers, fill_state
 from oobleck.training.model import ModelStructure, Precision, Share, StageModel, initialize_share
 from oobleck.training.optim import LossScale, Optimizer
+
+from .reduction import are_absent
 
 Sums = Mapping[str, torch.Tensor]
 """The committed sums of gradients of the step in flight, keyed by parameter."""
@@ -65,14 +67,23 @@ class LayerStore:
         assert self.loss_scale is not None
         if not record.is_skipped:
             limit = self._job.optimizer.max_grad_norm
-            # The small number is that of torch's `clip_grad_norm_`.
-            clip = min(1.0, limit / (record.grad_norm + 1e-6)) if limit else 1.0
             num_skipped = self.loss_scale.num_skipped
-            divisor = record.loss_scale * record.item_share
-            self._optimizer.step(record.step, reduced, clip / divisor, num_skipped=num_skipped)
+            coefficient = _clip(record.grad_norm, limit) / (record.loss_scale * record.item_share)
+            self._optimizer.step(record.step, self._arrived(reduced), coefficient, num_skipped=num_skipped)
         self.loss_scale = self.loss_scale.after(is_skipped=record.is_skipped)
         # A step is committed only after all workers have adopted the plan, and so have received their layers.
         self.drop_kept()
+
+    def _arrived(self, reduced: Sums) -> Sums:
+        """Return the sums of parameters with a gradient: as in torch, the optimizer passes over all others."""
+        # All owners agree, since a gradient here is part of the sum. Only sums of gradients that were all elsewhere, or
+        # nowhere, are looked at, so the host reads nothing from the device where every parameter has its gradient.
+        parameters = self._model.parameters
+        doubtful = [name for name, gradient in reduced.items() if parameters[name].grad is None and gradient.numel()]
+        if not doubtful:
+            return reduced
+        absent = set(compress(doubtful, are_absent([reduced[name] for name in doubtful])))
+        return {name: gradient for name, gradient in reduced.items() if name not in absent}
 
     def named_state(self, layer: int) -> dict[str, torch.Tensor]:
         """Return a layer's state, named as in a file."""
@@ -216,13 +227,23 @@ class LayerStore:
                 known |= dict(zip(trained, partial, strict=True))
             tensors_of |= self._optimizer.split_layer(names, state)
         self._model.adopt_chunks(chunks, {name: tensors[0] for name, tensors in tensors_of.items()})
-        self._optimizer.adopt(self._model.parameters, tensors_of)
         if is_initial and self._share.degree == 1:
             self._model.initialize(layers, seed=self._job.seed)
         elif is_initial:
             initialize_share(self._model, self._share, self._whole, layers, seed=self._job.seed)
+        # Afterwards, as optimizers' state may start from the parameters' values.
+        self._optimizer.adopt(self._model.parameters, tensors_of)
         return {} if sums is None else {name: known[name] for name in self._model.trained_parameters}
 
     def drop_kept(self) -> None:
         """Drop the layers that the plan took away, which all workers have adopted."""
         self._kept = {}
+
+
+def _clip(norm: float, limit: float) -> float:
+    """Return the factor by which torch's `clip_grad_norm_` multiplies all gradients; 1 without a limit."""
+    if not limit:
+        return 1.0
+    coefficient = limit / (norm + 1e-6)
+    # Not `min(1.0, …)`, which is 1 for a norm that is not a number: torch makes all gradients NaN by it.
+    return 1.0 if coefficient > 1.0 else coefficient

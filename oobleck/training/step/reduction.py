@@ -14,6 +14,21 @@ from oobleck.planner import ExecutionPlan, WorkerId
 from oobleck.training.comm import LARGE_SUM, GroupKey, GroupTable, Reduction
 from oobleck.training.model import ModelStructure, Share, StageModel
 
+# The neutral element of floating-point addition: -0.0 + -0.0 is -0.0, and -0.0 + x is x, also for 0.0. A gradient that
+# no worker has is this number throughout, and the first number of any other gradient never is. So sums tell the two
+# apart wherever they go (between workers, into committed sections, to a layer's new holder), and need no flags.
+_ABSENT = -0.0
+
+
+def are_absent(sums: Sequence[torch.Tensor]) -> list[bool]:
+    """Return for each sum whether no worker has had a gradient of its parameter. Waits for the device once."""
+    firsts = torch.stack(_first_of(sums))
+    return ((firsts == 0) & torch.signbit(firsts)).tolist()
+
+
+def _first_of(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [each[(0,) * each.ndim] for each in gradients if each.numel()]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
@@ -164,8 +179,8 @@ class GradientReducer:
     ) -> dict[str, torch.Tensor]:
         """Post the remaining buckets, and return the sums by parameter, plus what `plus` has for it.
 
-        A parameter without a gradient counts as zeros. Raises Interrupted or PeerLost; the parameters' own gradients
-        are untouched either way.
+        `are_absent` tells the sums of parameters of which no worker has a gradient. Raises Interrupted or PeerLost; the
+        parameters' own gradients keep their values either way.
         """
         try:
             self._post_before(len(self.buckets))
@@ -217,22 +232,32 @@ class GradientReducer:
                 self._failure = error
 
     def _flatten(self, bucket: Bucket, out: torch.Tensor | None) -> torch.Tensor:
-        flat = [self._gradient(name).reshape(-1) for name in bucket.parameters]
+        flat = [gradient.reshape(-1) for gradient in self._gradients(bucket)]
         with torch.no_grad():
             return torch.cat(flat) if out is None else torch.cat(flat, out=out)
 
-    def _gradient(self, name: str) -> torch.Tensor:
-        # A worker without a gradient takes part with zeros: a sum needs all members of its group.
-        parameter = self.parameters[name]
-        gradient = parameter.grad if self._others is None else self._others.get(name)
-        return torch.zeros_like(parameter).detach() if gradient is None else gradient.detach()
+    @torch.no_grad()
+    def _gradients(self, bucket: Bucket) -> list[torch.Tensor]:
+        gradients: list[torch.Tensor] = []
+        firsts: list[torch.Tensor] = []
+        for name in bucket.parameters:
+            parameter = self.parameters[name]
+            gradient = parameter.grad if self._others is None else self._others.get(name)
+            if gradient is not None:
+                gradients.append(gradient.detach())
+                firsts += _first_of(gradients[-1:])
+            else:
+                # A worker without a gradient takes part as well: a sum needs all members of its group.
+                gradients.append(torch.full_like(parameter, _ABSENT).detach())
+        if firsts:
+            torch._foreach_add_(firsts, 0.0)  # it makes -0.0 to 0.0, and leaves all other numbers
+        return gradients
 
     def _sums_of(
         self, index: int, bucket: Bucket, plus: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         if not self._is_shared(index):
-            for name in bucket.parameters:
-                own = self._gradient(name)
+            for name, own in zip(bucket.parameters, self._gradients(bucket), strict=True):
                 yield name, own + plus[name] if name in plus else own
             return
         shapes = [self.parameters[name].shape for name in bucket.parameters]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.storage import CheckpointDirectory
 from oobleck.training.checkpoint.conversion import export_model, import_model
-from oobleck.training.checkpoint.trainer_checkpoint import write_checkpoint
+from oobleck.training.checkpoint.parts import read_part
+from oobleck.training.checkpoint.trainer_checkpoint import import_trainer_checkpoint, write_checkpoint
 from oobleck.training.model import LiveModel, ModelStructure
 from tests.disks import fill, small_disk
 
@@ -133,3 +135,32 @@ def test_what_a_script_has_made_of_its_model_is_exported(
     assert (after.lm_head.weight is after.model.embed_tokens.weight) == (
         model.lm_head.weight is model.model.embed_tokens.weight
     )
+
+
+def test_a_trainers_checkpoint_tells_which_steps_a_parameter_has_missed(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES["llama"]))
+    decayed = {name for name, parameter in model.named_parameters() if parameter.ndim > 1}
+    groups = [
+        {"params": [each for name, each in model.named_parameters() if (name in decayed) == is_decayed]}
+        for is_decayed in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    never, once = model.model.layers[0].mlp.up_proj.weight, model.model.layers[1].mlp.up_proj.weight
+    for step in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        never.grad = None
+        once.grad = once.grad if step == 1 else None
+        optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
+    checkpoint = import_trainer_checkpoint(tmp_path, model, decayed)
+    tensors = {}
+    for path in checkpoint.glob("*.safetensors"):
+        tensors |= read_part(path)[1]
+    missed = {name: int(value) for name, value in tensors.items() if ".missed." in name}
+    assert missed == {
+        "optimizer.missed.model.layers.0.mlp.up_proj.weight": 3,
+        "optimizer.missed.model.layers.1.mlp.up_proj.weight": 2,
+    }
+    assert "optimizer.exp_avg.model.layers.1.mlp.up_proj.weight" in tensors

@@ -158,6 +158,54 @@ def test_a_hook_that_was_not_tried_before_is_tried_with_the_first_gradient():
     assert torch.equal(GradientHook("lm_head.weight", new_rows_alone)(torch.ones(VOCAB_SIZE, 1))[NEW], torch.ones(3, 1))
 
 
+class Thawing:
+    """Keeps a parameter as it is for its first gradients."""
+
+    def __init__(self, left: int) -> None:
+        self.left, self.norms = left, [0.0]
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self.left > 0:
+            self.left -= 1
+            return gradient * 0
+        return gradient
+
+    def noting(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        self.norms.append(float(gradient.norm()))
+        return gradient * 2
+
+
+class Halving:
+    """Halves gradients from the next-to-last of many calls on."""
+
+    calls = 0
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        type(self).calls += 1
+        return gradient / 2 if self.calls > 10_000 else gradient
+
+
+@pytest.mark.parametrize(
+    ("hook", "what"),
+    [(Thawing(calls), "Thawing|the hook on lm_head.weight.left|the hook on lm_head.weight,") for calls in range(3, 9)]
+    + [(Thawing(500), "the hook on lm_head.weight.left"), (Halving(), "Halving.calls")],
+)
+def test_a_hook_that_goes_by_its_calls_is_refused_by_name(hook: Any, what: str):
+    model = llama()
+    model.lm_head.weight.register_hook(hook)
+    with pytest.raises(
+        ConfigError, match=rf"the hook on lm_head\.weight returns something else later, as it goes by ({what})"
+    ):
+        structure_of(model)
+
+
+def test_a_hook_that_only_notes_its_calls_is_taken():
+    model = llama()
+    model.lm_head.weight.register_hook(Thawing(5).noting)
+    assert structure_of(model).hooks.keys() == {"lm_head.weight"}
+
+
 def test_a_model_that_is_made_without_values_may_have_no_hooks():
     def make() -> LlamaForCausalLM:
         model = llama()

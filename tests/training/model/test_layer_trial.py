@@ -118,6 +118,26 @@ class Counting(Around):
         return self.inner(value)
 
 
+class CountingBackward(Around):
+    """Counts the gradients that come back, by a hook on the tensor."""
+
+    calls, bound = 0, 1 << 40
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.inner(value)
+        if output.requires_grad:
+            output.register_hook(self.count)  # type: ignore[no-untyped-call]
+        return output
+
+    def count(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return gradient if self.calls < self.bound else gradient * 0
+
+
+class StoppingBackward(CountingBackward):
+    bound = 500
+
+
 class Noisy(Around):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return self.inner(nn.functional.dropout(value, 0.3, self.training) + torch.rand_like(value))
@@ -273,7 +293,7 @@ REFUSED = {
     Clamping: r"\(Clamping\) computes gradients that are not in proportion",
     WithSigns: r"\(WithSigns\) computes gradients that are not in proportion",
 }
-TAKEN = [Around, Counting, Noisy, WithDropout, DrawingForEach, Logging]
+TAKEN = [Around, Counting, CountingBackward, Noisy, WithDropout, DrawingForEach, Logging]
 
 
 def llama() -> Any:
@@ -323,6 +343,14 @@ def test_layers_are_tried_whatever_type_a_model_is_of(dtype: torch.dtype):
     in_a_block(model, OffTheMean)
     with pytest.raises(ConfigError, match="OffTheMean"):
         tried(model.to(dtype))
+
+
+@pytest.mark.parametrize("place", [in_a_block, in_the_head])
+def test_what_counts_backward_passes_is_refused_by_the_place_of_its_count(place: Any):
+    model = llama()
+    where = place(model, StoppingBackward)
+    with pytest.raises(ConfigError, match=rf"returns something else .*, sooner or later, as it goes by {where}\.calls"):
+        tried(model)
 
 
 def test_a_hook_on_a_module_that_changes_gradients_by_their_size_is_refused():

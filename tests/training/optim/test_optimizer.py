@@ -84,7 +84,8 @@ def test_a_layer_that_moves_goes_on_as_if_it_had_stayed(dtype: torch.dtype):
 
     names = ["b.weight", "b.norm"]
     flat = layer_state(source, names)
-    assert flat.shape == (3 * sum(moved[name].numel() for name in names),)
+    # The parameter, two moments, and the number of missed steps.
+    assert flat.shape == (3 * sum(moved[name].numel() for name in names) + len(names),)
     assert flat.dtype == dtype
     target_parameters = {name: nn.Parameter(torch.full_like(moved[name], torch.nan)) for name in names}
     target = Optimizer(SPEC, max_steps=20)
@@ -96,6 +97,76 @@ def test_a_layer_that_moves_goes_on_as_if_it_had_stayed(dtype: torch.dtype):
     for name in names:
         assert torch.equal(stayed[name], target_parameters[name])
     assert torch.equal(layer_state(home, names), layer_state(target, names))
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_torch_fused", "adamax", "sgd"])
+def test_a_parameter_without_a_gradient_misses_the_step_as_in_torch_and_takes_its_count_along(name: str):
+    spec = OptimizerSpec(
+        optim=name,
+        optim_args={"momentum": 0.9} if name == "sgd" else {},
+        learning_rate=0.01,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        adam_epsilon=1e-8,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        weight_decay=0.5,
+    )
+    found, expected = _parameters(), _parameters()
+    kind = {kind.lower(): kind for kind in vars(torch.optim)}[name.removesuffix("_torch_fused")]
+    groups = [
+        {"params": [p for p in expected.values() if p.ndim > 1], "weight_decay": 0.5},
+        {"params": [p for p in expected.values() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    takes = inspect.signature(getattr(torch.optim, kind)).parameters
+    adam: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8} if "betas" in takes else {}
+    reference = getattr(torch.optim, kind)(groups, lr=0.01, **(adam or spec.optim_args))
+    optimizer = Optimizer(spec, max_steps=20)
+    optimizer.adopt(found)
+    # The first never has one, the second has none in steps 1 and 4, and the third none in step 3.
+    without = {1: {"b.norm", "a.bias"}, 3: {"b.norm", "b.weight"}, 4: {"b.norm", "a.bias"}}
+    names = list(SHAPES)
+    for step in range(1, 8):
+        if step == 5:  # all layers change hands
+            tensors = [each.clone() for each in optimizer.layer_tensors(names)]
+            other = Optimizer(spec, max_steps=20)
+            split = other.split_layer(names, tensors)
+            found = {each: nn.Parameter(split[each][0]) for each in names}
+            other.adopt(found, split)
+            optimizer = other
+        if step == 6:  # and are saved and read
+            state = {key: value.clone() for key, value in optimizer.named_state(names).items()}
+            shapes = {each: torch.Size(shape) for each, shape in SHAPES.items()}
+            other = Optimizer(spec, max_steps=20)
+            flat = other.flat_state(names, state, shapes=shapes, dtype=torch.float64)
+            empty = other.empty_layer(shapes, dtype=torch.float64, device=torch.device("cpu"))
+            assert flat.numel() == sum(each.numel() for each in empty)
+            parts = flat.split([each.numel() for each in empty])
+            filled = [part.view(each.shape) for part, each in zip(parts, empty, strict=True)]
+            split = other.split_layer(names, filled)
+            found = {each: nn.Parameter(split[each][0]) for each in names}
+            other.adopt(found, split)
+            optimizer = other
+        missing = without.get(step, {"b.norm"})
+        optimizer.step(step, {each: value for each, value in _gradients(step).items() if each not in missing})
+        for each, parameter in expected.items():
+            parameter.grad = None if each in missing else _gradients(step)[each]
+        reference.step()
+        for each in names:
+            torch.testing.assert_close(found[each], expected[each], rtol=1e-12, atol=1e-14)
+    assert torch.equal(found["b.norm"], _parameters()["b.norm"])
+    missed = {key: int(value) for key, value in optimizer.named_state(names).items() if ".missed." in key}
+    assert missed == (
+        {}
+        if name == "sgd"
+        else {"optimizer.missed.a.bias": 2, "optimizer.missed.b.weight": 1, "optimizer.missed.b.norm": 7}
+    )
+
+
+def test_no_file_tells_of_missed_steps_where_there_are_none():
+    optimizer = _optimizer(_parameters())
+    optimizer.step(1, _gradients(1))
+    assert not [key for key in optimizer.named_state(list(SHAPES)) if "missed" in key]
 
 
 def test_exported_state_is_a_copy():
@@ -438,6 +509,111 @@ def test_an_optimizer_that_keeps_all_in_its_state_is_fine_whatever_it_refers_to(
     assert [entry.name for entry in _layout_with(Averaging, lr=0.3).entries] == ["average"]
 
 
+class Keeping(torch.optim.Optimizer):
+    """SGD that goes back to something at some step, which it keeps since a step before."""
+
+    created, used = 1, 5
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def kept(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter.clone()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                state = self.state[each]
+                state.setdefault("step", torch.zeros(())).add_(1)
+                if state["step"] >= self.created and "kept" not in state:
+                    state["kept"] = self.kept(each)
+                each.sub_(each.grad, alpha=group["lr"])
+                if state["step"] == self.used:
+                    each.lerp_(state["kept"], 0.5)
+
+
+class KeepingForLater(Keeping):
+    used = 1000
+
+
+class KeepingSizes(KeepingForLater):
+    def kept(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter.abs()
+
+
+class KeepingTheGradient(KeepingForLater):
+    def kept(self, parameter: torch.Tensor) -> torch.Tensor:
+        assert parameter.grad is not None
+        return parameter.grad.clone()
+
+
+class KeepingTheNorm(KeepingForLater):
+    def kept(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter.norm()
+
+
+class KeepingZeros(KeepingForLater):
+    def kept(self, parameter: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(parameter)
+
+
+class KeepingFromStepEight(Keeping):
+    created, used = 8, 9
+
+
+class KeepingFromStepTwenty(Keeping):
+    created, used = 20, 25
+
+
+@pytest.mark.parametrize("kind", [Keeping, KeepingForLater])
+def test_state_that_starts_from_the_parameter_does_so_wherever_the_layer_is(kind: Any):
+    assert [entry.initial for entry in _layout_with(kind, lr=0.3).entries] == [None]
+    assert [entry.initial for entry in _layout_with(KeepingZeros, lr=0.3).entries] == [0.0]
+    found, expected = _parameters(), _parameters()
+    spec = OptimizerSpec(lr_scheduler_type="constant", warmup_steps=0)
+
+    def made() -> Optimizer:
+        return Optimizer(spec, max_steps=9, factory=lambda groups: kind(groups, lr=0.3))
+
+    names = list(SHAPES)
+    optimizer, reference = made(), kind(list(expected.values()), lr=0.3)
+    optimizer.adopt(found)
+    for step in range(1, 7):
+        if step in (1, 4):  # before the first step too
+            split = made().split_layer(names, [each.clone() for each in optimizer.layer_tensors(names)])
+            found = {each: nn.Parameter(split[each][0]) for each in names}
+            optimizer = made()
+            optimizer.adopt(found, split)
+        optimizer.step(step, _gradients(step))
+        for each, parameter in expected.items():
+            parameter.grad = _gradients(step)[each]
+        reference.step()
+    for each in names:
+        torch.testing.assert_close(found[each], expected[each], rtol=1e-12, atol=1e-14)
+    # A checkpoint without this state, such as of weights alone, has the values to start from.
+    shapes = {each: torch.Size(shape) for each, shape in SHAPES.items()}
+    flat = made().flat_state(["a.bias"], {"a.bias": expected["a.bias"]}, shapes=shapes, dtype=torch.float64)
+    assert torch.equal(flat[:10], torch.cat([expected["a.bias"].detach()] * 2))
+
+
+@pytest.mark.parametrize("kind", [KeepingSizes, KeepingTheGradient, KeepingTheNorm])
+def test_state_that_starts_from_anything_else_is_refused_by_name_although_no_trial_waits_for_its_use(kind: Any):
+    with pytest.raises(ConfigError, match=rf"{kind.__name__} keeps kept, which starts from other values than one"):
+        _layout_with(kind, lr=0.3)
+
+
+def test_state_that_is_created_later_than_in_the_first_step_is_refused_by_name():
+    with pytest.raises(ConfigError, match="KeepingFromStepEight creates kept in a later step than its first"):
+        _layout_with(KeepingFromStepEight, lr=0.3)
+    optimizer = Optimizer(SPEC, max_steps=30, factory=lambda groups: KeepingFromStepTwenty(groups, lr=0.3))
+    optimizer.adopt(_parameters())
+    for step in range(1, 20):
+        optimizer.step(step, _gradients(step))
+    with pytest.raises(ConfigError, match="KeepingFromStepTwenty creates kept in a later step than its first"):
+        optimizer.step(20, _gradients(20))
+
+
 def test_a_worker_does_not_try_again_what_was_tried_before_the_run():
     """It would in every recovery: a step of a script's optimizer may take its time."""
     steps: list[int] = []
@@ -460,6 +636,66 @@ def test_a_schedule_that_counts_by_itself_is_refused():
     Optimizer(SPEC, max_steps=9, schedule=lambda step: 1 / step).require_pure_schedule(max_steps=9)
     with pytest.raises(ConfigError, match=r"lr_lambda: it returns 0.\d+ for step 9, and 0.1 when it is called again"):
         Optimizer(SPEC, max_steps=9, schedule=lambda step: 1 / next(counts)).require_pure_schedule(max_steps=9)
+
+
+class Decaying:
+    """A schedule that goes by something else than the step, after some calls or since some step."""
+
+    def __init__(self, calls: int = 1 << 30, step: int = 1 << 30) -> None:
+        self.left, self.step, self.is_late = calls, step, False
+        self.rates: list[float] = []
+        self.known: dict[int, float] = {}
+
+    def by_calls(self, _step: int) -> float:
+        self.left -= 1
+        return 1.0 if self.left >= 0 else 0.1
+
+    def by_what_was(self, step: int) -> float:
+        self.is_late = self.is_late or step >= self.step
+        return 0.1 if self.is_late else 1.0
+
+    def noting(self, step: int) -> float:
+        self.rates.append(1 / step)
+        return self.rates[-1]
+
+    def remembering(self, step: int) -> float:
+        return self.known.setdefault(step, 1 / step)
+
+
+RATES = Decaying(5000)
+
+
+def by_a_global(step: int) -> float:
+    return RATES.by_calls(step)
+
+
+def of_a_table(step: int) -> float:
+    return (1.0, 0.9, 0.5)[step // 8]
+
+
+def _try_schedule(schedule: Any, max_steps: int = 1000) -> None:
+    Optimizer(SPEC, max_steps=max_steps, schedule=schedule).require_pure_schedule(max_steps=max_steps)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "what"),
+    [
+        (Decaying(36).by_calls, "lr_lambda: it returns 1.0 for step "),
+        (Decaying(5000).by_calls, "as it goes by lr_lambda.left, which changes with every call"),
+        (by_a_global, "as it goes by the global RATES.left, which changes with every call"),
+        (Decaying(step=500).by_what_was, "lr_lambda: it returns 1.0 for step 49[0-9], and 0.1 when it is called again"),
+    ],
+)
+def test_a_schedule_with_a_memory_is_refused_by_name_however_late_it_matters(schedule: Any, what: str):
+    with pytest.raises(ConfigError, match=what):
+        _try_schedule(schedule)
+
+
+@pytest.mark.parametrize(
+    "schedule", [Decaying().noting, Decaying().remembering, of_a_table, lambda step: 0.1 if step > 500 else 1.0]
+)
+def test_a_schedule_that_only_notes_its_calls_is_fine(schedule: Any):
+    _try_schedule(schedule)
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}])

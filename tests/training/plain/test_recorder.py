@@ -65,6 +65,20 @@ def test_another_value_is_seen_in_its_parameter_alone() -> None:
     assert found["embedding.weight"].difference == 0
 
 
+def test_what_is_not_a_number_in_both_is_no_difference_and_in_one_it_is() -> None:
+    model = Tied()
+    with torch.no_grad():
+        model.head.bias[1] = float("nan")
+    recorder, weights = recorded(model), weights_of(model)
+    alike = compared(recorder, weights)["head.bias"]
+    assert alike.difference == 0.0
+    assert alike.moved == pytest.approx(3**0.5 * MOVEMENT, rel=1e-6)
+    weights["head.bias"][2] = float("nan")
+    assert not compared(recorder, weights)["head.bias"].difference <= 1e9
+    weights["head.bias"] = torch.ones(4)
+    assert not compared(recorder, weights)["head.bias"].difference <= 1e9
+
+
 def test_what_a_run_lacks_or_has_besides_is_named_and_so_is_another_shape() -> None:
     model = Tied()
     recorder, weights = recorded(model), weights_of(model)

@@ -22,7 +22,7 @@ from oobleck.control.steps.worker_effects import EffectOutcome, Fold, Say, Worke
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate, WorkerId
 from oobleck.schedule import ScheduleKind, section_stops
 from oobleck.training.comm.agreements import PeerAgreements
-from oobleck.training.step.reduction import Bucket, GradientReducer, PlanReducer
+from oobleck.training.step.reduction import Bucket, GradientReducer, PlanReducer, are_absent
 from oobleck.training.step.sections import SectionSums
 from oobleck.training.step.step_work import StepWork
 from tests.training.table import LinkedTable, acquaint
@@ -251,6 +251,28 @@ def test_fractions_agree_within_rounding_and_all_owners_to_the_last_bit() -> Non
     assert torch.equal(found[0]["all"], found[1]["all"])
     assert torch.equal(found[0]["all"], found[2]["all"])
     assert torch.equal(found[0]["both"], found[1]["both"])
+
+
+def test_all_owners_know_which_parameters_no_microbatch_of_the_step_has_reached() -> None:
+    """Here none has reached "all", one in the first section "both", one after all sections "last", and all are -0.0."""
+    workers = workers_of((A, B, C), num_sections=4)
+    for worker in workers:
+        own = worker.share
+        reached = {"both": own[0], "last": own[-1]} if worker.worker_id == A else {}
+        reached |= {"alone": own[1]} if worker.worker_id == B else {}
+
+        def compute(microbatch: int, worker: Worker = worker, reached: Mapping[str, int] = reached) -> None:
+            worker.work.losses.append(torch.tensor(0.0, dtype=torch.float64))
+            worker.work.counted.append(microbatch)
+            for name, at in reached.items():
+                if at == microbatch:
+                    worker.parameters[name].grad = torch.full(SHAPES[name], -0.0, dtype=torch.float64)
+
+        worker.compute = compute  # type: ignore[method-assign]  # what a pass does is the test's own
+    for worker, sums in zip(workers, run_all(workers, 3), strict=True):
+        assert worker.num_partial == 3
+        absent = {name for name, is_absent in zip(sums, are_absent(list(sums.values())), strict=True) if is_absent}
+        assert absent == ({"all"} if worker.worker_id == B else {"all", "alone"})
 
 
 def test_the_next_step_begins_with_nothing_committed() -> None:

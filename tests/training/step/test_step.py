@@ -372,6 +372,52 @@ def test_gradients_are_applied_as_means_over_the_tokens_that_count():
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.parametrize("norm", [0.5, 2.0, float("inf"), float("nan")])
+def test_gradients_are_clipped_as_torch_clips_them_whatever_their_norm_is(norm: float):
+    structure = structure_of("gpt2")
+    job = JobSpec(optimizer=OptimizerSpec(optim="sgd", lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0))
+    model = StageModel(structure, dtype=torch.float32, device="cpu")
+    share = share_of(structure, rank=0, degree=1)
+    optimizer = Optimizer(job.optimizer, max_steps=10)
+    store = LayerStore(job, ME, whole=structure, share=share, model=model, optimizer=optimizer)
+    store.take((range(structure.num_layers),), keep=(), is_initial=True, sums=None)
+    plain = {name: torch.nn.Parameter(value) for name, value in state_of(model).items()}
+    some = next(iter(plain))
+    for name, parameter in plain.items():
+        parameter.grad = torch.zeros_like(parameter)
+        if name == some:
+            parameter.grad.view(-1)[0] = norm
+    gradients = {name: parameter.grad.clone() for name, parameter in plain.items() if parameter.grad is not None}
+    torch.nn.utils.clip_grad_norm_(plain.values(), job.optimizer.max_grad_norm)
+    torch.optim.SGD(plain.values(), lr=optimizer.learning_rate(1)).step()
+    store.apply(replace(RECORD, grad_norm=norm), gradients)
+    for name, value in state_of(model).items():
+        torch.testing.assert_close(value, plain[name].detach(), rtol=1e-6, atol=0, equal_nan=True)
+
+
+def test_a_parameter_that_no_worker_has_a_gradient_of_is_not_decayed():
+    structure = structure_of("gpt2")
+    job = JobSpec(optimizer=OptimizerSpec(warmup_steps=0, weight_decay=0.5))
+    model = StageModel(structure, dtype=torch.float32, device="cpu")
+    share = share_of(structure, rank=0, degree=1)
+    store = LayerStore(
+        job, ME, whole=structure, share=share, model=model, optimizer=Optimizer(job.optimizer, max_steps=10)
+    )
+    store.take((range(structure.num_layers),), keep=(), is_initial=True, sums=None)
+    before = {name: value.clone() for name, value in state_of(model).items()}
+    never, zero, elsewhere = [name for name in model.parameters if name.endswith("c_fc.weight")][:3]
+    sums = {name: torch.zeros_like(value) for name, value in before.items()}
+    sums[never].fill_(-0.0)
+    # This worker has had a gradient of it, whose numbers are the same.
+    sums[zero].fill_(-0.0)
+    model.parameters[zero].grad = torch.full_like(before[zero], -0.0)
+    store.apply(RECORD, sums)
+    after = state_of(model)
+    assert torch.equal(after[never], before[never])
+    for name in (zero, elsewhere):
+        assert not torch.equal(after[name], before[name])
+
+
 def test_an_evaluation_is_the_mean_over_the_tokens_that_count():
     structure, dataset = structure_of("gpt2"), ragged_dataset()
     model = whole_stage(structure, dtype=torch.float64)
