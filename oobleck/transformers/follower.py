@@ -67,6 +67,10 @@ class RunFollower:
         """The step of the newest checkpoint that callbacks know."""
         self._stopped_at: int | None = None
         """The step after which a callback asked for a stop."""
+        self._epoch_stopped_in = ""
+        """The event in which a callback asked for the end of the epoch."""
+        self._remarked: set[str] = set()
+        """Wishes of callbacks that stderr has been told to be without effect."""
         handler = trainer.callback_handler
         handler.optimizer = _OnNodes("the optimizer", self._refuse_use)
         handler.lr_scheduler = _OnNodes("the learning rate's scheduler", self._refuse_use)
@@ -191,6 +195,8 @@ class RunFollower:
         self._note_loss(record.loss)
         self._call("on_step_end")
         self._log(record)
+        self._require_due_end(step)
+        self._remark_on_wishes(step)
         if within + 1 == self._epochs.num_steps or step == self._max_steps:
             self._call("on_epoch_end")
             # transformers asks for logs by epoch only in on_epoch_end. What has been logged is not logged twice.
@@ -206,6 +212,7 @@ class RunFollower:
         state.global_step, state.epoch = step, self._epochs.progress(step)
         try:
             self._call("on_save")
+            self._require_due_end(step)
         finally:
             state.global_step, state.epoch = now
 
@@ -227,6 +234,7 @@ class RunFollower:
         self._losses = []
         with _reported():
             self._trainer.log(logs, self._started_s)
+        self._note_epoch_stop("on_log")
 
     def _evaluated(self, entry: journal.Evaluated) -> None:
         metrics = {"eval_loss": entry.loss, "eval_runtime": round(entry.duration_s, 4)}
@@ -236,6 +244,8 @@ class RunFollower:
         with _reported():
             trainer.log(metrics)
             trainer.control = trainer.callback_handler.on_evaluate(args, state, trainer.control, metrics)
+        self._note_epoch_stop("on_evaluate")
+        self._require_due_end(entry.step)
         # Like transformers, update the best value only after callbacks have seen the metrics.
         name = args.metric_for_best_model
         if name is None or (value := metrics.get(f"eval_{name.removeprefix('eval_')}")) is None:
@@ -259,6 +269,7 @@ class RunFollower:
         # Training is over by on_train_end, so its errors are the script's own; earlier ones must not end the run.
         with nullcontext() if is_last else _reported(), torch.no_grad():
             trainer.control = getattr(trainer.callback_handler, event)(trainer.args, trainer.state, trainer.control)
+        self._note_epoch_stop(event)
         if is_last or self._problem:
             return
         now = self._handed_over()
@@ -267,6 +278,44 @@ class RunFollower:
                 f"a callback's {event} changes {changed[0]}: workers train with what the script had when it called "
                 "train(), and see no change; leave it out, or do it before train()"
             )
+
+    def _note_epoch_stop(self, event: str) -> None:
+        is_asked = self._trainer.control.should_epoch_stop
+        self._epoch_stopped_in = (self._epoch_stopped_in or event) if is_asked else ""
+
+    def _require_due_end(self, step: int) -> None:
+        """Stop the run for callbacks that end an epoch early, or training late, as transformers' own loop would."""
+        _, within = self._epochs.epoch_of(step)
+        if within + 1 == self._epochs.num_steps:
+            return  # the epoch ends in any case, and the last one ends training
+        if step == self._max_steps:
+            # transformers' DefaultFlowCallback has set it, unless a callback has raised state.max_steps.
+            if not self._trainer.control.should_training_stop:
+                self._stop_for(
+                    f"callbacks leave control.should_training_stop false after step {step}, and workers train no "
+                    "further than max_steps; set TrainingArguments(max_steps=…), and keep DefaultFlowCallback"
+                )
+        elif self._epoch_stopped_in:
+            self._stop_for(
+                f"a callback's {self._epoch_stopped_in} sets control.should_epoch_stop by step {step}, and workers "
+                "train all steps of an epoch; leave it out: give a smaller train_dataset, or a sampler by "
+                "_get_train_sampler"
+            )
+
+    def _remark_on_wishes(self, step: int) -> None:
+        """Report once on stderr that a callback asks for a checkpoint or an evaluation that is not due."""
+        trainer, state = self._trainer, self._trainer.state
+        is_last = step == self._max_steps
+        for name, strategy, steps, instead in (
+            ("should_save", trainer.args.save_strategy, state.save_steps, "checkpoints follow save_strategy"),
+            ("should_evaluate", trainer.args.eval_strategy, state.eval_steps, "evaluations follow eval_strategy"),
+        ):
+            is_due = strategy == "steps" and (is_last or (bool(steps) and step % steps == 0))
+            if getattr(trainer.control, name) and not is_due and name not in self._remarked:
+                self._remarked.add(name)
+                sys.stderr.write(
+                    f"oobleck: a callback sets control.{name} at step {step}, which has no effect: {instead}\n"
+                )
 
     def _stop_for(self, problem: str) -> None:
         # `train()` raises the first problem once the run has ended.

@@ -254,6 +254,67 @@ def test_steps_after_a_callbacks_stop_are_counted_out_loud(tmp_path: Path, capsy
     assert "a callback asked to stop after step 2, and the run stopped after step 4" in capsys.readouterr().err
 
 
+class Asking(TrainerCallback):
+    """Sets a field of the control in an event of one step."""
+
+    def __init__(self, event: str, name: str, step: int, value: bool = True) -> None:
+        def ask(args: Any, state: Any, control: Any, **details: Any) -> None:
+            if state.global_step == step:
+                setattr(control, name, value)
+
+        setattr(self, event, ask)
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save"])
+def test_a_callback_that_ends_an_epoch_early_ends_the_run_by_name(event: str, tmp_path: Path):
+    at = 0 if event == "on_step_begin" else 1
+    made = trainer(
+        tmp_path, callbacks=[Asking(event, "should_epoch_stop", at)], per_device_train_batch_size=4,
+        num_train_epochs=3, logging_steps=1, save_steps=1,
+    )  # fmt: skip
+    follower = told(made, step(1, 5.0), saved(1), Evaluated(t_s=1.0, step=1, loss=5.0, num_samples=3, duration_s=0.1))
+    assert follower.wants_stop
+    with pytest.raises(ConfigError, match=f"a callback's {event} sets control.should_epoch_stop by step 1"):
+        follower.finish(tmp_path)
+
+
+@pytest.mark.parametrize(("event", "at"), [("on_train_begin", 0), ("on_epoch_end", 3), ("on_step_end", 3)])
+def test_the_end_of_an_epoch_that_ends_anyway_is_a_callbacks_to_ask_for(event: str, at: int, tmp_path: Path):
+    theirs, ours, given = Recorder(), Recorder(), {"per_device_train_batch_size": 4, "num_train_epochs": 2}
+    asking = Asking(event, "should_epoch_stop", at)
+    real = trainer(tmp_path, kind=transformers.Trainer, callbacks=[asking, theirs], save_strategy="no", **given)
+    real.train()
+    made = trainer(tmp_path, callbacks=[asking, ours], save_strategy="no", **given)
+    told(made, *(step(number, 5.0) for number in range(1, 7))).finish(checkpoint(tmp_path, model()))
+    assert ours.heard == theirs.heard
+
+
+def test_a_callback_that_lengthens_training_ends_the_run_by_name(tmp_path: Path):
+    class Longer(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+            state.max_steps = 9
+            control.should_training_stop = False
+
+    given = {"callbacks": [Longer()], "per_device_train_batch_size": 4, "save_strategy": "no", "max_steps": 2}
+    real = trainer(tmp_path, kind=transformers.Trainer, **given)
+    real.train()
+    assert real.state.global_step == 3
+    follower = told(trainer(tmp_path, **given), step(1, 5.0), step(2, 5.0))
+    with pytest.raises(ConfigError, match=r"leave control\.should_training_stop false after step 2"):
+        follower.finish(tmp_path)
+
+
+def test_a_checkpoint_that_a_callback_asks_for_is_said_to_be_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    asking = [Asking("on_step_end", "should_save", 1), Asking("on_step_end", "should_evaluate", 1)]
+    given = {"save_steps": 2, "eval_dataset": rows(3), "eval_strategy": "steps", "eval_steps": 2, "max_steps": 5}
+    told(trainer(tmp_path, **given), *(step(number, 5.0) for number in range(1, 6)))
+    assert "has no effect" not in capsys.readouterr().err
+    told(trainer(tmp_path, callbacks=asking, **given), *(step(number, 5.0) for number in range(1, 6)))
+    said = capsys.readouterr().err
+    assert said.count("sets control.should_save at step 1, which has no effect: checkpoints follow save_strategy") == 1
+    assert said.count("sets control.should_evaluate at step 1, which has no effect") == 1
+
+
 def _unfreezes(made: Any) -> None:
     next(made.model.parameters()).requires_grad_(False)
 
