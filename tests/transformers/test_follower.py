@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from transformers import EarlyStoppingCallback, TrainerCallback, default_data_collator
+from transformers.trainer_pt_utils import LabelSmoother
 
 from oobleck.control.journal import CheckpointSaved, Evaluated, JournalEntry, PlanAdopted, StepDone
 from oobleck.control.protocol import CommitRecord
@@ -335,25 +336,89 @@ def _scales(made: Any) -> None:
     made.model.transformer.h[1].scale = 2.0
 
 
+def _hooks(made: Any) -> None:
+    made.model.transformer.h[1].mlp.register_forward_hook(lambda module, given, output: output * 0)
+
+
+def _hooks_before(made: Any) -> None:
+    made.model.register_forward_pre_hook(lambda module, given: None)
+
+
+def _hooks_a_gradient(made: Any) -> None:
+    made.model.transformer.wte.weight.register_hook(lambda gradient: gradient * 0)
+
+
+def _fills(made: Any) -> None:
+    made.model.transformer.h[0].attn.seen.fill_(0.5)
+
+
+def _replaces_a_buffer(made: Any) -> None:
+    made.model.transformer.h[0].attn.seen = torch.zeros(2)
+
+
+def _configures(made: Any) -> None:
+    made.model.config.attn_pdrop = 0.9
+
+
+def _replaces_a_module(made: Any) -> None:
+    made.model.transformer.h[1].ln_1 = torch.nn.Identity()
+
+
+def _replaces_a_method(made: Any) -> None:
+    made.model.transformer.h[1].mlp.forward = lambda hidden: hidden * 0
+
+
+def _replaces_the_data(made: Any) -> None:
+    made.train_dataset = rows(8)
+
+
+def _smooths(made: Any) -> None:
+    made.label_smoother = LabelSmoother(epsilon=0.3)
+
+
+def _weighs(made: Any) -> None:
+    made.compute_loss_func.factor = 2.0
+
+
+CHANGES = [
+    (_unfreezes, r"the parameter .*wte"),
+    (_makes_harder, r"train_dataset\.level"),
+    (_warms_up, r"args\.learning_rate"),
+    (_masks_more, r"data_collator\.masked"),
+    (_scales, r"model\.transformer\.h\.1\.scale"),
+    (_hooks, r"the hooks on model\.transformer\.h\.1\.mlp"),
+    (_hooks_before, "the hooks on model:"),
+    (_hooks_a_gradient, r"the parameter .*wte"),
+    (_fills, r"the buffer transformer\.h\.0\.attn\.seen"),
+    (_replaces_a_buffer, r"the buffer transformer\.h\.0\.attn\.seen"),
+    (_configures, r"model\.config\.attn_pdrop"),
+    (_replaces_a_module, r"model\.transformer\.h\.1\.ln_1"),
+    (_replaces_a_method, r"model\.transformer\.h\.1\.mlp\.forward"),
+    (_replaces_the_data, "train_dataset:"),
+    (_smooths, "label_smoother:"),
+    (_weighs, r"compute_loss_func\.factor"),
+]
+
+
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "named", "event"),
     [
-        (_unfreezes, r"the parameter .*wte"),
-        (_makes_harder, r"train_dataset\.level"),
-        (_warms_up, r"args\.learning_rate"),
-        (_masks_more, r"data_collator\.masked"),
-        (_scales, r"model\.transformer\.h\.1\.scale"),
+        *((*each, "on_step_begin") for each in CHANGES),
+        *((_fills, "the buffer", each) for each in ("on_log", "on_evaluate")),
     ],
 )
 def test_what_a_callback_changes_that_workers_cannot_see_stops_training_and_is_named(
-    change: Callable[[Any], None], named: str, tmp_path: Path
+    change: Callable[[Any], None], named: str, event: str, tmp_path: Path
 ):
     class Samples(list[Any]):
         level = 0
 
     class Changing(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **details: Any) -> None:
-            if state.global_step == 1:
+        def __init__(self) -> None:
+            setattr(self, event, self._change)
+
+        def _change(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+            if state.global_step == (1 if event == "on_step_begin" else 2):
                 change(made)
 
     class Masking:
@@ -363,15 +428,27 @@ def test_what_a_callback_changes_that_workers_cannot_see_stops_training_and_is_n
         def __call__(self, samples: list[Any]) -> Any:
             return default_data_collator(samples)
 
+    class Weighing:
+        factor = 1.0
+
+        def __call__(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+            losses = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            return self.factor * losses / num_items_in_batch
+
     samples = Samples(rows(8))
     samples.level = 1
-    made = trainer(tmp_path, train_dataset=samples, callbacks=[Changing()], num_train_epochs=9)
+    made = trainer(
+        tmp_path, train_dataset=samples, callbacks=[Changing()], num_train_epochs=9, logging_steps=1,
+        compute_loss_func=Weighing(),
+    )  # fmt: skip
+    made.model.transformer.h[0].attn.register_buffer("seen", torch.ones(2))
     made.data_collator = Masking()
     follower = told(made, step(1, 5.0))
     assert not follower.wants_stop
     follower.take(step(2, 5.0))
+    follower.take(Evaluated(t_s=1.0, step=2, loss=5.0, num_samples=3, duration_s=0.1))
     assert follower.wants_stop
-    with pytest.raises(ConfigError, match=f"on_step_begin changes {named}"):
+    with pytest.raises(ConfigError, match=f"{event} changes {named}"):
         follower.finish(tmp_path)
 
 
@@ -504,6 +581,9 @@ def test_frozen_parameters_buffers_and_shapes_are_a_callbacks_to_look_at(tmp_pat
             assert (each.shape, each.dim()) == (each.size(), each.ndim)
         model.eval()
         model.train()
+        model.config.use_cache = not model.config.use_cache
+        model.config.to_json_string()
+        model.notes = {"seen": [*model.modules()]}
         assert (model.device.type, model.dtype) == ("cpu", torch.float32)
 
     looks, made = Using(look, "on_step_end"), trainer(tmp_path, num_train_epochs=9)
