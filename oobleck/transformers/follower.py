@@ -18,8 +18,9 @@ from typing import Any, Never
 
 import torch
 import transformers
+from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import TrainerState
+from transformers import PreTrainedConfig, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
@@ -32,8 +33,17 @@ from oobleck.training.checkpoint import newest_checkpoint, newest_weights
 from .epochs import Epochs
 from .job import inner_model
 
-_HANDED_OVER = ("args", "train_dataset", "data_collator")
+_HANDED_OVER = (
+    *("args", "train_dataset", "eval_dataset", "data_collator", "compute_loss_func", "label_smoother"),
+    *("optimizer", "lr_scheduler", "optimizer_cls_and_kwargs"),
+)
 _PLAIN = (bool, int, float, str, type(None))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_NAMES_IN_CONFIG = frozenset(
+    {"_name_or_path", "architectures", "id2label", "label2id", "name_or_path", "transformers_version", "use_cache"}
+)
+"""Values of a configuration that no pass of training reads."""
 _VALUELESS = frozenset(
     (
         *("__hash__", "__len__", "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "device", "dim"),
@@ -67,6 +77,10 @@ class RunFollower:
         """The step of the newest checkpoint that callbacks know."""
         self._stopped_at: int | None = None
         """The step after which a callback asked for a stop."""
+        self._epoch_stopped_in = ""
+        """The event in which a callback asked for the end of the epoch."""
+        self._remarked: set[str] = set()
+        """Wishes of callbacks that stderr has been told to be without effect."""
         handler = trainer.callback_handler
         handler.optimizer = _OnNodes("the optimizer", self._refuse_use)
         handler.lr_scheduler = _OnNodes("the learning rate's scheduler", self._refuse_use)
@@ -191,6 +205,8 @@ class RunFollower:
         self._note_loss(record.loss)
         self._call("on_step_end")
         self._log(record)
+        self._require_due_end(step)
+        self._remark_on_wishes(step)
         if within + 1 == self._epochs.num_steps or step == self._max_steps:
             self._call("on_epoch_end")
             # transformers asks for logs by epoch only in on_epoch_end. What has been logged is not logged twice.
@@ -206,6 +222,7 @@ class RunFollower:
         state.global_step, state.epoch = step, self._epochs.progress(step)
         try:
             self._call("on_save")
+            self._require_due_end(step)
         finally:
             state.global_step, state.epoch = now
 
@@ -225,7 +242,7 @@ class RunFollower:
             "learning_rate": record.learning_rate,
         }
         self._losses = []
-        with _reported():
+        with self._noting("on_log"):
             self._trainer.log(logs, self._started_s)
 
     def _evaluated(self, entry: journal.Evaluated) -> None:
@@ -233,9 +250,10 @@ class RunFollower:
         if entry.duration_s > 0:
             metrics["eval_samples_per_second"] = round(entry.num_samples / entry.duration_s, 3)
         trainer, args, state = self._trainer, self._trainer.args, self._trainer.state
-        with _reported():
+        with self._noting("on_evaluate"):
             trainer.log(metrics)
             trainer.control = trainer.callback_handler.on_evaluate(args, state, trainer.control, metrics)
+        self._require_due_end(entry.step)
         # Like transformers, update the best value only after callbacks have seen the metrics.
         name = args.metric_for_best_model
         if name is None or (value := metrics.get(f"eval_{name.removeprefix('eval_')}")) is None:
@@ -250,16 +268,23 @@ class RunFollower:
         for callback in trainer.callback_handler.callbacks:
             method: Any = getattr(callback, "on_recovery", None)
             if method is not None:
-                with _reported():
+                with self._noting("on_recovery"):
                     method(trainer.args, trainer.state, trainer.control, recovery=entry, text=entry.sentence)
 
     def _call(self, event: str) -> None:
-        trainer, before = self._trainer, self._handed_over()
-        is_last = event == "on_train_end"
+        trainer = self._trainer
         # Training is over by on_train_end, so its errors are the script's own; earlier ones must not end the run.
-        with nullcontext() if is_last else _reported(), torch.no_grad():
+        with nullcontext() if event == "on_train_end" else self._noting(event), torch.no_grad():
             trainer.control = getattr(trainer.callback_handler, event)(trainer.args, trainer.state, trainer.control)
-        if is_last or self._problem:
+
+    @contextmanager
+    def _noting(self, event: str) -> Iterator[None]:
+        """Report errors of callbacks in the block, and stop the run for what they change there."""
+        before = self._handed_over()
+        with _reported():
+            yield
+        self._note_epoch_stop(event)
+        if self._problem:
             return
         now = self._handed_over()
         if changed := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
@@ -267,6 +292,44 @@ class RunFollower:
                 f"a callback's {event} changes {changed[0]}: workers train with what the script had when it called "
                 "train(), and see no change; leave it out, or do it before train()"
             )
+
+    def _note_epoch_stop(self, event: str) -> None:
+        is_asked = self._trainer.control.should_epoch_stop
+        self._epoch_stopped_in = (self._epoch_stopped_in or event) if is_asked else ""
+
+    def _require_due_end(self, step: int) -> None:
+        """Stop the run for callbacks that end an epoch early, or training late, as transformers' own loop would."""
+        _, within = self._epochs.epoch_of(step)
+        if within + 1 == self._epochs.num_steps:
+            return  # the epoch ends in any case, and the last one ends training
+        if step == self._max_steps:
+            # transformers' DefaultFlowCallback has set it, unless a callback has raised state.max_steps.
+            if not self._trainer.control.should_training_stop:
+                self._stop_for(
+                    f"callbacks leave control.should_training_stop false after step {step}, and workers train no "
+                    "further than max_steps; set TrainingArguments(max_steps=…), and keep DefaultFlowCallback"
+                )
+        elif self._epoch_stopped_in:
+            self._stop_for(
+                f"a callback's {self._epoch_stopped_in} sets control.should_epoch_stop by step {step}, and workers "
+                "train all steps of an epoch; leave it out: give a smaller train_dataset, or a sampler by "
+                "_get_train_sampler"
+            )
+
+    def _remark_on_wishes(self, step: int) -> None:
+        """Report once on stderr that a callback asks for a checkpoint or an evaluation that is not due."""
+        trainer, state = self._trainer, self._trainer.state
+        is_last = step == self._max_steps
+        for name, strategy, steps, instead in (
+            ("should_save", trainer.args.save_strategy, state.save_steps, "checkpoints follow save_strategy"),
+            ("should_evaluate", trainer.args.eval_strategy, state.eval_steps, "evaluations follow eval_strategy"),
+        ):
+            is_due = strategy == "steps" and (is_last or (bool(steps) and step % steps == 0))
+            if getattr(trainer.control, name) and not is_due and name not in self._remarked:
+                self._remarked.add(name)
+                sys.stderr.write(
+                    f"oobleck: a callback sets control.{name} at step {step}, which has no effect: {instead}\n"
+                )
 
     def _stop_for(self, problem: str) -> None:
         # `train()` raises the first problem once the run has ended.
@@ -305,18 +368,46 @@ class RunFollower:
         return "a callback"
 
     def _handed_over(self) -> dict[str, object]:
-        """Return the script's values that workers use: parameters, and plain attributes of what it passes on."""
-        trainer = self._trainer
-        known: dict[str, object] = {
-            f"the parameter {name}": (id(parameter), parameter._version, parameter.requires_grad)
-            for name, parameter in inner_model(trainer.model).named_parameters()
-        }
-        owners: dict[str, object] = {name: getattr(trainer, name) for name in _HANDED_OVER}
-        owners |= {f"model.{name}": module for name, module in inner_model(trainer.model).named_modules()}
+        """Return the script's values that workers use, by names; objects of which only the identity counts with it."""
+        trainer, model = self._trainer, inner_model(self._trainer.model)
+        owners: dict[str, object] = {name: getattr(trainer, name, None) for name in _HANDED_OVER}
+        known: dict[str, object] = {name: _identity(owner) for name, owner in owners.items()}
+        for name, parameter in model.named_parameters():
+            hooks = [_hooks_in(parameter, kind) for kind in _HOOKS_OF_PARAMETERS]
+            known[f"the parameter {name}"] = (id(parameter), parameter._version, parameter.requires_grad, hooks)
+        for name, buffer in model.named_buffers():
+            known[f"the buffer {name}"] = (id(buffer), 0 if buffer.is_inference() else buffer._version)
+        for name, module in model.named_modules():
+            path = f"model.{name}".removesuffix(".")
+            owners[path] = module
+            known[path] = _identity(module)
+            known[f"the hooks on {path}"] = [_hooks_in(module, kind) for kind in _HOOKS]
+            known |= {
+                f"{path}.{attribute}": _identity(value) for attribute, value in vars(module).items() if callable(value)
+            }
+        known["torch's hooks on all modules"] = [_hooks_in(nn.modules.module, f"_global{kind}") for kind in _HOOKS]
         for what, owner in owners.items():
             values = getattr(owner, "__dict__", {})
             known |= {f"{what}.{name}": value for name, value in values.items() if isinstance(value, _PLAIN)}
-        return known
+        return known | _values_of("model.config", getattr(model, "config", None))
+
+
+def _identity(value: object) -> tuple[int, object]:
+    return id(value), value  # held, so that no other takes its address
+
+
+def _hooks_in(owner: object, kind: str) -> list[tuple[int, object]]:
+    return [_identity(hook) for hook in (getattr(owner, kind, None) or {}).values()]
+
+
+def _values_of(name: str, config: object) -> dict[str, object]:
+    known: dict[str, object] = {}
+    for key, value in getattr(config, "__dict__", {}).items():
+        if isinstance(value, PreTrainedConfig):
+            known |= _values_of(f"{name}.{key}", value)
+        elif key not in _NAMES_IN_CONFIG:
+            known[f"{name}.{key}"] = value if isinstance(value, _PLAIN) else repr(value)
+    return known
 
 
 def _state_file(checkpoints: Path) -> Path:
@@ -348,7 +439,7 @@ class _OnNodes:
 class _WeightsElsewhere(TorchFunctionMode):
     """Makes each use of the values of a model's trained parameters an error within the block."""
 
-    def __init__(self, model: torch.nn.Module, refusal: Callable[[str], Exception | None]) -> None:
+    def __init__(self, model: nn.Module, refusal: Callable[[str], Exception | None]) -> None:
         """`refusal` makes the error from a parameter's name, or returns None if its value is right at the moment."""
         super().__init__()
         trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]

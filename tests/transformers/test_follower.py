@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from transformers import EarlyStoppingCallback, TrainerCallback, default_data_collator
+from transformers.trainer_pt_utils import LabelSmoother
 
 from oobleck.control.journal import CheckpointSaved, Evaluated, JournalEntry, PlanAdopted, StepDone
 from oobleck.control.protocol import CommitRecord
@@ -254,6 +255,67 @@ def test_steps_after_a_callbacks_stop_are_counted_out_loud(tmp_path: Path, capsy
     assert "a callback asked to stop after step 2, and the run stopped after step 4" in capsys.readouterr().err
 
 
+class Asking(TrainerCallback):
+    """Sets a field of the control in an event of one step."""
+
+    def __init__(self, event: str, name: str, step: int, value: bool = True) -> None:
+        def ask(args: Any, state: Any, control: Any, **details: Any) -> None:
+            if state.global_step == step:
+                setattr(control, name, value)
+
+        setattr(self, event, ask)
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save"])
+def test_a_callback_that_ends_an_epoch_early_ends_the_run_by_name(event: str, tmp_path: Path):
+    at = 0 if event == "on_step_begin" else 1
+    made = trainer(
+        tmp_path, callbacks=[Asking(event, "should_epoch_stop", at)], per_device_train_batch_size=4,
+        num_train_epochs=3, logging_steps=1, save_steps=1,
+    )  # fmt: skip
+    follower = told(made, step(1, 5.0), saved(1), Evaluated(t_s=1.0, step=1, loss=5.0, num_samples=3, duration_s=0.1))
+    assert follower.wants_stop
+    with pytest.raises(ConfigError, match=f"a callback's {event} sets control.should_epoch_stop by step 1"):
+        follower.finish(tmp_path)
+
+
+@pytest.mark.parametrize(("event", "at"), [("on_train_begin", 0), ("on_epoch_end", 3), ("on_step_end", 3)])
+def test_the_end_of_an_epoch_that_ends_anyway_is_a_callbacks_to_ask_for(event: str, at: int, tmp_path: Path):
+    theirs, ours, given = Recorder(), Recorder(), {"per_device_train_batch_size": 4, "num_train_epochs": 2}
+    asking = Asking(event, "should_epoch_stop", at)
+    real = trainer(tmp_path, kind=transformers.Trainer, callbacks=[asking, theirs], save_strategy="no", **given)
+    real.train()
+    made = trainer(tmp_path, callbacks=[asking, ours], save_strategy="no", **given)
+    told(made, *(step(number, 5.0) for number in range(1, 7))).finish(checkpoint(tmp_path, model()))
+    assert ours.heard == theirs.heard
+
+
+def test_a_callback_that_lengthens_training_ends_the_run_by_name(tmp_path: Path):
+    class Longer(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+            state.max_steps = 9
+            control.should_training_stop = False
+
+    given = {"callbacks": [Longer()], "per_device_train_batch_size": 4, "save_strategy": "no", "max_steps": 2}
+    real = trainer(tmp_path, kind=transformers.Trainer, **given)
+    real.train()
+    assert real.state.global_step == 3
+    follower = told(trainer(tmp_path, **given), step(1, 5.0), step(2, 5.0))
+    with pytest.raises(ConfigError, match=r"leave control\.should_training_stop false after step 2"):
+        follower.finish(tmp_path)
+
+
+def test_a_checkpoint_that_a_callback_asks_for_is_said_to_be_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    asking = [Asking("on_step_end", "should_save", 1), Asking("on_step_end", "should_evaluate", 1)]
+    given = {"save_steps": 2, "eval_dataset": rows(3), "eval_strategy": "steps", "eval_steps": 2, "max_steps": 5}
+    told(trainer(tmp_path, **given), *(step(number, 5.0) for number in range(1, 6)))
+    assert "has no effect" not in capsys.readouterr().err
+    told(trainer(tmp_path, callbacks=asking, **given), *(step(number, 5.0) for number in range(1, 6)))
+    said = capsys.readouterr().err
+    assert said.count("sets control.should_save at step 1, which has no effect: checkpoints follow save_strategy") == 1
+    assert said.count("sets control.should_evaluate at step 1, which has no effect") == 1
+
+
 def _unfreezes(made: Any) -> None:
     next(made.model.parameters()).requires_grad_(False)
 
@@ -274,25 +336,89 @@ def _scales(made: Any) -> None:
     made.model.transformer.h[1].scale = 2.0
 
 
+def _hooks(made: Any) -> None:
+    made.model.transformer.h[1].mlp.register_forward_hook(lambda module, given, output: output * 0)
+
+
+def _hooks_before(made: Any) -> None:
+    made.model.register_forward_pre_hook(lambda module, given: None)
+
+
+def _hooks_a_gradient(made: Any) -> None:
+    made.model.transformer.wte.weight.register_hook(lambda gradient: gradient * 0)
+
+
+def _fills(made: Any) -> None:
+    made.model.transformer.h[0].attn.seen.fill_(0.5)
+
+
+def _replaces_a_buffer(made: Any) -> None:
+    made.model.transformer.h[0].attn.seen = torch.zeros(2)
+
+
+def _configures(made: Any) -> None:
+    made.model.config.attn_pdrop = 0.9
+
+
+def _replaces_a_module(made: Any) -> None:
+    made.model.transformer.h[1].ln_1 = torch.nn.Identity()
+
+
+def _replaces_a_method(made: Any) -> None:
+    made.model.transformer.h[1].mlp.forward = lambda hidden: hidden * 0
+
+
+def _replaces_the_data(made: Any) -> None:
+    made.train_dataset = rows(8)
+
+
+def _smooths(made: Any) -> None:
+    made.label_smoother = LabelSmoother(epsilon=0.3)
+
+
+def _weighs(made: Any) -> None:
+    made.compute_loss_func.factor = 2.0
+
+
+CHANGES = [
+    (_unfreezes, r"the parameter .*wte"),
+    (_makes_harder, r"train_dataset\.level"),
+    (_warms_up, r"args\.learning_rate"),
+    (_masks_more, r"data_collator\.masked"),
+    (_scales, r"model\.transformer\.h\.1\.scale"),
+    (_hooks, r"the hooks on model\.transformer\.h\.1\.mlp"),
+    (_hooks_before, "the hooks on model:"),
+    (_hooks_a_gradient, r"the parameter .*wte"),
+    (_fills, r"the buffer transformer\.h\.0\.attn\.seen"),
+    (_replaces_a_buffer, r"the buffer transformer\.h\.0\.attn\.seen"),
+    (_configures, r"model\.config\.attn_pdrop"),
+    (_replaces_a_module, r"model\.transformer\.h\.1\.ln_1"),
+    (_replaces_a_method, r"model\.transformer\.h\.1\.mlp\.forward"),
+    (_replaces_the_data, "train_dataset:"),
+    (_smooths, "label_smoother:"),
+    (_weighs, r"compute_loss_func\.factor"),
+]
+
+
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "named", "event"),
     [
-        (_unfreezes, r"the parameter .*wte"),
-        (_makes_harder, r"train_dataset\.level"),
-        (_warms_up, r"args\.learning_rate"),
-        (_masks_more, r"data_collator\.masked"),
-        (_scales, r"model\.transformer\.h\.1\.scale"),
+        *((*each, "on_step_begin") for each in CHANGES),
+        *((_fills, "the buffer", each) for each in ("on_log", "on_evaluate")),
     ],
 )
 def test_what_a_callback_changes_that_workers_cannot_see_stops_training_and_is_named(
-    change: Callable[[Any], None], named: str, tmp_path: Path
+    change: Callable[[Any], None], named: str, event: str, tmp_path: Path
 ):
     class Samples(list[Any]):
         level = 0
 
     class Changing(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **details: Any) -> None:
-            if state.global_step == 1:
+        def __init__(self) -> None:
+            setattr(self, event, self._change)
+
+        def _change(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+            if state.global_step == (1 if event == "on_step_begin" else 2):
                 change(made)
 
     class Masking:
@@ -302,15 +428,27 @@ def test_what_a_callback_changes_that_workers_cannot_see_stops_training_and_is_n
         def __call__(self, samples: list[Any]) -> Any:
             return default_data_collator(samples)
 
+    class Weighing:
+        factor = 1.0
+
+        def __call__(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+            losses = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            return self.factor * losses / num_items_in_batch
+
     samples = Samples(rows(8))
     samples.level = 1
-    made = trainer(tmp_path, train_dataset=samples, callbacks=[Changing()], num_train_epochs=9)
+    made = trainer(
+        tmp_path, train_dataset=samples, callbacks=[Changing()], num_train_epochs=9, logging_steps=1,
+        compute_loss_func=Weighing(),
+    )  # fmt: skip
+    made.model.transformer.h[0].attn.register_buffer("seen", torch.ones(2))
     made.data_collator = Masking()
     follower = told(made, step(1, 5.0))
     assert not follower.wants_stop
     follower.take(step(2, 5.0))
+    follower.take(Evaluated(t_s=1.0, step=2, loss=5.0, num_samples=3, duration_s=0.1))
     assert follower.wants_stop
-    with pytest.raises(ConfigError, match=f"on_step_begin changes {named}"):
+    with pytest.raises(ConfigError, match=f"{event} changes {named}"):
         follower.finish(tmp_path)
 
 
@@ -443,6 +581,9 @@ def test_frozen_parameters_buffers_and_shapes_are_a_callbacks_to_look_at(tmp_pat
             assert (each.shape, each.dim()) == (each.size(), each.ndim)
         model.eval()
         model.train()
+        model.config.use_cache = not model.config.use_cache
+        model.config.to_json_string()
+        model.notes = {"seen": [*model.modules()]}
         assert (model.device.type, model.dtype) == ("cpu", torch.float32)
 
     looks, made = Using(look, "on_step_end"), trainer(tmp_path, num_train_epochs=9)

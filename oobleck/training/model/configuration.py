@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import inspect
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +56,9 @@ TWO_STACKS = (
     "one block to the next; train an encoder (bert) or a decoder (llama)"
 )
 """The reason why encoder-decoders are refused."""
+
+_KNOWN_PACKAGES = ("transformers", "torch", "accelerate", "peft", "contextlib", "functools")
+"""Packages that write forward passes and losses of transformers' models, or wrap them unchanged."""
 
 _END_OF_TEXT = 0
 """The tokenizer's end-of-text token (see `tokenizer`), repeated to keep that package out of models."""
@@ -103,12 +108,41 @@ def task_of_built(model: PreTrainedModel) -> Task:
 
 def require_known_loss(model: PreTrainedModel, task: Task) -> None:
     """Raise ConfigError for a model whose own loss would be ignored, as tasks with plain labels do."""
-    is_own = not type(model).forward.__module__.startswith("transformers.") or "_loss_function" in vars(model)
-    if task != "causal_lm" and is_own:
+    if task == "causal_lm":
+        return
+    forward = vars(model).get("forward", type(model).forward)
+    own = _written_elsewhere(forward)
+    # Many of transformers' classes, such as BERT's, compute their loss themselves, and never ask for a loss_function.
+    if own is None and ("_loss_function" in vars(model) or _asks_for_loss_function(forward)):
+        own = _written_elsewhere(model.loss_function)
+    if own is not None or "_loss_function" in vars(model):
         raise ConfigError(
-            f"model: {type(model).__name__} has a forward or a loss_function of its own, and for {task} the loss is "
-            "always the cross entropy of its logits; set Trainer(compute_loss_func=…)"
+            f"model: {type(model).__name__} has a forward or a loss_function of its own{_place_of(own)}, and for "
+            f"{task} the loss is always the cross entropy of its logits; set Trainer(compute_loss_func=…)"
         )
+
+
+def _written_elsewhere(function: Any) -> Any:
+    """Return the function, or one that it wraps, that is not of a known package; None if all are."""
+    # `functools.wraps` copies a function's name and `__module__`; its globals are those of where it was written.
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        inner = getattr(function, "func", function)  # of functools.partial
+        written_in = getattr(inner, "__globals__", {}).get("__name__") or type(inner).__module__
+        if written_in.partition(".")[0] not in _KNOWN_PACKAGES:
+            return inner
+        function = getattr(function, "__wrapped__", None)
+    return None
+
+
+def _asks_for_loss_function(forward: Any) -> bool:
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return code is None or "loss_function" in code.co_names
+
+
+def _place_of(function: Any) -> str:
+    code = getattr(function, "__code__", None)
+    return "" if code is None else f" ({code.co_qualname}, line {code.co_firstlineno} of {Path(code.co_filename).name})"
 
 
 def _task_of_classes(names: Iterable[str]) -> Task | None:

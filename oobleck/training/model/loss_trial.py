@@ -7,9 +7,10 @@ of the gradient, and no error says so.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from oobleck.training.data import IGNORED_LABEL, Batch
 from oobleck.training.randomness import MicrobatchKey, drawing_from
 
 from . import losses
+from .configuration import CLASSIFICATION
 from .layered_model import LayeredModel
 from .models import StageModel
 from .structure import ModelStructure
@@ -75,11 +77,12 @@ def with_tried_loss(structure: ModelStructure, sizes: BatchSizes | None = None) 
     With `sizes`, it is tried on a batch of the job's own size too, up to a bound.
 
     Takes as long as building the model without memory. Raises ConfigError for a loss of which it cannot be known what
-    each microbatch adds to it.
+    each microbatch adds to it, and for one of a model with plain labels that is not their cross entropy.
     """
     if structure.compute_loss is not None:
         return _with_tried(structure, losses.loss_of_outputs(structure.compute_loss), structure.compute_loss, sizes)
     if structure.task != "causal_lm":
+        _require_label_loss(structure)
         return structure
     stage = _on_head(
         StageModel(replace(structure, has_tried_loss=True, drops=False), dtype=torch.float32, device="cpu")
@@ -96,6 +99,60 @@ def with_tried_loss(structure: ModelStructure, sizes: BatchSizes | None = None) 
             for each in trial.others(sizes):
                 trial.require_shares(rule, *each)
         return replace(structure, loss_rule=rule)
+
+
+def _require_label_loss(structure: ModelStructure) -> None:
+    """Raise ConfigError where a model with plain labels returns another loss for them than stages compute."""
+    head, given = CapturedHead(), dict[str, Any]()
+    stage = _on_head(head.stage_of(replace(structure, drops=False)))
+    if isinstance(stage.model, LayeredModel):
+        return
+    # First, so that the script's own hooks see the labels too.
+    stage.model.register_forward_pre_hook(
+        lambda _module, args, named: (args, {**named, **given}), with_kwargs=True, prepend=True
+    )
+    # transformers passes the number of items to models that take any argument, of which some return their mean anyway.
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in signature(stage.model.forward).parameters.values())
+    num_items = {"num_items_in_batch": _NUM_ITEMS} if takes_any else {}
+    for rows, makes_labels in ((_NUM_SAMPLES, made_up_labels), (2 * _LABELS + 1, _labels_of_all_classes(structure))):
+        for scale in (1.0, *_OF_WEIGHTS):
+            _scale_weights(stage, scale)
+            given.clear()
+            if not head.is_run(stage, rows=rows, labels=makes_labels):
+                return
+            num_labels = int((head.labels != IGNORED_LABEL).sum())
+            mean = float(losses.label_loss(head.logits(), head.labels, num_labels))
+            given.update(labels=head.labels, **num_items)
+            # Of made-up values there may be no loss.
+            if not head.is_run(stage, rows=rows, labels=makes_labels) or getattr(head.outputs, "loss", None) is None:
+                return
+            own = float(head.outputs.loss)
+            others = (own, own * _NUM_ITEMS / num_labels) if takes_any else (own,)
+            if not math.isfinite(mean) or any(
+                losses.is_near(each, mean) or abs(each - mean) < _NOTHING for each in others
+            ):
+                continue
+            raise ConfigError(
+                f"model: {type(stage.model).__name__} returns the loss {own:g} for {num_labels} made-up labels whose "
+                f"cross entropy is {mean:g}, and for {structure.task} the loss is always the cross entropy of the "
+                "logits; leave out what changes it, or set Trainer(compute_loss_func=…)"
+            )
+
+
+def _labels_of_all_classes(structure: ModelStructure) -> Callable[[Task, torch.Tensor], torch.Tensor]:
+    num_classes = (
+        (structure.config.num_labels or 1) if structure.task in CLASSIFICATION else structure.config.vocab_size
+    )
+
+    def labels_of(task: Task, ids: torch.Tensor) -> torch.Tensor:
+        count = len(ids) if task == "sequence_classification" else ids.numel()
+        labels = torch.arange(count) % num_classes
+        if task == "sequence_classification":
+            return labels
+        labels[-ids.shape[1] // 2 :] = IGNORED_LABEL
+        return labels.view(ids.shape)
+
+    return labels_of
 
 
 def _with_tried(
@@ -142,6 +199,13 @@ def _on_head(stage: StageModel) -> StageModel:
     return stage
 
 
+@torch.no_grad()
+def _scale_weights(stage: StageModel, factor: float) -> None:
+    for parameter in stage.parameters.values():
+        if parameter.ndim > 1:
+            parameter.view(-1)[:_NUM_SET].mul_(factor)  # the others are zero, and cost no memory
+
+
 class CapturedHead:
     """What a loss is given by a head, taken in its place."""
 
@@ -170,14 +234,21 @@ class CapturedHead:
         logits: torch.Tensor = self.outputs if isinstance(self.outputs, torch.Tensor) else self.outputs.logits
         return logits
 
-    def is_run(self, stage: StageModel, *, rows: int = _NUM_SAMPLES, length: int | None = None) -> bool:
+    def is_run(
+        self,
+        stage: StageModel,
+        *,
+        rows: int = _NUM_SAMPLES,
+        length: int | None = None,
+        labels: Callable[[Task, torch.Tensor], torch.Tensor] | None = None,
+    ) -> bool:
         """Run the head on made-up hidden states. False where it takes more than these."""
         structure = stage.structure
         generator = torch.Generator().manual_seed(1)
         length = min(_LENGTH, structure.sequence_length) if length is None else length
         self.ids = torch.randint(min(_LABELS, structure.config.vocab_size), (rows, length), generator=generator)
         hidden = torch.randn((rows, length, structure.hidden_size), generator=generator)
-        batch = Batch(input_ids=self.ids, labels=made_up_labels(structure.task, self.ids))
+        batch = Batch(input_ids=self.ids, labels=(labels or made_up_labels)(structure.task, self.ids))
         with stage.evaluating(), torch.no_grad(), drawing_from(0), suppress(Exception):  # somebody else's code
             stage.forward(batch, hidden, num_items=_NUM_ITEMS, key=_KEY)
             return True
@@ -336,9 +407,7 @@ class _Trial:
         if sizes is not None and (own := _bounded(sizes, self._stage.structure)).is_cut:
             yield self._samples(own.batch, own.length), own.microbatch
         for scale in _OF_WEIGHTS:
-            for parameter in self._stage.parameters.values():
-                if parameter.ndim > 1:
-                    parameter.view(-1)[:_NUM_SET].mul_(scale)  # the others are zero, and cost no memory
+            _scale_weights(self._stage, scale)
             yield both, 1
         yield self._as_predicted(both, 1), 1  # one small and one large: a mean is the same above a bound, and below
 

@@ -106,10 +106,10 @@ class CallbackRunner:
         method: Any = getattr(callback, event, None)
         if method is None:
             return
+        name = f"{type(callback).__name__}.{event}"
         try:
             answer = method(self._arguments, self._state, self._control, **details)
         except Exception as error:  # noqa: BLE001  the user's code, on which training does not depend
-            name = f"{type(callback).__name__}.{event}"
             print(f"{name} failed:", file=sys.stderr)  # noqa: T201  the process's own log
             traceback.print_exc()
             if name not in self._failed:
@@ -118,6 +118,12 @@ class CallbackRunner:
             return
         if isinstance(answer, TrainerControl):
             self._control = answer
+        if self._control.should_epoch_stop:
+            self._control.should_epoch_stop = False
+            said = f"the callback {name} sets control.should_epoch_stop, which has no effect: a job() has no epochs"
+            if said not in self._failed:
+                self._failed.add(said)
+                self.failures.append(said)
 
 
 class JobArguments(TrainingArguments):

@@ -3,22 +3,32 @@ model returns for all samples at once, or refused by name."""
 
 from __future__ import annotations
 
+import functools
+import types
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
     BertConfig,
+    BertForMaskedLM,
     BertForSequenceClassification,
+    BertForTokenClassification,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
     MambaConfig,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
 )
+from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.modeling_outputs import CausalLMOutput
 
 from oobleck.errors import ConfigError
@@ -320,6 +330,145 @@ def test_a_function_that_classifies_samples_is_tried_too() -> None:
     assert with_tried_loss(with_loss(plain, model)).has_tried_loss
     with pytest.raises(ConfigError, match="by_frequency must return a sum"):
         with_tried_loss(with_loss(by_frequency, model))
+
+
+BERT = BertConfig(
+    hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=40, num_labels=3
+)
+MODERN_BERT = ModernBertConfig(
+    vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+    max_position_embeddings=LENGTH, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
+)  # fmt: skip
+LLAMA = LlamaConfig(
+    vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+    max_position_embeddings=LENGTH, num_labels=3, pad_token_id=0,
+)  # fmt: skip
+
+
+def by_class(logits: Any, labels: Any, pooled_logits: Any = None, *others: Any, **options: Any) -> torch.Tensor:
+    predictions = logits if pooled_logits is None or not isinstance(pooled_logits, torch.Tensor) else pooled_logits
+    return functional.cross_entropy(predictions.reshape(-1, 3), labels.reshape(-1), torch.tensor([1.0, 2.0, 7.0]))
+
+
+class ForSequenceClassificationByClass(LlamaForSequenceClassification):
+    def loss_function(self, *given: Any, **named: Any) -> torch.Tensor:
+        return by_class(*given, **named)
+
+
+class ForTokenClassificationByClass(LlamaForTokenClassification):
+    loss_function = staticmethod(by_class)
+
+
+def with_own_loss(outputs: Any, labels: Any) -> Any:
+    if labels is not None:
+        outputs.loss = by_class(outputs.logits, labels)
+    return outputs
+
+
+def on_the_instance(model: Any) -> Any:
+    def forward(self: Any, input_ids: Any = None, labels: Any = None, **others: Any) -> Any:
+        return with_own_loss(type(self).forward(self, input_ids=input_ids, **others), labels)
+
+    model.forward = types.MethodType(forward, model)
+    return model
+
+
+def in_a_partial(model: Any) -> Any:
+    theirs = type(model).forward
+
+    @functools.wraps(theirs)
+    def forward(self: Any, labels: Any = None, **others: Any) -> Any:
+        return with_own_loss(theirs(self, **others), labels)
+
+    model.forward = functools.wraps(forward)(functools.partial(forward, model))
+    return model
+
+
+def by_a_hook(model: Any) -> Any:
+    def add(module: Any, given: Any, named: Any, outputs: Any) -> Any:
+        return with_own_loss(outputs, named.get("labels"))
+
+    model.register_forward_hook(add, with_kwargs=True)
+    return model
+
+
+def of_another_type(model: Any) -> Any:
+    model.loss_type = "ForCausalLM"
+    return model
+
+
+def in_transformers_own_table(model: Any) -> Any:
+    LOSS_MAPPING["ForSequenceClassificationByClass"] = by_class
+    model.loss_type = "ForSequenceClassificationByClass"
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ForSequenceClassificationByClass(LLAMA), r"loss_function, line \d+ of test_loss_trial\.py"),
+        (lambda: ForTokenClassificationByClass(LLAMA), r"by_class, line \d+ of test_loss_trial\.py"),
+        (lambda: on_the_instance(LlamaForSequenceClassification(LLAMA)), r"of its own \(on_the_instance"),
+        (lambda: on_the_instance(BertForTokenClassification(BERT)), r"of its own \(on_the_instance"),
+        (lambda: in_a_partial(LlamaForSequenceClassification(LLAMA)), r"of its own \(in_a_partial"),
+        (lambda: in_transformers_own_table(LlamaForSequenceClassification(LLAMA)), "by_class, line"),
+        (lambda: by_a_hook(LlamaForSequenceClassification(LLAMA)), "whose cross entropy is"),
+        (lambda: by_a_hook(BertForTokenClassification(BERT)), "whose cross entropy is"),
+        (lambda: of_another_type(ModernBertForMaskedLM(MODERN_BERT)), "whose cross entropy is"),
+    ],
+)
+def test_a_loss_that_plain_labels_would_be_trained_without_is_refused(make: Any, words: str) -> None:
+    try:
+        with pytest.raises(ConfigError, match=words):
+            tried(make())
+    finally:
+        LOSS_MAPPING.pop("ForSequenceClassificationByClass", None)
+
+
+def test_a_replaced_forward_of_the_class_is_found_behind_its_wrapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = BertForSequenceClassification.forward
+
+    @functools.wraps(theirs)
+    def forward(self: Any, *given: Any, labels: Any = None, **named: Any) -> Any:
+        return with_own_loss(theirs(self, *given, **named), labels)
+
+    tried(BertForSequenceClassification(BERT))
+    monkeypatch.setattr(BertForSequenceClassification, "forward", forward)
+    with pytest.raises(ConfigError, match=r"of its own \(test_a_replaced_forward.*line \d+ of test_loss_trial\.py"):
+        tried(BertForSequenceClassification(BERT))
+
+
+def as_accelerate_wraps_it(model: Any) -> Any:
+    return add_hook_to_module(model, ModelHook())
+
+
+def with_a_look(model: Any) -> Any:
+    model.register_forward_hook(lambda module, given, outputs: None)
+    return model
+
+
+class ForSequenceClassificationWithMore(LlamaForSequenceClassification):
+    """A subclass that leaves the forward and the loss as they are."""
+
+    def count(self) -> int:
+        return self.num_parameters()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LlamaForSequenceClassification(LLAMA),
+        lambda: LlamaForTokenClassification(LLAMA),
+        lambda: BertForMaskedLM(BERT),
+        lambda: ModernBertForMaskedLM(MODERN_BERT),
+        lambda: ForSequenceClassificationWithMore(LLAMA),
+        lambda: as_accelerate_wraps_it(BertForSequenceClassification(BERT)),
+        lambda: with_a_look(BertForTokenClassification(BERT)),
+        lambda: of_another_type(BertForMaskedLM(BERT)),  # whose forward does not ask for a loss_function
+    ],
+)
+def test_a_loss_of_plain_labels_that_is_their_cross_entropy_is_taken(make: Any) -> None:
+    assert tried(make()).loss_rule == LossRule()
 
 
 def test_a_function_that_made_up_outputs_do_not_suit_is_tried_on_its_first_microbatch() -> None:

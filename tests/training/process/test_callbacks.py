@@ -211,3 +211,14 @@ def test_a_callback_that_fails_is_told_of_and_called_again(capsys: pytest.Captur
     told(broken, step(1), step(2))
     assert broken.calls == 2
     assert "Broken.on_step_end failed:" in capsys.readouterr().err
+
+
+def test_an_epochs_end_that_a_callback_asks_for_is_said_once_to_be_none():
+    class Quick:
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_epoch_stop = True
+
+    runner = told(Quick(), step(1), step(2))
+    assert not runner.wants_stop
+    (said,) = runner.failures
+    assert "Quick.on_step_end sets control.should_epoch_stop, which has no effect" in said
