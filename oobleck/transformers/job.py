@@ -23,7 +23,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from oobleck.errors import ConfigError
 from oobleck.host.script import Job
 from oobleck.job import OptimizerSpec
-from oobleck.training.data import try_collator
+from oobleck.training.data import items_of, try_collator
 from oobleck.training.model import BatchSizes, LiveModel, ModelStructure, try_layers, with_tried_loss
 from oobleck.training.optim import Optimizer
 
@@ -82,7 +82,8 @@ class TrainerJob(Job):
         trainer = self._trainer
         for name in self.made.keys() & {"data", "eval_data"}:
             samples, collate, place = self.made[name]()
-            try_collator(samples, collate, place=place)
+            size = trainer.args.per_device_train_batch_size if name == "data" else trainer.args.eval_batch_size
+            try_collator(samples, collate, place=place, batch_size=size)
         live, replaced = LiveModel.skeleton_of(trainer.model), _loss(trainer)
         structure = ModelStructure.from_live(live, compute_loss=replaced, sequence_length=_TRIED_LENGTH)
         sizes = _sizes(trainer, self._length)
@@ -181,13 +182,16 @@ def longest_row(loader: Any) -> int:
     # Pipelines need microbatches of one length.
     dataset, collate = loader.dataset, loader.collate_fn
     column: Iterable[Any]
-    if _TOKENS in (getattr(dataset, "column_names", None) or ()):
+    form: Any = getattr(dataset, "format", None)
+    # A transform may pad all rows of a column alike, and rows are read a microbatch at a time.
+    has_transform = isinstance(form, Mapping) and form.get("type") == "custom"
+    if _TOKENS in (getattr(dataset, "column_names", None) or ()) and not has_transform:
         column = dataset[_TOKENS]  # reads no other column
     else:
         column = (_tokens_of(dataset[number]) for number in range(len(dataset)))
     # A sample without tokens counts as empty: its collator adds them.
     longest, _ = max(enumerate(column), key=lambda item: 0 if item[1] is None else len(item[1]))
-    row = collate([dataset[longest]])
+    row = collate(items_of(dataset, [longest]))
     if _TOKENS not in row:
         raise ConfigError(f"Trainer: data_collator returns no {_TOKENS}; it returns {', '.join(sorted(row))}")
     length: int = row[_TOKENS].shape[-1]

@@ -21,6 +21,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from oobleck.control.verification import PlainAccount, PlainJob, tolerance_of
 from oobleck.errors import ConfigError
 from oobleck.host.handover import TrainReached
+from oobleck.training.data import items_of
 from oobleck.training.dropout import turn_off_dropout
 from oobleck.training.plain import Recorder, gradient_norm
 from oobleck.training.randomness import drawing_alike
@@ -243,7 +244,7 @@ def _require_lasting_samples(loader: Any) -> None:
     read = []
     for seed in range(2):
         with drawing_alike(seed):
-            batch = loader.collate_fn([loader.dataset[number] for number in numbers])
+            batch = loader.collate_fn(items_of(loader.dataset, numbers))
             read.append({name: torch.as_tensor(value) for name, value in batch.items()})
     if any(not torch.equal(value, read[1][name]) for name, value in read[0].items()):
         raise ConfigError(

@@ -14,9 +14,10 @@ from .shard_scanner import ShardScanner
 
 if TYPE_CHECKING:
     from .batches import IGNORED_LABEL, Batch
+    from .collator_trial import try_collator
     from .data import Dataset, open_source, prepare_dataset
     from .samples import ModelInputs
-    from .script_data import CollatedSamples, ScriptSamples, try_collator
+    from .script_data import CollatedSamples, ScriptSamples, items_of
     from .script_stream import ScriptStream
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "ScriptSamples",
     "ScriptStream",
     "ShardScanner",
+    "items_of",
     "open_source",
     "prepare_dataset",
     "samples_of_step",
@@ -43,9 +45,10 @@ _WITH_TORCH = {
     "ModelInputs": "samples",
     "ScriptSamples": "script_data",
     "ScriptStream": "script_stream",
+    "items_of": "script_data",
     "open_source": "data",
     "prepare_dataset": "data",
-    "try_collator": "script_data",
+    "try_collator": "collator_trial",
 }
 
 

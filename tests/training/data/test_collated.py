@@ -118,3 +118,14 @@ def test_samples_are_looked_at_before_training():
 def test_equal_data_has_equal_digests():
     assert dataset(ROWS).digest == dataset([list(row) for row in ROWS]).digest
     assert dataset(ROWS).digest != dataset([*ROWS[:3], [11, 12, 13, 15]]).digest
+
+
+class ReadTogether(list[list[int]]):
+    def __getitems__(self, numbers: list[int]) -> list[list[int]]:
+        return [[*self[number], 20 + len(numbers)] for number in numbers]
+
+
+def test_a_microbatch_is_read_as_torch_reads_a_batch():
+    batch = dataset(ReadTogether(ROWS)).batch([0, 2, NO_SAMPLE])
+    assert batch.input_ids.tolist()[:2] == [[5, 22, 0, 0, 0, 0], [9, 10, 22, 0, 0, 0]]
+    assert dataset(ReadTogether(ROWS)).digest != dataset(ROWS).digest
