@@ -44,7 +44,7 @@ def test_some_classes_of_each_kind_are_equal_or_refused_by_name():
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_every_class_is_equal_or_refused_by_name_and_the_page_says_so(tmp_path: Path):
-    rows = list(models.run(models.cases(), jobs=2, limit_s=180, kept=tmp_path / "rows"))
+    rows = list(models.run(models.cases(), jobs=2, limit_s=300, kept=tmp_path / "rows"))
     assert [row for row in rows if row.outcome == "fault"] == []
     assert [row for row in rows if row.outcome == "refused" and row.case.class_name not in row.note] == []
     assert models.page(rows) == PAGE.read_text(encoding="utf-8")
