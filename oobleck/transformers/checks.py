@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import types
 import warnings
 from collections.abc import Iterator, Mapping
@@ -35,6 +36,7 @@ def check_trainer(trainer: transformers.Trainer, default: TrainingArguments) -> 
     """
     check_arguments(trainer.args, default)
     _check_methods(trainer)
+    _check_attributes(trainer)
     if trainer.optimizer is not None or trainer.lr_scheduler is not None:
         raise ConfigError(f"Trainer(optimizers=…): {INIT_ARGUMENTS['optimizers'].note}")
     _check_data(trainer)
@@ -44,6 +46,12 @@ def check_trainer(trainer: transformers.Trainer, default: TrainingArguments) -> 
 def evaluates(trainer: Any) -> bool:
     """Return whether training includes evaluations."""
     return trainer.eval_dataset is not None and trainer.args.eval_strategy != IntervalStrategy.NO
+
+
+def inner_model(model: Any) -> Any:
+    """Return the transformers model within one of PEFT's, with its adapters; any other model unchanged."""
+    peft = sys.modules.get("peft")
+    return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
 
 
 def check_arguments(
@@ -104,11 +112,61 @@ def _check_data(trainer: transformers.Trainer) -> None:
 def _check_callbacks(trainer: transformers.Trainer) -> None:
     for callback in trainer.callback_handler.callbacks:
         for event in _EVENTS_WITHIN_STEPS:
-            if getattr(type(callback), event, None) not in (None, getattr(TrainerCallback, event)):
+            method = getattr(callback, event, None)  # of the object, which may have its own
+            if getattr(method, "__func__", method) not in (None, getattr(TrainerCallback, event)):
                 raise ConfigError(
                     f"Trainer(callbacks=…): {type(callback).__name__} has {event}, which is not called: gradients and "
                     "microbatches are on the nodes; leave it out, or use on_step_end"
                 )
+
+
+def _check_attributes(trainer: Any) -> None:
+    """Raise ConfigError for attributes that a script replaces in its trainer, and that only transformers' loop reads.
+
+    All others that change training are read when `train()` is called: arguments, data, collator, losses, callbacks.
+    """
+    args, accelerator = trainer.args, trainer.accelerator
+    if trainer.neftune_noise_alpha is not None:
+        raise ConfigError(f"Trainer.neftune_noise_alpha: {TRAINING_ARGUMENTS['neftune_noise_alpha'].note}")
+    # transformers trains the one, with an optimizer for the parameters of the other. PEFT's wrapper has the same model.
+    if inner_model(trainer.model) is not inner_model(trainer.model_wrapped):
+        raise ConfigError(
+            "Trainer.model is replaced after the trainer was made, and transformers would train the first one, "
+            "model_wrapped; make the trainer with that model"
+        )
+    size = args.per_device_train_batch_size * max(1, args.n_gpu)
+    if trainer._train_batch_size != size:
+        raise ConfigError(
+            f"TrainingArguments(per_device_train_batch_size={args.per_device_train_batch_size}) is replaced after the "
+            f"trainer was made, and transformers would read batches of {trainer._train_batch_size}; make the trainer "
+            "with that value"
+        )
+    # The accelerator's own, since mixed_precision is that of the newest accelerator in the process.
+    mixes, wanted = getattr(accelerator, "native_amp", None), args.bf16 or args.fp16
+    # It never computes in float16 on a CPU.
+    if mixes not in (None, wanted) and not (args.fp16 and args.device.type == "cpu"):
+        raise ConfigError(
+            f"Trainer.accelerator computes in {'mixed' if mixes else 'full'} precision, by ACCELERATE_MIXED_PRECISION "
+            "or from when the trainer was made, and the arguments say otherwise; set TrainingArguments(bf16=…) or fp16 "
+            "alone, before the trainer is made"
+        )
+    if (divisor := accelerator.gradient_accumulation_steps) != 1:
+        raise ConfigError(
+            f"Trainer.accelerator.gradient_accumulation_steps is {divisor}, and divides all gradients; leave it at 1, "
+            "and set TrainingArguments(gradient_accumulation_steps=…)"
+        )
+    for name, value in vars(accelerator).items():
+        if callable(value) and hasattr(type(accelerator), name):
+            raise ConfigError(
+                f"Trainer.accelerator.{name} is overridden: it is not called: the workers' own loop trains"
+            )
+    scales = getattr(trainer, "loss_is_scaled_for_ga", None)
+    is_scaled = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    if scales not in (None, is_scaled) and args.gradient_accumulation_steps > 1:
+        raise ConfigError(
+            f"Trainer.loss_is_scaled_for_ga={scales}: the loss of a step is the mean over all labels of its batches; "
+            "leave it out, or give compute_loss_func"
+        )
 
 
 def _check_methods(trainer: transformers.Trainer) -> None:

@@ -30,8 +30,8 @@ from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.host.writing import write_whole
 from oobleck.training.checkpoint import newest_checkpoint, newest_weights
 
+from .checks import inner_model
 from .epochs import Epochs
-from .job import inner_model
 
 _HANDED_OVER = (
     *("args", "train_dataset", "eval_dataset", "data_collator", "compute_loss_func", "label_smoother"),

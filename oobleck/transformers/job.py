@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -17,7 +16,6 @@ import torch
 import transformers
 from transformers import TrainerState
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from oobleck.errors import ConfigError
@@ -27,7 +25,7 @@ from oobleck.training.data import items_of, try_collator
 from oobleck.training.model import BatchSizes, LiveModel, ModelStructure, try_layers, with_tried_loss
 from oobleck.training.optim import Optimizer
 
-from .checks import evaluates
+from .checks import evaluates, inner_model
 from .epochs import EpochOrder, Epochs
 
 # This many microbatches of a step keep four stages busy, or two pipelines of two.
@@ -89,7 +87,9 @@ class TrainerJob(Job):
         sizes = _sizes(trainer, self._length)
         try_layers(structure, sizes)
         num_batches = self.epochs.batches_per_step
-        if with_tried_loss(structure, sizes).loss_rule.is_mean and num_batches > 1:
+        # Without num_items_in_batch, every class returns the mean.
+        is_mean = with_tried_loss(structure, sizes).loss_rule.is_mean or not trainer.model_accepts_loss_kwargs
+        if is_mean and trainer.compute_loss_func is None and num_batches > 1:
             does = "adds up" if trainer.model_accepts_loss_kwargs else "averages"
             warnings.warn(
                 f"{type(inner_model(trainer.model)).__name__} returns the mean over a batch's labels, and transformers "
@@ -118,12 +118,6 @@ class TrainerJob(Job):
         if (compute_loss := _loss(trainer)) is not None:
             parts["compute_loss"] = compute_loss
         return parts
-
-
-def inner_model(model: Any) -> Any:
-    """Return the transformers model within one of PEFT's, with its adapters; any other model unchanged."""
-    peft = sys.modules.get("peft")
-    return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
 
 
 def epochs_of(trainer: Any, loader: Any) -> Epochs:
@@ -302,13 +296,11 @@ def _loss(trainer: Any) -> Callable[..., torch.Tensor] | None:
     if trainer.compute_loss_func is not None:
         replacement: Callable[..., torch.Tensor] = trainer.compute_loss_func
         return replacement
-    epsilon = trainer.args.label_smoothing_factor
-    if not epsilon:
-        return None
+    # transformers makes it when the trainer is made, and the script may have replaced it since.
+    smoother: Callable[..., torch.Tensor] | None = trainer.label_smoother
     # transformers decides by the class in the same way.
     shifts = type(inner_model(trainer.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    smoothed: Callable[..., torch.Tensor] = functools.partial(LabelSmoother(epsilon=epsilon), shift_labels=shifts)
-    return smoothed
+    return functools.partial(smoother, shift_labels=True) if smoother is not None and shifts else smoother
 
 
 def _value_of(name: Any) -> str:

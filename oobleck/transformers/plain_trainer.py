@@ -26,8 +26,9 @@ from oobleck.training.dropout import turn_off_dropout
 from oobleck.training.plain import Recorder, gradient_norm
 from oobleck.training.randomness import drawing_alike
 
+from .checks import inner_model
 from .epochs import EpochOrder
-from .job import epochs_of, inner_model
+from .job import epochs_of
 
 _CAUSAL = frozenset(
     name

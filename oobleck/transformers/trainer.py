@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import TrainingArguments
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments, trainer_utils
 from transformers.trainer_utils import TrainOutput
 
 from oobleck.errors import UsageError
 from oobleck.host.handover import is_received, take_over
 from oobleck.training.checkpoint import import_trainer_checkpoint, is_trainer_checkpoint
 
-from .checks import check_trainer, default_arguments
+from .checks import check_trainer, default_arguments, inner_model
 from .follower import RunFollower
-from .job import TrainerJob, decayed_parameters, inner_model, optimizer_options
+from .job import TrainerJob, decayed_parameters, optimizer_options
 from .launched import TRAINS_ONCE, script_to_launch, show_user_errors_alone, train_here
 from .repeats import second_train
 
@@ -83,6 +83,12 @@ class Trainer(transformers.Trainer):
 
     def job(self) -> TrainerJob:
         """Return this trainer's job. Raises ConfigError for a trainer that cannot be trained."""
+        # transformers' own train() does this first; the padding token says which token of a sample is classified.
+        if isinstance(self.processing_class, PreTrainedTokenizerBase | ProcessorMixin):
+            if hasattr(trainer_utils, "align_special_tokens"):
+                trainer_utils.align_special_tokens(self.model, self.processing_class)  # type: ignore[no-untyped-call]
+            else:  # a method of the trainer, in other versions of transformers
+                getattr(self, "_align_special_tokens", lambda: None)()
         return TrainerJob(self, tag=self._script_name)
 
     def resume(self) -> str | bool | None:

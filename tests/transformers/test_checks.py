@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -227,3 +228,113 @@ def test_a_rank_of_torchrun_starts_no_run_of_its_own(tmp_path: Path, monkeypatch
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(UsageError, match="a rank of torchrun"):
         made.train()
+
+
+def _replaces_the_model(made: Any) -> None:
+    made.model = model()
+
+
+def _adds_noise(made: Any) -> None:
+    made.neftune_noise_alpha = 5.0
+
+
+def _enlarges_batches(made: Any) -> None:
+    made.args.per_device_train_batch_size = 5
+
+
+def _changes_the_precision(made: Any) -> None:
+    made.args.bf16 = True
+
+
+def _divides_gradients(made: Any) -> None:
+    made.accelerator.gradient_accumulation_steps = 4
+
+
+def _replaces_the_backward_pass(made: Any) -> None:
+    made.accelerator.backward = lambda loss, **others: (3 * loss).backward()
+
+
+def _scales_the_loss(made: Any) -> None:
+    made.args.gradient_accumulation_steps = 2
+    made.loss_is_scaled_for_ga = False
+
+
+def _makes_an_optimizer(made: Any) -> None:
+    made.create_optimizer()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (_replaces_the_model, r"Trainer\.model is replaced .* make the trainer with that model"),
+        (_adds_noise, r"Trainer\.neftune_noise_alpha"),
+        (_enlarges_batches, r"per_device_train_batch_size=5\) is replaced .* batches of 8"),
+        (_changes_the_precision, r"Trainer\.accelerator computes in full precision"),
+        (_divides_gradients, r"Trainer\.accelerator\.gradient_accumulation_steps is 4"),
+        (_replaces_the_backward_pass, r"Trainer\.accelerator\.backward is overridden"),
+        (_scales_the_loss, r"Trainer\.loss_is_scaled_for_ga=False"),
+        (_makes_an_optimizer, r"optimizers=…"),
+    ],
+)
+def test_an_attribute_that_only_transformers_loop_reads_is_refused_once_it_is_replaced(
+    change: Any, named: str, tmp_path: Path
+):
+    made = trainer(tmp_path)
+    checked(made)
+    change(made)
+    with pytest.raises(ConfigError, match=named):
+        checked(made)
+
+
+def test_a_precision_of_accelerates_environment_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(ConfigError, match="computes in mixed precision, by ACCELERATE_MIXED_PRECISION"):
+        checked(trainer(tmp_path))
+    checked(trainer(tmp_path, bf16=True))
+    checked(trainer(tmp_path, fp16=True))
+
+
+def test_a_trainer_made_later_does_not_change_the_precision_of_one_made_before(tmp_path: Path):
+    made = trainer(tmp_path)
+    default = default_arguments(made.args)
+    trainer(tmp_path, bf16=True)
+    check_trainer(made, default)
+
+
+def _reads_other_data(made: Any) -> None:
+    made.train_dataset = rows(20)
+
+
+def _collates_otherwise(made: Any) -> None:
+    made.data_collator = transformers.default_data_collator
+
+
+def _learns_faster(made: Any) -> None:
+    made.args.learning_rate = 1.0
+
+
+def _adapts_the_model(made: Any) -> None:
+    made.model = peft.get_peft_model(made.model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"]))
+
+
+def _is_scaled_as_it_would_be(made: Any) -> None:
+    made.args.gradient_accumulation_steps = 2
+    made.loss_is_scaled_for_ga = True
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_reads_other_data, _collates_otherwise, _learns_faster, _adapts_the_model, _is_scaled_as_it_would_be],
+)
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+def test_an_attribute_that_a_run_reads_may_be_replaced(change: Any, tmp_path: Path):
+    made = trainer(tmp_path)
+    change(made)
+    checked(made)
+
+
+def test_an_event_within_steps_that_one_object_alone_has_is_refused_too(tmp_path: Path):
+    callback = transformers.TrainerCallback()
+    callback.on_optimizer_step = lambda *given, **named: None  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="TrainerCallback has on_optimizer_step, which is not called"):
+        checked(trainer(tmp_path, callbacks=[callback]))

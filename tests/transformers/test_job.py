@@ -11,10 +11,14 @@ import peft
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 from transformers.trainer_pt_utils import LabelSmoother
 
 from oobleck.errors import ConfigError
-from oobleck.transformers.job import inner_model, longest_row, microbatch_size_of
+from oobleck.transformers.checks import inner_model
+from oobleck.transformers.job import longest_row, microbatch_size_of
 
 from .trainers import VOCAB_SIZE, model, rows, trainer
 
@@ -228,6 +232,35 @@ def test_the_optimizer_is_the_one_that_is_asked_for(tmp_path: Path):
 def test_an_optimizer_that_wants_more_than_parameters_is_refused(tmp_path: Path, optim: str):
     with pytest.raises(ConfigError, match=f"optim='{optim}'"):
         trainer(tmp_path, optim=optim, optim_target_modules="all-linear").job()
+
+
+def test_a_label_smoother_that_the_script_sets_or_removes_is_the_one_that_trains(tmp_path: Path):
+    outputs, labels = model()(torch.arange(3, 9)[None]), torch.arange(3, 9)[None]
+    made = trainer(tmp_path)
+    assert "compute_loss" not in made.job().made
+    made.label_smoother = LabelSmoother(epsilon=0.3)
+    made.args.label_smoothing_factor = 0.1  # transformers reads it when the trainer is made
+    expected = LabelSmoother(epsilon=0.3)(outputs, labels, shift_labels=True, num_items_in_batch=6)
+    assert torch.equal(made.job().made["compute_loss"](outputs, labels, num_items_in_batch=6), expected)
+    smoothed = trainer(tmp_path, label_smoothing_factor=0.1)
+    smoothed.label_smoother = None
+    assert "compute_loss" not in smoothed.job().made
+
+
+def test_means_that_a_script_asks_for_are_said_to_be_weighed_otherwise(tmp_path: Path):
+    made = trainer(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    made.model_accepts_loss_kwargs = False
+    with pytest.warns(UserWarning, match="transformers averages those of gradient_accumulation_steps=2"):
+        made.job().check()
+
+
+def test_special_tokens_are_those_of_the_tokenizer_as_in_transformers(tmp_path: Path):
+    inner = Tokenizer(WordLevel({"<pad>": 0, "<end>": 7, "<unk>": 2}, unk_token="<unk>"))
+    made = trainer(tmp_path)
+    made.processing_class = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<end>", eos_token="<end>")
+    assert made.model.config.pad_token_id == 0
+    made.job()
+    assert (made.model.config.pad_token_id, made.model.config.eos_token_id) == (7, 7)
 
 
 def test_smoothed_labels_have_transformers_loss(tmp_path: Path):
