@@ -24,6 +24,7 @@ from oobleck.job import OptimizerSpec
 from oobleck.training.data import items_of, try_collator
 from oobleck.training.model import BatchSizes, LiveModel, ModelStructure, try_layers, with_tried_loss
 from oobleck.training.optim import Optimizer
+from oobleck.training.padding_trial import try_padding
 
 from .checks import evaluates, inner_model
 from .epochs import EpochOrder, Epochs
@@ -78,13 +79,18 @@ class TrainerJob(Job):
         self._order().check()
         Optimizer(OptimizerSpec(), max_steps=self.max_steps, factory=self.made["optimizer"]).layout()
         trainer = self._trainer
-        for name in self.made.keys() & {"data", "eval_data"}:
+        padded = []
+        for name in sorted(self.made.keys() & {"data", "eval_data"}):
             samples, collate, place = self.made[name]()
             size = trainer.args.per_device_train_batch_size if name == "data" else trainer.args.eval_batch_size
-            try_collator(samples, collate, place=place, batch_size=size)
+            padded.append((try_collator(samples, collate, place=place, batch_size=size), size, place))
         live, replaced = LiveModel.skeleton_of(trainer.model), _loss(trainer)
         structure = ModelStructure.from_live(live, compute_loss=replaced, sequence_length=_TRIED_LENGTH)
         sizes = _sizes(trainer, self._length)
+        for rows, size, place in padded:
+            # Where microbatches are batches, each is padded as by the script itself.
+            if sizes.microbatch != size:
+                try_padding(structure, rows, place=place)
         try_layers(structure, sizes)
         num_batches = self.epochs.batches_per_step
         # Without num_items_in_batch, every class returns the mean.

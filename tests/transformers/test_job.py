@@ -20,7 +20,7 @@ from oobleck.errors import ConfigError
 from oobleck.transformers.checks import inner_model
 from oobleck.transformers.job import longest_row, microbatch_size_of
 
-from .trainers import VOCAB_SIZE, model, rows, trainer
+from .trainers import VOCAB_SIZE, collate, model, rows, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:'pin_memory' argument:UserWarning")
 
@@ -53,6 +53,25 @@ def test_microbatches_of_short_rows_are_larger_as_long_as_there_are_enough(lengt
 def test_a_batch_that_has_enough_microbatches_anyway_is_not_divided():
     assert microbatch_size_of(4, 64, 16) == 4
     assert microbatch_size_of(1, 4, 16) == 1
+
+
+def left(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    return {name: value.flip(1) for name, value in collate([flipped(row) for row in rows]).items()}
+
+
+def flipped(row: dict[str, list[int]]) -> dict[str, list[int]]:
+    return {name: value[::-1] for name, value in row.items()}
+
+
+def test_padding_that_shifts_positions_is_refused_where_a_batch_is_cut(tmp_path: Path):
+    def check(**values: Any) -> None:
+        made = trainer(tmp_path, **values)
+        made.data_collator = left
+        made.job().check()
+
+    with pytest.raises(ConfigError, match=r"Trainer\(train_dataset=…\): data_collator left \(.*:\d+\) pads samples on"):
+        check(per_device_train_batch_size=8)
+    check(per_device_train_batch_size=4, gradient_accumulation_steps=4)
 
 
 class Mean(transformers.GPT2LMHeadModel):

@@ -14,7 +14,7 @@ from .shard_scanner import ShardScanner
 
 if TYPE_CHECKING:
     from .batches import IGNORED_LABEL, Batch
-    from .collator_trial import try_collator
+    from .collator_trial import PaddedRow, try_collator
     from .data import Dataset, open_source, prepare_dataset
     from .samples import ModelInputs
     from .script_data import CollatedSamples, ScriptSamples, items_of
@@ -27,6 +27,7 @@ __all__ = [
     "CollatedSamples",
     "Dataset",
     "ModelInputs",
+    "PaddedRow",
     "ScriptSamples",
     "ScriptStream",
     "ShardScanner",
@@ -43,6 +44,7 @@ _WITH_TORCH = {
     "Dataset": "data",
     "IGNORED_LABEL": "batches",
     "ModelInputs": "samples",
+    "PaddedRow": "collator_trial",
     "ScriptSamples": "script_data",
     "ScriptStream": "script_stream",
     "items_of": "script_data",

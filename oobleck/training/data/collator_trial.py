@@ -6,8 +6,9 @@ the collator by itself. Both together are one function of the samples' numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,26 +22,46 @@ from .batches import IGNORED_LABEL
 
 _TRIED_SAMPLES = 8
 _COLLATOR = "data_collator"
+_IDS = "input_ids"
 
 _Rows = list[dict[str, Any]]
 _Make = Callable[[Sequence[int]], Mapping[str, Any]]
 """Turns numbers of samples into named arrays, [samples, …]."""
 
 
-def try_collator(samples: Any, collate: script.Collate, *, place: str, batch_size: int) -> None:
-    """Raise ConfigError if samples or collated rows depend on earlier calls, or rows on other rows.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedRow:
+    """A row that is longer with others next to it than alone."""
 
-    `samples` is a sequence, and `place` names it; the script by itself collates `batch_size` of them at a time. Reads a
-    few samples a few times.
+    padded: Mapping[str, Any]
+    alone: Mapping[str, Any]
+    num_left: int
+    """The number of tokens that are added before the sample's own."""
+    made_by: str
+    """Names whose code adds them."""
+
+    @property
+    def num_right(self) -> int:
+        return len(self.padded[_IDS]) - len(self.alone[_IDS]) - self.num_left
+
+
+def try_collator(samples: Any, collate: script.Collate, *, place: str, batch_size: int) -> tuple[PaddedRow, ...]:
+    """Raise ConfigError if samples or collated rows depend on earlier calls, or rows on other rows except by padding.
+
+    Returns the rows that are padded only because of others. `samples` is a sequence, and `place` names it; the script
+    by itself collates `batch_size` of them at a time. Reads a few samples a few times.
     """
+    padded: tuple[PaddedRow, ...] = ()
     numbers = script.from_all_over(len(samples), _TRIED_SAMPLES)
     # Errors of the user's code are reported where its samples are read.
     with suppress(LookupError, TypeError, ValueError, RuntimeError, ArithmeticError, AttributeError):
         if (fault := _fault_of_samples(samples, numbers)) is None:
             trial = _Trial(samples, collate, numbers, together=batch_size > 1)
-            fault = trial.fault_of_rows() or trial.fault_of_later_rows()
+            if (fault := trial.fault_of_rows() or trial.fault_of_later_rows()) is None:
+                padded = tuple(trial.padded_rows())
         if fault is not None:
             raise ConfigError(f"{place}: {fault}")
+    return padded
 
 
 def _fault_of_samples(samples: Any, numbers: Sequence[int]) -> str | None:
@@ -119,6 +140,22 @@ class _Trial:
             f"{self._who()} returns other rows later, by {counter}, which changes with every call, and "
             f"{script.ASKED_AGAIN}"
         )
+
+    def padded_rows(self) -> Iterator[PaddedRow]:
+        """Yield the rows that are longer among all others than alone."""
+        made_by = self._who()
+        if made_by == _COLLATOR:
+            # transformers wraps a collator in one that leaves columns out.
+            collate: Any = self._owners[_COLLATOR]
+            made_by = f"{_COLLATOR} {_place_of(getattr(collate, 'data_collator', collate))}"
+        together, _ = self._rows(range(len(self._numbers)))
+        for each, row in enumerate(together):
+            (alone,), _ = self._rows([each])
+            if (missing := len(row[_IDS]) - len(alone[_IDS])) <= 0:
+                continue
+            # Other tokens may have been drawn, of which most are the same.
+            equal = [int((row[_IDS][start:][: len(alone[_IDS])] == alone[_IDS]).sum()) for start in (0, missing)]
+            yield PaddedRow(padded=row, alone=alone, num_left=missing if equal[1] > equal[0] else 0, made_by=made_by)
 
     def _fault_of_drawn_rows(self) -> str | None:
         """Compare a row among others with the same row among copies of itself, if both draw equally many numbers."""

@@ -9,7 +9,7 @@ from .configuration import build_model
 from .forward_passes import Precision, require_compiler
 from .layer_trial import try_layers
 from .live_model import LiveModel
-from .loss_trial import BatchSizes, with_tried_loss
+from .loss_trial import BatchSizes, CapturedHead, made_up_weights, with_tried_loss
 from .models import StageModel, separates_documents
 from .structure import ModelStructure
 from .tensor_parallel import Share, initialize_share, install, share_of
@@ -18,6 +18,7 @@ from .weight_gradients import WeightGradients
 __all__ = [
     "Adapters",
     "BatchSizes",
+    "CapturedHead",
     "LiveModel",
     "MicrobatchKey",
     "ModelStructure",
@@ -29,6 +30,7 @@ __all__ = [
     "build_model",
     "initialize_share",
     "install",
+    "made_up_weights",
     "plain_name",
     "require_compiler",
     "save_adapters",
