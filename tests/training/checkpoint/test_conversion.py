@@ -154,7 +154,8 @@ def test_a_trainers_checkpoint_tells_which_steps_a_parameter_has_missed(tmp_path
         optimizer.step()
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
-    checkpoint = import_trainer_checkpoint(tmp_path, model, decayed)
+    options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    checkpoint = import_trainer_checkpoint(tmp_path, model, decayed, options)
     tensors = {}
     for path in checkpoint.glob("*.safetensors"):
         tensors |= read_part(path)[1]
