@@ -52,7 +52,7 @@ def test_each_failure_is_named_with_its_node_evidence_and_cost(runner: Runner) -
 
         os.kill(worker_pids(runner)["node1"], signal.SIGKILL)
         killed = newest(runner, "killed", "node1")
-        assert killed["root"]["entry"]["end"] == {"@type": "Killed", "signal": 9}
+        assert killed["root"]["entry"]["end"] == {"@type": "Killed", "signal": 9, "is_out_of_memory": False}
         assert killed["responses"][0]["measure"] == "worker_restarted"
         assert killed["steps_lost"] == 0
         wait_until_ready_again(up, "node1")

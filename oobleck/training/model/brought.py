@@ -132,7 +132,9 @@ class GradientHook:
         # Most hooks keep nothing, and need no further calls.
         if not changed_since(owners, before):
             return
-        counter = counter_of(owners, lambda: torch.allclose(self._result(first).double(), one, rtol=1e-6))
+        counter = counter_of(
+            owners, lambda: torch.allclose(self._result(first).double(), one, rtol=1e-6, equal_nan=True)
+        )
         if counter is not None:
             raise ConfigError(
                 f"model: the hook on {self._parameter} returns something else later, as it goes by {counter}, "

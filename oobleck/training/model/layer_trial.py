@@ -396,6 +396,9 @@ def _counter_of(layer: _Layer) -> str | None:
         return [tried.output, *tried.gradients((*tried.inputs, *tried.weights))]
 
     first = results()
+    # Of made-up values there may be no numbers, which are near to none.
+    if not all(bool(each.isfinite().all()) for each in first):
+        return None
     return counter_of(layer.modules, lambda: _are_near(results(), first, _LINEAR))
 
 

@@ -180,7 +180,8 @@ def is_near(value: float, other: float) -> bool:
 
 def is_same(value: float, other: float) -> bool:
     """Return whether two losses of the same samples, from the same operations, are equal."""
-    return abs(value - other) <= _ROUNDING * abs(other)
+    are_no_numbers = value != value and other != other  # NaN, of made-up values
+    return value == other or are_no_numbers or abs(value - other) <= _ROUNDING * abs(other)
 
 
 def _rows(value: Any, first: int, stop: int, count: int) -> Any:

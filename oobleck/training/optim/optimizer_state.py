@@ -128,8 +128,13 @@ def _other_state(make: _Make, layout: StateLayout, state: Mapping[str, Any], dev
 
 
 def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    largest = float(other.abs().max())
-    return torch.allclose(one.double(), other.double(), rtol=_SAME, atol=_SAME * largest, equal_nan=True)
+    return _are_near(one.double(), other.double(), size=other.abs().max())
+
+
+def _are_near(one: torch.Tensor, other: torch.Tensor, *, size: torch.Tensor, rounding: float = 0.0) -> bool:
+    # A rate that is too large makes numbers that are none, which is for the run to report and not for a trial.
+    atol = rounding + (_SAME * float(size) if size.isfinite() else 0.0)
+    return torch.allclose(one, other, rtol=_SAME, atol=atol, equal_nan=True)
 
 
 def _uneven_probe(device: torch.device) -> nn.Parameter:
@@ -170,8 +175,7 @@ def _require_alike(
     for name, value in together.items():
         alone = _updated(make, (name,), device, sizes, dtype)[name]
         changed, expected = value - 1, alone - 1
-        rounding = torch.finfo(dtype).eps * 16
-        if not torch.allclose(changed, expected, rtol=_SAME, atol=_SAME * float(expected.abs().max()) + rounding):
+        if not _are_near(changed, expected, size=expected.abs().max(), rounding=torch.finfo(dtype).eps * 16):
             raise ConfigError(
                 f"optimizer.optim: {kind} updates a parameter differently when it looks after others too, as where it "
                 "clips the norm of all gradients itself, or skips steps by it; workers hold different layers each, so "
@@ -274,7 +278,7 @@ def require_no_count(make: _Make, device: torch.device) -> None:
     first = updated()
 
     def same() -> bool:
-        return torch.equal(updated(), first)
+        return torch.allclose(updated(), first, rtol=0.0, atol=0.0, equal_nan=True)
 
     optimizer = make({"probe": make_probe(device)})
     kind = type(optimizer).__name__
@@ -286,8 +290,7 @@ def require_no_count(make: _Make, device: torch.device) -> None:
 
 
 def _is_close(one: nn.Parameter, other: nn.Parameter, start: torch.Tensor) -> bool:
-    spread = float((one.detach() - start).abs().max())
-    return torch.allclose(one, other, rtol=_SAME, atol=_SAME * spread, equal_nan=True)
+    return _are_near(one, other, size=(one.detach() - start).abs().max())
 
 
 def _kept_outside(optimizer: torch.optim.Optimizer, probe: nn.Parameter) -> dict[str, object]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -731,3 +732,10 @@ def test_an_optimizer_that_cannot_be_is_told_before_anything_is_trained(spec: Op
     check_optimizer(JobSpec())
     with pytest.raises(ConfigError, match=words):
         check_optimizer(JobSpec(optimizer=spec))
+
+
+@pytest.mark.parametrize("rate", [1e30, math.inf])
+def test_a_rate_that_makes_numbers_none_is_left_to_the_run_which_reports_its_loss(rate: float):
+    _layout_with(torch.optim.AdamW, lr=rate)
+    _layout_with(torch.optim.SGD, lr=rate, momentum=0.9)
+    Optimizer(OptimizerSpec(learning_rate=1e200), max_steps=9).layout()
