@@ -251,7 +251,7 @@ def _is_entered(value: object) -> bool:
 
 
 def _is_a_scripts(value: object) -> bool:
-    # Containers and wrappers belong to whoever has them.
+    # Containers and wrappers belong to their holders.
     if isinstance(value, dict | list | tuple | set | frozenset | deque | types.MethodType | functools.partial):
         return True
     if isinstance(value, staticmethod | classmethod | property | types.SimpleNamespace):

@@ -129,7 +129,7 @@ class Session:
                         self._terminal.is_lost = True  # a write to it may never return
                     continue
                 terminated = number == signal.SIGTERM
-                # Whoever sent the signal starts another master in this one's place, and the agents train on until then.
+                # The sender of the signal starts another master in its place, and the agents train on until then.
                 if terminated and self._is_replaced:
                     raise MasterLeaves
                 self._master.submit(

@@ -296,7 +296,7 @@ class _Simulation:
             )
         if replayed is None:
             cluster.end_all()
-            # The run begins anew, and its journal with it.
+            # The run starts over, and its journal with it.
             self.journal.entries.clear()
         self._coordinator = coordinator
         coordinator.decisions = self.decisions if self.keeps_decisions else None

@@ -65,7 +65,7 @@ class PeerAgreements:
     def wait(self, committee: Committee, subject: Subject, interrupted: Callable[[], bool]) -> Totals:
         """Wait for the total of all parts. Raises Interrupted or PeerLost."""
         self._waiter.wait(lambda: self.is_done(committee, subject), interrupted, self.others(committee))
-        # A total is used even if a peer is lost meanwhile: whoever has it knows that all parts were posted.
+        # A total is used even if a peer is lost meanwhile: its holder knows that all parts were posted.
         total = self._agreements.take(committee, subject)
         if total is None:
             failed = self._failed(committee, subject)

@@ -135,7 +135,7 @@ class CollatedSamples:
             return numbers_in_all(items_of(self._samples, [number]))
 
     def _rows(self, numbers: Sequence[int], inputs: ModelInputs, step: int) -> list[Sample]:
-        # Whoever reads a microbatch reads the same samples, so the first one's number stands for all of them.
+        # All readers of a microbatch read the same samples, so the first one's number stands for all of them.
         seed = derive_seed(self._seed, "collated", step, numbers[0])
         with blaming(self._place_of(numbers)), drawing_alike(seed):
             columns = dict(self._collate(items_of(self._samples, numbers)))

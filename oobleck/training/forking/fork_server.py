@@ -83,7 +83,7 @@ class ForkServer:
         try:
             while True:
                 due_s = self._forker.tick() if self._forker is not None else None
-                # Whoever started the server may have ended before it connected.
+                # The agent that started the server may have ended before it connected.
                 events = self._selector.select(due_s if self._clients else _IDLE_TIMEOUT_S)
                 if not events and not self._clients:
                     return
