@@ -10,6 +10,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,22 +80,10 @@ class TrainerJob(Job):
         self._order().check()
         Optimizer(OptimizerSpec(), max_steps=self.max_steps, factory=self.made["optimizer"]).layout()
         trainer = self._trainer
-        padded = []
-        for name in sorted(self.made.keys() & {"data", "eval_data"}):
-            samples, collate, place = self.made[name]()
-            size = trainer.args.per_device_train_batch_size if name == "data" else trainer.args.eval_batch_size
-            padded.append((try_collator(samples, collate, place=place, batch_size=size), size, place))
-        live, replaced = LiveModel.skeleton_of(trainer.model), _loss(trainer)
-        structure = ModelStructure.from_live(live, compute_loss=replaced, sequence_length=_TRIED_LENGTH)
-        sizes = _sizes(trainer, self._length)
-        for rows, size, place in padded:
-            # Where microbatches are batches, each is padded as by the script itself.
-            if sizes.microbatch != size:
-                try_padding(structure, rows, place=place)
-        try_layers(structure, sizes)
+        structure = self._tried()
         num_batches = self.epochs.batches_per_step
         # Without num_items_in_batch, every class returns the mean.
-        is_mean = with_tried_loss(structure, sizes).loss_rule.is_mean or not trainer.model_accepts_loss_kwargs
+        is_mean = structure.loss_rule.is_mean or not trainer.model_accepts_loss_kwargs
         if is_mean and trainer.compute_loss_func is None and num_batches > 1:
             does = "adds up" if trainer.model_accepts_loss_kwargs else "averages"
             warnings.warn(
@@ -103,6 +92,30 @@ class TrainerJob(Job):
                 "over all of its labels",
                 stacklevel=2,
             )
+
+    def check_microbatch_size(self, size: int) -> None:
+        """Check what `check` has checked for the default size of a microbatch. Raises ConfigError likewise."""
+        self._tried(microbatch=size)
+
+    def _tried(self, *, microbatch: int | None = None) -> ModelStructure:
+        # Returns the model's structure. A microbatch must be trained as it is as a part of its batch.
+        trainer = self._trainer
+        padded = []
+        for name in sorted(self.made.keys() & {"data", "eval_data"}):
+            samples, collate, place = self.made[name]()
+            size = trainer.args.per_device_train_batch_size if name == "data" else trainer.args.eval_batch_size
+            padded.append((try_collator(samples, collate, place=place, batch_size=size), size, place))
+        live, replaced = LiveModel.skeleton_of(trainer.model), _loss(trainer)
+        structure = ModelStructure.from_live(live, compute_loss=replaced, sequence_length=_TRIED_LENGTH)
+        sizes = _sizes(trainer, self._length)
+        if microbatch is not None:
+            sizes = replace(sizes, microbatch=microbatch)
+        for rows, size, place in padded:
+            # Where microbatches are batches, each is padded as by the script itself.
+            if sizes.microbatch != size:
+                try_padding(structure, rows, place=place)
+        try_layers(structure, sizes)
+        return with_tried_loss(structure, sizes)
 
     def _order(self) -> EpochOrder:
         return EpochOrder(self._loader, self.epochs, seed=self._trainer.args.seed)

@@ -74,6 +74,16 @@ def test_padding_that_shifts_positions_is_refused_where_a_batch_is_cut(tmp_path:
     check(per_device_train_batch_size=4, gradient_accumulation_steps=4)
 
 
+def test_another_size_of_microbatch_is_tried_as_the_default_is(tmp_path: Path):
+    made = trainer(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=4)
+    made.data_collator = left
+    job = made.job()
+    assert job.settings["microbatch_size"] == 4
+    job.check_microbatch_size(4)
+    with pytest.raises(ConfigError, match=r"Trainer\(train_dataset=…\): data_collator left \(.*:\d+\) pads samples on"):
+        job.check_microbatch_size(2)
+
+
 class Mean(transformers.GPT2LMHeadModel):
     """Its loss is a mean, whatever it is told of the batch."""
 

@@ -63,7 +63,9 @@ def open_job(
     # With SCRIPT_WAITS, a process of the script waits already, or the lines after its `train()` must not run.
     if not has_job(spec) and SCRIPT_WAITS not in os.environ:
         trainer = TrainerProcess(spec)
-        return finish(_read(source, trainer.described, num_nodes=num_nodes)), trainer
+        job = finish(_read(source, trainer.described, num_nodes=num_nodes))
+        trainer.check_microbatch_size(job.microbatch_size)
+        return job, trainer
     with closing(ScriptProcess(source.script, source.arguments)) as process:
         job = finish(_read(source, process.described, num_nodes=num_nodes))
         if has_job(spec) and not _TRIED.isdisjoint(process.described.spec.provides):

@@ -43,11 +43,19 @@ class TrainerProcess(EntryFeed):
         self._ours.sendall(encode_json(script))
         super().__init__()
         self._scope = trio.CancelScope()
-        answer = self._await_train()
+        answer = self._answer()
         self.resume: str | bool | None = answer["resume"]
         self.described = DescribedScript.of(script, answer)
+        self._microbatch_size = answer["settings"].get("microbatch_size")
 
-    def _await_train(self) -> Any:
+    def check_microbatch_size(self, size: int) -> None:
+        """Have the script try its model with a size other than its own. Raises UserError for one that changes it."""
+        if size == self._microbatch_size:
+            return
+        self._ours.sendall(json.dumps({"microbatch_size": size}).encode() + b"\n")
+        self._answer()
+
+    def _answer(self) -> Any:
         with self._ours.makefile("rb") as lines:
             line = lines.readline(_MOST_BYTES)
         if not line:

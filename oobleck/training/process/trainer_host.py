@@ -6,6 +6,8 @@ calls the script's callbacks, and continues with the trained weights when the ru
 
     receives    a ScriptSpec
     sends       {"settings": …, "provides": …, "resume": …}, or {"problem": …, "is_usage": …}
+    receives    {"microbatch_size": …}, if another one is set than was described
+    sends       {}, or {"problem": …, "is_usage": …}
     receives    {"log": …}, the journal's entries, and at last {"exit_code": …, "checkpoints": …}
     sends       "stop" when a callback asks for that
 """
@@ -82,32 +84,42 @@ class _TrainerHost:
         # Workers run the script up to its first `train()`: they would know nothing of another.
         if self.has_begun:
             raise UsageError(f"{type(trainer).__name__}.train() comes after another: a run trains once; start another")
-        try:
+        with self._answering_problems():
             job = trainer.job()
             described = {"settings": job.settings, "provides": job.provides, "resume": trainer.resume()}
-        except UserError as error:
-            self.send({"problem": str(error), "is_usage": not isinstance(error, ConfigError)})
-            raise SystemExit(_FAILED) from error
         self.send(described)
         run = trainer.follow(job)
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the master, which finishes the step
         try:
-            ended = self._follow(run)
+            asked = self._next_line()
+            if "microbatch_size" in asked:
+                with self._answering_problems():
+                    job.check_microbatch_size(asked["microbatch_size"])
+                self.send({})
+                asked = self._next_line()
+            ended = asked if "exit_code" in asked else self._follow(run, Path(asked["log"]))
         finally:
             signal.signal(signal.SIGINT, before)
         if ended["exit_code"]:
             raise SystemExit(ended["exit_code"])
         return run.finish(Path(ended["checkpoints"]))
 
-    def _follow(self, run: Any) -> Any:
+    @contextmanager
+    def _answering_problems(self) -> Iterator[None]:
+        """Send a user's error within the block to the master, and exit."""
+        try:
+            yield
+        except UserError as error:
+            self.send({"problem": str(error), "is_usage": not isinstance(error, ConfigError)})
+            raise SystemExit(_FAILED) from error
+
+    def _next_line(self) -> Any:
+        line = self.lines.readline()
+        return json.loads(line) if line else {"exit_code": _GONE}
+
+    def _follow(self, run: Any, log: Path) -> Any:
         """Follow the run until it has ended; returns the master's last line."""
-        first = self.lines.readline()
-        if not first:
-            return {"exit_code": _GONE}
-        begun = json.loads(first)
-        if "exit_code" in begun:
-            return begun
-        with _output_in(Path(begun["log"])):
+        with _output_in(log):
             for line in self.lines:
                 if not line.startswith(_IS_ENTRY):
                     return json.loads(line)

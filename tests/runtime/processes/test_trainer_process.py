@@ -79,6 +79,28 @@ async def test_the_lines_after_train_run_once_the_run_has_ended(tmp_path: Path, 
     assert (tmp_path / "script.log").read_text().splitlines() == ["hears one", "hears enough"]
 
 
+def test_another_size_of_microbatch_is_checked_before_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    checks = """
+class Sized(Job):
+    def check_microbatch_size(self, size):
+        print("tries", size)
+        if size > 2: raise ConfigError(f"not {size}")
+
+class Cut(Trainer):
+    def job(self): return Sized(max_steps=7, microbatch_size=1)
+
+take_over(Cut())
+"""
+    process = TrainerProcess(script(f"{TRAINER}{checks}"))
+    for size in (1, 2):
+        process.check_microbatch_size(size)
+    assert process.end(0, tmp_path) == 0
+    assert capfd.readouterr().out == "tries 2\n"
+    process = TrainerProcess(script(f"{TRAINER}{checks}"))
+    with pytest.raises(ConfigError, match="not 3"):
+        process.check_microbatch_size(3)
+
+
 def test_a_run_that_fails_ends_the_script_in_train(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     source = TRAINS.replace("print('after', take_over(Trainer()))", "try: take_over(Trainer())\nfinally: print('last')")
     process = TrainerProcess(script(f"{source}\nprint('after')", "7"))
