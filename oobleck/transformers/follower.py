@@ -123,6 +123,8 @@ class RunFollower:
         self._load(checkpoints)
         if self._first_step is None:  # an earlier run did all steps
             self._restore_state(checkpoints)
+        if not self._has_begun:
+            self._begin(has_start_weights=False)
         first = self._first_step or trainer.state.global_step + 1
         num_steps = trainer.state.global_step - first + 1
         mean = self._total_loss / max(num_steps, 1)
@@ -179,10 +181,8 @@ class RunFollower:
     def _take(self, entry: journal.JournalEntry) -> None:
         match entry:
             case journal.PlanAdopted() if not self._has_begun:
-                self._has_begun = True
                 # A run that resumes begins with other weights than the script's model.
-                self._has_start_weights = not entry.boundary and not entry.restored_step
-                self._call("on_train_begin")
+                self._begin(has_start_weights=not entry.boundary and not entry.restored_step)
             case journal.StepDone():
                 self._step(entry.record)
             case journal.Evaluated():
@@ -191,6 +191,11 @@ class RunFollower:
                 self._saved(step)
             case journal.RecoveryDone():
                 self._recovered(entry)
+
+    def _begin(self, *, has_start_weights: bool) -> None:
+        self._has_begun = True
+        self._has_start_weights = has_start_weights
+        self._call("on_train_begin")
 
     def _step(self, record: CommitRecord) -> None:
         trainer, step = self._trainer, record.step

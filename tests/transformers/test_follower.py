@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import EarlyStoppingCallback, TrainerCallback, default_data_collator
+from transformers import EarlyStoppingCallback, ProgressCallback, TrainerCallback, default_data_collator
 from transformers.trainer_pt_utils import LabelSmoother
 
 from oobleck.control.journal import CheckpointSaved, Evaluated, JournalEntry, PlanAdopted, StepDone
@@ -141,8 +141,11 @@ def test_a_finished_script_that_runs_again_has_its_step_and_its_logs(tmp_path: P
     first = trainer(tmp_path, **values)
     checkpoints = checkpoint(tmp_path, model())
     told(first, step(1, 5.5), step(2, 5.25)).finish(checkpoints)
-    again = trainer(tmp_path, **values)
-    output = told(again).finish(checkpoints)
+    noted = Recorder()
+    again = trainer(tmp_path, callbacks=[noted, ProgressCallback()], **values)
+    # A run that finds all steps done tells of no plan.
+    output = again.follow(again.job()).finish(checkpoints)
+    assert [event for event, *_ in noted.heard if event.startswith("on_train")] == ["on_train_begin", "on_train_end"]
     assert output.global_step == again.state.global_step == 2
     assert again.state.epoch == first.state.epoch
     logged = [entry["loss"] for entry in again.state.log_history if "loss" in entry]

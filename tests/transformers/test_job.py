@@ -74,6 +74,15 @@ def test_padding_that_shifts_positions_is_refused_where_a_batch_is_cut(tmp_path:
     check(per_device_train_batch_size=4, gradient_accumulation_steps=4)
 
 
+def test_samples_at_equal_distances_are_not_taken_for_all(tmp_path: Path):
+    made = trainer(tmp_path, per_device_train_batch_size=8)
+    tokens = [[1 + (3 * row + at) % 90 for at in range(4 + row % 9)] for row in range(64)]
+    made.train_dataset = [dict.fromkeys(("input_ids", "attention_mask", "labels"), row) for row in tokens]
+    made.data_collator = left
+    with pytest.raises(ConfigError, match="pads samples on the left"):
+        made.job().check()
+
+
 def test_another_size_of_microbatch_is_tried_as_the_default_is(tmp_path: Path):
     made = trainer(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=4)
     made.data_collator = left

@@ -6,6 +6,7 @@ the collator by itself. Both together are one function of the samples' numbers.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -52,7 +53,9 @@ def try_collator(samples: Any, collate: script.Collate, *, place: str, batch_siz
     by itself collates `batch_size` of them at a time. Reads a few samples a few times.
     """
     padded: tuple[PaddedRow, ...] = ()
-    numbers = script.from_all_over(len(samples), _TRIED_SAMPLES)
+    # Samples at equal distances may all have one length.
+    drawn = random.Random(0).sample(range(len(samples)), min(len(samples), _TRIED_SAMPLES))
+    numbers = sorted({0, *drawn})[:_TRIED_SAMPLES]
     # Errors of the user's code are reported where its samples are read.
     with suppress(LookupError, TypeError, ValueError, RuntimeError, ArithmeticError, AttributeError):
         if (fault := _fault_of_samples(samples, numbers)) is None:
