@@ -406,7 +406,12 @@ def processes_with(variable: str) -> list[psutil.Process]:
 def _fork_servers(found: Sequence[psutil.Process]) -> list[psutil.Process]:
     """Those that have not been forked themselves: workers bear the command line of the server that forked them."""
     servers = [process for process in found if "oobleck.training.process.worker_server" in words_of(process)]
-    return [process for process in servers if process.ppid() not in {server.pid for server in servers}]
+    first = []
+    for process in servers:
+        with suppress(psutil.NoSuchProcess):
+            if process.ppid() not in {server.pid for server in servers}:
+                first.append(process)
+    return first
 
 
 def _text() -> str:

@@ -143,7 +143,7 @@ class _Connection:
                 # The pipe ends only once every copy of `writing` is closed, so ours must not outlive the request.
                 sent.callback(os.close, writing)
                 # A cold request makes the server fork itself, and end the warm process that would fork otherwise.
-                await send_descriptors(self._stream.socket, _COLD if is_cold else _ANY, (descriptor, writing))
+                await send_descriptors(self._stream.socket, _COLD if is_cold else _ANY, (descriptor, writing, 2))
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._cancel_if_stopped, nursery.cancel_scope)
                 first = await _next_report(report)

@@ -12,10 +12,11 @@ from __future__ import annotations
 from .fork_server import ForkServer, serve
 from .imports import quick_imports
 from .process_names import set_command_line, set_name
-from .supervisor import ENDS, SpareSupervisor, adopt_orphans, is_stopped, leave_ends_to_agents
+from .supervisor import ENDS, NUM_DESCRIPTORS, SpareSupervisor, adopt_orphans, is_stopped, leave_ends_to_agents
 
 __all__ = [
     "ENDS",
+    "NUM_DESCRIPTORS",
     "ForkServer",
     "SpareSupervisor",
     "adopt_orphans",

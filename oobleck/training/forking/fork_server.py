@@ -26,14 +26,13 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from .supervisor import adopt_orphans, fork_supervised
+from .supervisor import NUM_DESCRIPTORS, adopt_orphans, fork_supervised
 
 COLD = b"c"
 """A request that this process itself has to serve; it may pass others to a `Forker`."""
 
 _IDLE_TIMEOUT_S = 20.0
 _PAUSE_S = 0.1
-_DESCRIPTORS = 2
 
 
 class Forker(Protocol):
@@ -114,10 +113,10 @@ class ForkServer:
 
     def _answer(self, client: socket.socket) -> None:
         try:
-            data, descriptors, _, _ = socket.recv_fds(client, 1, _DESCRIPTORS)
+            data, descriptors, _, _ = socket.recv_fds(client, 1, NUM_DESCRIPTORS)
         except OSError:
             data, descriptors = b"", []
-        if not data or len(descriptors) != _DESCRIPTORS:
+        if not data or len(descriptors) != NUM_DESCRIPTORS:
             for descriptor in descriptors:
                 os.close(descriptor)
             self._drop(client)

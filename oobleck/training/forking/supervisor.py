@@ -1,11 +1,12 @@
 """Forks a process for an agent, with a supervisor between them that waits for its end and reports it.
 
-    agent ──(its socket, a pipe)──> fork server ── fork ──> supervisor ── fork ──> worker or rank
-      ^                                                         │
+    agent ──(its socket, a pipe, its log)──> fork server ── fork ──> supervisor ── fork ──> worker or rank
+      ^                                                                  │
       └── reports through the pipe: (FORKED, pid, is warm), then (ENDED, pid, wait status)
 
 So a fork server that is busy, stopped or gone never hides how a process ended. Nor does the loss of a supervisor: its
-process becomes a child of the fork server (PR_SET_CHILD_SUBREAPER), which reports such ends to all agents.
+process becomes a child of the fork server (PR_SET_CHILD_SUBREAPER), which reports such ends to all agents. The process
+prints to the log of its own agent, which need not be the one that started the server.
 
 Rejected: the fork server waits for its children. The agents of a machine share it, and each of its faults was a fault
 of all reports. Also rejected: an agent adopts its ranks. Only the agent that has started the server is their ancestor,
@@ -31,6 +32,8 @@ REPORT = struct.Struct(">III")
 ENDS = (signal.SIGINT, signal.SIGTERM)
 """Signals that a forked process has blocked, so that an early one waits until the process has set its handlers."""
 FORKED, ENDED = 0, 1
+NUM_DESCRIPTORS = 3
+"""A process's own socket, the pipe for reports of it, and the log for its output."""
 _PR_SET_CHILD_SUBREAPER = 36
 _MESSAGE_BYTES = 64
 
@@ -38,9 +41,9 @@ _MESSAGE_BYTES = 64
 def fork_supervised(
     work: Callable[[socket.socket], None], descriptors: list[int], *, leave: Callable[[], None]
 ) -> int | None:
-    """Fork a process that calls `work` with the first descriptor, a socket; the second, a pipe, receives its reports.
+    """Fork a process that calls `work` with the first of `NUM_DESCRIPTORS` descriptors.
 
-    Closes both here. The supervisor calls `leave`, which closes the server's files. Returns the supervisor's process
+    Closes them here. The supervisor calls `leave`, which closes the server's files. Returns the supervisor's process
     id; None if no process can be made, which the agent notices by the pipe's end.
     """
     pid = _fork()
@@ -99,7 +102,7 @@ class SpareSupervisor:
 def _stand_by(work: Callable[[socket.socket], None], sock: socket.socket) -> None:
     with sock:
         sock.send(str(os.getpid()).encode())
-        data, descriptors, _, _ = socket.recv_fds(sock, _MESSAGE_BYTES, 2)
+        data, descriptors, _, _ = socket.recv_fds(sock, _MESSAGE_BYTES, NUM_DESCRIPTORS)
     if data:
         _supervise(work, *descriptors, is_warm=True)
 
@@ -134,9 +137,12 @@ def adopt_orphans(adopts: bool) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)
 
 
-def _supervise(work: Callable[[socket.socket], None], own: int, report: int, *, is_warm: bool) -> NoReturn:
+def _supervise(work: Callable[[socket.socket], None], own: int, report: int, log: int, *, is_warm: bool) -> NoReturn:
     # Out of reach of signals to the server's process group.
     os.setsid()
+    for number in (1, 2):
+        os.dup2(log, number)
+    os.close(log)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     leave_ends_to_agents()

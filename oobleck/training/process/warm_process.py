@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from oobleck.training.forking import SpareSupervisor, adopt_orphans, set_name
+from oobleck.training.forking import NUM_DESCRIPTORS, SpareSupervisor, adopt_orphans, set_name
 
 from .generators import LIBRARIES, generator_states
 from .import_log import LogReader, Lookup
@@ -42,7 +42,6 @@ NUM_SPARES = min(os.cpu_count() or 1, 8)
 
 _forks: list[None] = []  # one element for each fork of this process since the last import began
 _MESSAGE_BYTES = 4096
-_DESCRIPTORS = 2
 _PR_SET_PDEATHSIG = 1
 _START_S = 1.0
 """The time after a rank's start in which its processors are left to it."""
@@ -77,7 +76,7 @@ def be_warm(
             with suppress(OSError):  # there is no room for another process
                 spares.append(SpareSupervisor(work, leave=leave))
             continue
-        data, descriptors, _, _ = socket.recv_fds(sock, _MESSAGE_BYTES, _DESCRIPTORS)
+        data, descriptors, _, _ = socket.recv_fds(sock, _MESSAGE_BYTES, NUM_DESCRIPTORS)
         if not data:
             os._exit(0)
         if data.startswith(LEARN):
@@ -86,7 +85,7 @@ def be_warm(
             _learn(sock, log.read(int(data[1:])), refused)
             sock.send(READY)
             is_ready, pause_s = True, 0.0
-        elif len(descriptors) == _DESCRIPTORS:
+        elif len(descriptors) == NUM_DESCRIPTORS:
             _fork(descriptors, spares, lambda: SpareSupervisor(work, leave=leave))
             pause_s = _START_S
 

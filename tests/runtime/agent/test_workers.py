@@ -197,6 +197,22 @@ async def test_agents_of_one_machine_share_the_next_server(directory: AgentDir) 
             os.kill(worker.pid, 0)  # it lives
 
 
+async def test_a_worker_prints_to_the_log_of_its_own_agent(directory: AgentDir, tmp_path: Path) -> None:
+    neighbour = AgentDir("run", "node1")
+    neighbour.create()
+    stderr = os.dup(2)
+    try:
+        async with hosts(directory, neighbour) as found:
+            for name, host in zip(("one", "two"), found, strict=True):
+                with (tmp_path / name).open("w") as log:
+                    os.dup2(log.fileno(), 2)  # as an agent's log is
+                worker = await host.start(setup())
+                assert {os.readlink(f"/proc/{worker.pid}/fd/{number}") for number in (1, 2)} == {str(tmp_path / name)}
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+
+
 async def test_a_worker_that_ends_at_once_is_a_worker_that_has_ended(directory: AgentDir) -> None:
     async with hosts(directory) as (host,):
         for _ in range(20):

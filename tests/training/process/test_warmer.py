@@ -48,7 +48,7 @@ def forked():
     ours, theirs = socket.socketpair()
     ours.settimeout(10)
     reading, writing = os.pipe()
-    if not warmer.fork([theirs.detach(), writing]):
+    if not warmer.fork([theirs.detach(), writing, os.dup(2)]):
         return None
     said = json.loads(ours.recv(4096))
     frames = os.read(reading, REPORT.size), os.read(reading, REPORT.size)
@@ -109,7 +109,7 @@ GROW = """
 until(warmth.exists)
 ours, theirs = socket.socketpair()
 reading, writing = os.pipe()
-assert warmer.fork([theirs.detach(), writing])
+assert warmer.fork([theirs.detach(), writing, os.dup(2)])
 said = json.loads(ours.recv(4096))
 os.write(log, (json.dumps({"name": "later", "environment": {}}) + "\\n").encode())
 until(lambda: not warmth.exists())
