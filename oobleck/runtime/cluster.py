@@ -8,6 +8,7 @@ import math
 import shlex
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
@@ -36,6 +37,7 @@ _log = logging.getLogger("oobleck.cluster")
 _START_TIMEOUT_S = 30.0
 _START_SHARE = 0.25  # the part of a node's time limit that its agent may take, if that is longer
 _COMMAND_TIMEOUT_S = 10.0
+_TRIES = 2
 _AT_ONCE = 32  # thousands of commands at once would keep this process busy for longer than any of them may take
 _NO_AGENT = 76  # a shell's exit status if the agent to attach to does not live
 _TOO_LONG = "a command took too long; is the machine overloaded?"
@@ -146,9 +148,14 @@ class SSHCluster:
 
     async def is_alive(self, node: NodeSpec) -> bool:
         try:
-            return await self._run(node, self._commands(node).is_alive()) == 0
+            await self._connections.to(node)
         except NodeUnreachable:
             return False
+        # A run that counts as dead is started anew, so no single connection that breaks decides that.
+        for _ in range(_TRIES):
+            with suppress(NodeUnreachable):
+                return await self._run(node, self._commands(node).is_alive()) == 0
+        return False
 
     async def kill(self, node: NodeSpec) -> bool:
         return await self._run(node, self._commands(node).kill()) == 0

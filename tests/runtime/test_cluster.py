@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+import asyncssh
 import pytest
 
 from oobleck.control.protocol import PROTOCOL_VERSION, Greeting, Hello
@@ -14,7 +15,8 @@ from oobleck.errors import AgentGone, FaultyNode, NodeUnreachable
 from oobleck.job import NodeSpec
 from oobleck.roles.master_ports import AgentConnection
 from oobleck.runtime.cluster import RemotePaths, SSHCluster
-from oobleck.runtime.ssh import serve_local_nodes
+from oobleck.runtime.connections import NodeConnections
+from oobleck.runtime.ssh import SSHConnection, serve_local_nodes
 from oobleck.runtime.ssh.asyncssh_adapter import open_ssh_loop
 from oobleck.runtime.ssh.client import SSHOptions
 from tests.openssh import needs_openssh, serve_openssh
@@ -87,6 +89,33 @@ async def test_a_living_agent_is_found_without_a_python_there(temporary: Path) -
         assert await cluster.kill(node)
         with pytest.raises(AgentGone):
             await cluster.reach(node, attach=True)
+        await cluster.clean(node)
+
+
+class _EndsSecond(NodeConnections):
+    """The connection ends just when it is taken for the second time."""
+
+    num_taken = 0
+
+    async def to(self, node: NodeSpec) -> SSHConnection:
+        connection = await super().to(node)
+        self.num_taken += 1
+        if self.num_taken == 2:
+            connection.disconnect(asyncssh.DISC_BY_APPLICATION, "")
+        return connection
+
+
+async def test_a_connection_that_ends_makes_no_living_agent_a_dead_one(temporary: Path) -> None:
+    base = PurePosixPath(temporary / "base")
+    paths = RemotePaths(python=sys.executable, base_dir=base, cache_dir=base / "cache")
+    async with open_ssh_loop(), serve_local_nodes(1) as ((node,), options), connections_by(options) as connections:
+        cluster = SSHCluster("tag", [node], run_id="tag-01234567", connections=connections, paths=paths)
+        assert not await cluster.is_alive(node)
+        await meet(await cluster.reach(node, attach=False))
+        broken = _EndsSecond(connections.launcher)
+        assert await SSHCluster("tag", [node], run_id="tag-01234567", connections=broken, paths=paths).is_alive(node)
+        await broken.aclose()
+        assert broken.num_taken == 3
         await cluster.clean(node)
 
 
