@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 
 from oobleck.control.events import Turn
 from oobleck.control.journal import Evaluated, StepDone
@@ -31,6 +32,8 @@ class Progress:
         self._evaluated_step = 0
         self.last_record: CommitRecord | None = None
         """The newest committed step since the run last went back to a checkpoint."""
+        self._early: dict[int, CommitRecord] = {}
+        """Reported steps of a plan whose boundary step is not reported yet."""
         self._base_step = 0
         self._base_generation = 0
         self.furthest_step = 0
@@ -44,6 +47,25 @@ class Progress:
     def last_step(self) -> int:
         """The newest committed step that is known."""
         return self._base_step if self.last_record is None else self.last_record.step
+
+    def in_order(self, record: CommitRecord, *, boundary: int) -> list[CommitRecord]:
+        """Return the reported steps that can be committed now, in order; `boundary` is the step before the plan's."""
+        # A newcomer's report may arrive before those of the workers that finished the step before its plan, of which
+        # it knows nothing; after a takeover, so may all that its agent has kept for the master. If that step's report
+        # was lost with its reporters, the recovery from their loss commits what waits.
+        if record.generation < self._base_generation:
+            return []
+        if self.last_step < boundary < record.step:
+            self._early[record.step] = record
+            return []
+        early, self._early = self._early, {}
+        return [each for _, each in sorted((early | {record.step: record}).items())]
+
+    def commit_all(self, turn: Turn, records: Iterable[CommitRecord]) -> None:
+        """Commit these steps, and those that wait for an earlier one, once no report can be on its way."""
+        early, self._early = self._early, {}
+        for _, record in sorted((early | {record.step: record for record in records}).items()):
+            self.commit(turn, record)
 
     def commit(self, turn: Turn, record: CommitRecord) -> bool:
         """Note and record a committed step; False if it was reported before."""
@@ -80,6 +102,7 @@ class Progress:
         """Take the state of a checkpoint for the newest."""
         self._evaluated_step = min(self._evaluated_step, step)
         self.last_record = None
+        self._early = {}
         self._base_step, self._base_generation = step, generation
 
     def restore(self, record: CommitRecord) -> None:

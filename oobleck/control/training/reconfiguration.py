@@ -193,11 +193,8 @@ class Reconfiguration:
 
     def _decide(self, turn: Turn, answers: states.Answers) -> None:
         statuses = self._lineage.since_restored(answers.statuses)
-        # Once all have answered, every earlier report has arrived, so this notes no step out of turn.
         reports = distinct(statuses.values())
-        records = {said.last_record.step: said.last_record for said in reports if said.last_record}
-        for _, record in sorted(records.items()):
-            self._progress.commit(turn, record)
+        self._progress.commit_all(turn, [said.last_record for said in reports if said.last_record])
         self.generations.forget_before(min([said.adopted for said in reports if said.adopted], default=0))
         match self._decider.decide(turn, answers, self.generations, self._lineage):
             case Choice() as choice:

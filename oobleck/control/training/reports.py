@@ -19,17 +19,12 @@ from oobleck.planner import WorkerId
 from .parts import Parts
 from .startup import profile_known
 
-# No more steps are held back than this: the report that they wait for may have been lost with its reporter.
-_MAX_EARLY = 8
-
 
 class Reports:
     """Passes reports on to the parts of the coordinator."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._early: dict[int, protocol.CommitRecord] = {}
-        """Reported steps of a plan whose boundary step is not reported yet."""
 
     def take(self, turn: Turn, member: Member, message: protocol.AgentMessage) -> None:
         """Take a report of a node's agent, or of a worker through it. Raises PeerError and ConfigError."""
@@ -64,7 +59,7 @@ class Reports:
                 assert_never(message)
 
     def _understand(self, turn: Turn, member: Member, message: protocol.AgentMessage) -> None:
-        node, now_s, parts = member.spec.name, turn.now_s, self._parts
+        node, parts = member.spec.name, self._parts
         # An agent that reports for itself names no device.
         worker_id = WorkerId(node=node, device=message.device if isinstance(message, protocol.FromWorker) else 0)
         match message:
@@ -83,7 +78,7 @@ class Reports:
                 self._layers_moving(turn, node, message)
             case protocol.Finished():
                 if parts.reconfiguration.phase is Phase.TRAINING:
-                    parts.shutdown.worker_finished(worker_id, parts.reconfiguration.generations, now_s)
+                    parts.shutdown.worker_finished(turn, worker_id, parts.reconfiguration.generations)
             case protocol.PeerFailed(generation=generation):
                 num_workers = len(parts.members.ready_worker_ids)
                 suspected = FailureSuspected(generation=generation, num_workers=num_workers)
@@ -211,14 +206,8 @@ class Reports:
 
     def _step_committed(self, turn: Turn, record: protocol.CommitRecord) -> None:
         """Note a step, and the steps after it that were reported earlier."""
-        # A newcomer's report may arrive before those of the workers that finished the step before its plan, of which
-        # it knows nothing.
         boundary = self._parts.reconfiguration.generations.boundary(record.generation)
-        if self._parts.progress.last_step < boundary < record.step and len(self._early) < _MAX_EARLY:
-            self._early[record.step] = record
-            return
-        early, self._early = self._early, {}
-        for _, each in sorted((early | {record.step: record}).items()):
+        for each in self._parts.progress.in_order(record, boundary=boundary):
             self._note_committed(turn, each)
 
     def _note_committed(self, turn: Turn, record: protocol.CommitRecord) -> None:

@@ -82,7 +82,7 @@ class Shutdown:
         self._stop = event
         self._asked_to_finish = 0
 
-    def worker_finished(self, worker_id: WorkerId, generations: PlanHistory, now_s: float) -> None:
+    def worker_finished(self, turn: Turn, worker_id: WorkerId, generations: PlanHistory) -> None:
         """Note that a worker has finished."""
         # Workers repeat their report after a fence, so those of older generations do not count.
         if self._finished[0] != generations.current:
@@ -91,12 +91,13 @@ class Shutdown:
         finished.add(worker_id)
         if len(finished) < len(awaited) or not finished.issuperset(awaited):  # O(1) until as many have finished
             return
+        self._progress.commit_all(turn, ())
         end, step = self._outcome(), self._progress.last_step
         if self._over is None:
-            self._over = _Over(end, step, due_s=now_s + _LAST_SAVE_S)
+            self._over = _Over(end, step, due_s=turn.now_s + _LAST_SAVE_S)
         else:
             self._over.end, self._over.step = end, step
-        self._progress.expect(math.inf, now_s)  # No step can be committed now.
+        self._progress.expect(math.inf, turn.now_s)  # No step can be committed now.
 
     def _outcome(self) -> EndRun:
         """Say how a run ends whose workers have all finished."""

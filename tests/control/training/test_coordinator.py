@@ -1081,10 +1081,25 @@ def test_a_step_under_a_plan_is_told_after_the_one_that_was_finished_before_it()
     answer_all(bench, "n0", "n1")
     generation, boundary = bench.updates[-1].generation, bench.updates[-1].boundary
     assert boundary == 1
-    bench.say("n0", StepCommitted(device=0, record=replace(record(2), generation=generation)))
+    # A master that takes over hears all that the newcomer's agent has kept for it.
+    for step in range(2, 60):
+        bench.say("n0", StepCommitted(device=0, record=replace(record(step), generation=generation)))
     assert not bench.journal(StepDone)
     bench.say("n1", StepCommitted(device=0, record=replace(record(1), generation=generation)))
-    assert [done.record.step for done in bench.journal(StepDone)] == [1, 2]
+    assert [done.record.step for done in bench.journal(StepDone)] == list(range(1, 60))
+
+
+def test_steps_after_one_whose_report_was_lost_are_told_at_the_next_recovery():
+    bench = training()
+    bench.fail("n2")
+    answer_all(bench, "n0", "n1")
+    generation = bench.updates[-1].generation
+    second, third = (replace(record(step), generation=generation) for step in (2, 3))
+    bench.say("n0", StepCommitted(device=0, record=second))
+    bench.fail("n1")
+    bench.answer("n0", adopted=generation, applied=3, last_record=third, layers=held(bench, "n0", generation))
+    bench.wait(0.01)
+    assert [done.record.step for done in bench.journal(StepDone)] == [2, 3]
 
 
 def test_orders_say_whose_groups_cannot_be_kept():
