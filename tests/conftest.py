@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -24,7 +25,10 @@ _short = pytest.StashKey[str]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Have files made in a directory with a short name where TMPDIR has a long one, as batch systems' has."""
+    """Have files made in a directory with a short name where TMPDIR has a long one, and Ctrl-C end what tests start."""
+    # A shell's background commands ignore it, and so would all that the tests start and interrupt.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if len(tempfile.gettempdir()) <= _LONGEST_DIRECTORY:
         return
     config.stash[_short] = tempfile.mkdtemp(prefix="ob", dir="/tmp")

@@ -118,8 +118,13 @@ def test_harmed_files_are_named_and_the_checkpoint_before_is_taken(
     runner: Runner, directory: CheckpointDirectory, reference: list[float]
 ) -> None:
     with runner.up(*options(runner, directory, "--resume", "never")) as up:
-        up.wait_for_checkpoint(15)
+        whole = 0
+        for step in range(15, STEPS, 5):  # a busy disk leaves some out
+            up.wait_for_checkpoint(step)
+            if (whole := len(steps_of(directory))) >= 3:
+                break
         kill_everything(runner, up)
+    assert whole >= 3, "the disk is too slow for this test"
     shutil.rmtree(runner.memory)
     newest, before, oldest = [found for found in directory.find() if found.manifest is not None][:3]
     changed = directory.path / newest.name / "layer-0002.safetensors"
