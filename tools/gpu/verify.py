@@ -10,8 +10,8 @@
 
 It runs these tiers in this order, or one of them, and begins no check after its time is over. It needs nothing that is
 not on the machine (`prerequisites.py` says what, before anything starts), prints a line for each check, and writes
-`verified.json`, or `tier-A.json`. Ends with 0 if all that was run passed, 1 where anything falls short, and 3 where nothing was verified.
-What cannot be run here is named with the reason, and is no failure.
+`verified.json`, or `tier-A.json`. Ends with 0 if all that was run passed, 1 where anything falls short, and 3 where
+nothing was verified. What cannot be run here is named with the reason, and is no failure.
 
 A check measures numbers, and a rule of its own judges them; `tests/tools/test_verify.py` has every rule fail.
 """
