@@ -31,6 +31,7 @@ FAKES = (
     "tests/training/comm/test_staging.py",
     "tests/training/step/test_step.py",
     "tests/training/step/test_linked_stages.py",
+    "tests/training/step/test_reading.py",
     "tests/training/checkpoint/test_digests.py",
     "tests/training/checkpoint/test_flash_saver.py",
     "tests/training/model/test_device.py",
