@@ -72,13 +72,13 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 # Versions without the builds' own labels (+cpu), which other machines may not have. What torch asks for beside itself
-# for GPUs it names by version already.
+# for GPUs it names by version already; nvidia-ml-py is asked for by us.
 lock:
 	$(PYTHON) -m venv --clear $(LOCK_VENV)
 	$(LOCK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check '.[test]'
 	sed '/^[^#]/,$$d' constraints.txt > $(LOCK_VENV)/constraints.txt
 	$(LOCK_VENV)/bin/python -m pip freeze --exclude oobleck \
-		| grep -Ev '^(nvidia|cuda|triton)' \
+		| grep -Ev '^(nvidia-[a-ln-z]|cuda|triton)' \
 		| sed -E 's/\+.*//; s/^(torch==[0-9]+\.[0-9]+).*/\1.*/' >> $(LOCK_VENV)/constraints.txt
 	mv $(LOCK_VENV)/constraints.txt constraints.txt
 	rm -rf $(LOCK_VENV)

@@ -6,15 +6,22 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 
-__all__ = ["ROOT", "Check", "Numbers", "Result", "exactly", "exit_code_of", "run", "within"]
+from tools.gpu.prerequisites import Need
+
+__all__ = ["ROOT", "Check", "NotHere", "Numbers", "Outcome", "Result", "exactly", "exit_code_of", "run", "within"]
 
 Numbers = Mapping[str, float]
 
 ROOT = Path(__file__).parents[2]
+
+
+class NotHere(Exception):
+    """A check cannot be run on this machine; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +31,12 @@ class Check:
     tier: str
     name: str
     measure: Callable[[], Numbers]
+    """Raises NotHere if it finds that it cannot be run here."""
     judge: Callable[[Numbers], str | None]
     """What falls short; None if nothing does."""
     num_gpus: int = 1
     """How many it needs."""
+    needs: Sequence[Need] = ()
     why_not: Callable[[], str | None] = lambda: None
     """Why it cannot be run on a GPU that is here."""
 
@@ -42,29 +51,57 @@ class Result:
     detail: str
     seconds: float
     numbers: Numbers
+    num_gpus: int
+    """How many it needs: one that needs none verifies no GPU."""
 
 
-def run(check: Check, *, num_gpus: int) -> Result:
-    """Measure and judge; what cannot be measured here says so."""
+class Outcome(IntEnum):
+    """The exit status for all results together."""
+
+    PASSED = 0
+    FAILED = 1
+    NOTHING_VERIFIED = 3
+    """No check that needs a GPU was run."""
+
+    @classmethod
+    def of(cls, results: Sequence[Result]) -> Outcome:
+        if any(each.outcome == "failed" for each in results):
+            return cls.FAILED
+        verified = any(each.outcome == "passed" and each.num_gpus for each in results)
+        return cls.PASSED if verified else cls.NOTHING_VERIFIED
+
+
+def run(check: Check, *, num_gpus: int, missing: Mapping[Need, str]) -> Result:
+    """Measure and judge; what cannot be measured here says so. `missing` are prerequisites that are not met."""
+
+    def result(outcome: str, detail: str, seconds: float = 0.0, numbers: Numbers | None = None) -> Result:
+        return Result(
+            name=check.name,
+            outcome=outcome,
+            detail=detail,
+            seconds=seconds,
+            numbers=numbers or {},
+            num_gpus=check.num_gpus,
+        )
+
     if num_gpus < check.num_gpus:
-        detail = f"it needs {check.num_gpus} CUDA device{'s' if check.num_gpus > 1 else ''}; torch sees {num_gpus} here"
-        return Result(name=check.name, outcome="not run", detail=detail, seconds=0.0, numbers={})
-    if (reason := check.why_not()) is not None:
-        return Result(name=check.name, outcome="not run", detail=reason, seconds=0.0, numbers={})
+        devices = f"{check.num_gpus} CUDA device{'s' if check.num_gpus > 1 else ''}"
+        return result("not run", f"it needs {devices}; torch sees {num_gpus} here")
+    if lacking := [missing[need] for need in check.needs if need in missing]:
+        return result("not run", "; ".join(lacking))
     began_s = time.monotonic()
     numbers: Numbers = {}
     try:
+        if (reason := check.why_not()) is not None:
+            return result("not run", reason)
         numbers = check.measure()
         problem = check.judge(numbers)
+    except NotHere as reason:
+        return result("not run", str(reason))
     except Exception as error:  # noqa: BLE001  whatever it is: the other checks still say what they find
         problem = f"{type(error).__name__}: {error}"
-    return Result(
-        name=check.name,
-        outcome="passed" if problem is None else "failed",
-        detail=problem or "",
-        seconds=time.monotonic() - began_s,
-        numbers=numbers,
-    )
+    seconds = time.monotonic() - began_s
+    return result("passed" if problem is None else "failed", problem or "", seconds, numbers)
 
 
 def exactly(**wanted: float) -> Callable[[Numbers], str | None]:

@@ -21,6 +21,7 @@ from oobleck.training.comm.nccl import NcclGroup
 from oobleck.training.comm.staging import CopyStreams, HostCopy
 from oobleck.training.process.gpu_probe import measure_gpus
 from tools.gpu.checks import ROOT, Check, Numbers, exactly, exit_code_of, within
+from tools.gpu.prerequisites import Need
 
 __all__ = ["CHECKS", "FAKES"]
 
@@ -30,6 +31,7 @@ FAKES = (
     "tests/training/comm/test_staging.py",
     "tests/training/step/test_step.py",
     "tests/training/step/test_linked_stages.py",
+    "tests/training/step/test_reading.py",
     "tests/training/checkpoint/test_digests.py",
     "tests/training/checkpoint/test_flash_saver.py",
     "tests/training/model/test_device.py",
@@ -130,10 +132,35 @@ def _readings() -> Numbers:
 
 
 CHECKS: Sequence[Check] = (
-    Check(tier="A", name="fakes of CUDA and NCCL", measure=_fakes, judge=exactly(exit_code=0), num_gpus=0),
+    Check(
+        tier="A",
+        name="fakes of CUDA and NCCL",
+        measure=_fakes,
+        judge=exactly(exit_code=0),
+        num_gpus=0,
+        needs=(Need.TESTS,),
+    ),
     Check(tier="A", name="NCCL alone", measure=_nccl_alone, judge=within({"is_whole": 1}, {"abort_s": 1.0})),
     Check(tier="A", name="copies beside computing", measure=_copies, judge=exactly(wrong=0)),
-    Check(tier="A", name="CUDA in forked workers", measure=_forked, judge=exactly(exit_code=0)),
-    Check(tier="A", name="failures of the device", measure=_failures, judge=exactly(**{"assert": 40, "oom": 41})),
-    Check(tier="A", name="NVML", measure=_readings, judge=within({"is_read": 1, "max_mhz": 100, "lanes": 1}, {})),
+    Check(
+        tier="A",
+        name="CUDA in forked workers",
+        measure=_forked,
+        judge=exactly(exit_code=0),
+        needs=(Need.SHARED_GPU,),
+    ),
+    Check(
+        tier="A",
+        name="failures of the device",
+        measure=_failures,
+        judge=exactly(**{"assert": 40, "oom": 41}),
+        needs=(Need.SHARED_GPU,),
+    ),
+    Check(
+        tier="A",
+        name="NVML",
+        measure=_readings,
+        judge=within({"is_read": 1, "max_mhz": 100, "lanes": 1}, {}),
+        needs=(Need.NVML,),
+    ),
 )

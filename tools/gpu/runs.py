@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from tools.gpu.checks import Check, Numbers, within
+from tools.gpu.prerequisites import Need
 
-__all__ = ["CHECKS", "measure_kill", "measure_losses"]
+__all__ = ["CHECKS", "NUM_STEPS", "Run", "RunPlace", "measure_kill", "measure_losses"]
 
 _JOB = """\
 tag: verify
@@ -29,8 +30,9 @@ dtype: float64
 device: DEVICE
 torch_threads: 1
 checkpoint: {enabled: false}
+log_level: debug
 """
-_NUM_STEPS = 60
+NUM_STEPS = 60
 """Enough that a node freezes before the last, however quick the device is."""
 _NODES = ("node0", "node1", "node2", "node3")
 _FROZEN_AT_S = 0.1
@@ -38,7 +40,7 @@ _TIMEOUT_S = 140
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
+class Run:
     """What a run of `oobleck up` came to."""
 
     summary: dict[str, Any]
@@ -49,10 +51,13 @@ class _Run:
         return list(self.summary["losses"])
 
 
-class _Place:
+class RunPlace:
     """A job on a device, and where its runs lie."""
 
+    tag = "verify"
+
     def __init__(self, directory: Path, device: str, num_steps: int) -> None:
+        self.num_steps = num_steps
         self._directory = directory
         self._job = directory / "job.yaml"
         self._num_runs = 0
@@ -60,41 +65,49 @@ class _Place:
         text = _JOB.replace("TEXT", str(directory / "text.txt"))
         self._job.write_text(text.replace("DEVICE", device).replace("STEPS", str(num_steps)))
 
-    def up(self, nodes: int, *options: str) -> _Run:
+    def up(self, nodes: int, *options: str) -> Run:
         return self._run("up", "--local", str(nodes), *options)
 
-    def freeze(self, nodes: Sequence[str], node: str, num_steps: int) -> _Run:
+    def freeze(self, nodes: Sequence[str], node: str) -> Run:
         """Run until the last step, with a node that freezes on the way and stays so."""
         trace = self._directory / "trace.json"
         events = [{"t_s": _FROZEN_AT_S, "kind": "node_frozen", "node": node}]
         trace.write_text(
             json.dumps({"version": 1, "duration_s": 1e5, "nodes": nodes, "start": nodes, "events": events})
         )
-        return self._run("chaos", str(trace), "--local", str(len(nodes)), "--steps", str(num_steps))
+        return self._run("chaos", str(trace), "--local", str(len(nodes)), "--steps", str(self.num_steps))
 
-    def _run(self, *arguments: str) -> _Run:
+    def command(self, *arguments: str) -> tuple[Path, list[str]]:
+        """Return a directory of its own for a run of `oobleck` with these arguments, and the whole command."""
         self._num_runs += 1
         base_dir = self._directory / f"runs{self._num_runs}"
-        summary = base_dir / "summary.json"
         base_dir.mkdir()
         command = [sys.executable, "-m", "oobleck", *arguments, "--job", str(self._job), "--plain"]
-        command += ["--base-dir", str(base_dir), "--summary", str(summary)]
+        return base_dir, [*command, "--base-dir", str(base_dir), "--summary", str(base_dir / "summary.json")]
+
+    def read(self, base_dir: Path) -> Run:
+        """Read what the run that has ended came to."""
+        lines = (base_dir / self.tag / "journal.jsonl").read_text().splitlines()
+        summary = json.loads((base_dir / "summary.json").read_text())
+        return Run(summary=summary, journal=[json.loads(line) for line in lines])
+
+    def _run(self, *arguments: str) -> Run:
+        base_dir, command = self.command(*arguments)
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         if done.returncode:
             raise RuntimeError(f"oobleck {arguments[0]} ended with {done.returncode}: {done.stderr[-2000:]}")
-        lines = (base_dir / "verify" / "journal.jsonl").read_text().splitlines()
-        return _Run(summary=json.loads(summary.read_text()), journal=[json.loads(line) for line in lines])
+        return self.read(base_dir)
 
 
-def measure_losses(device: str, *, num_steps: int = _NUM_STEPS) -> Numbers:
+def measure_losses(device: str, *, num_steps: int = NUM_STEPS) -> Numbers:
     """Losses of four workers, undisturbed, with a killed node and with a frozen one, beside those of one worker."""
     with tempfile.TemporaryDirectory() as directory:
-        place = _Place(Path(directory), device, num_steps)
+        place = RunPlace(Path(directory), device, num_steps)
         alone = place.up(1)
         runs = {
             "whole": place.up(4),
             "killed": place.up(4, "--kill", f"node2@{num_steps // 3}"),
-            "frozen": place.freeze(_NODES, "node2", num_steps),
+            "frozen": place.freeze(_NODES, "node2"),
         }
     differences = [
         abs(one - other)
@@ -109,10 +122,10 @@ def measure_losses(device: str, *, num_steps: int = _NUM_STEPS) -> Numbers:
     }
 
 
-def measure_kill(device: str, *, num_steps: int = _NUM_STEPS) -> Numbers:
+def measure_kill(device: str, *, num_steps: int = NUM_STEPS) -> Numbers:
     """Seconds from the notice of a killed node to the next committed step, and without progress."""
     with tempfile.TemporaryDirectory() as directory:
-        run = _Place(Path(directory), device, num_steps).up(4, "--kill", f"node2@{num_steps // 3}")
+        run = RunPlace(Path(directory), device, num_steps).up(4, "--kill", f"node2@{num_steps // 3}")
     (recovery,) = run.summary["recoveries"]
     after = (entry["t_s"] for entry in run.journal if entry["@type"] == "StepDone" and entry["t_s"] > recovery["t_s"])
     return {"next_step_s": min(after) - recovery["t_s"], "stall_s": recovery["stall_s"]}
@@ -124,14 +137,16 @@ CHECKS: Sequence[Check] = (
         name="losses of four workers",
         measure=lambda: measure_losses("cuda"),
         judge=within(
-            {"steps": _NUM_STEPS, "killed_recoveries": 1, "frozen_recoveries": 1},
+            {"steps": NUM_STEPS, "killed_recoveries": 1, "frozen_recoveries": 1},
             {"difference": 1e-9, "steps_lost": 0, "whole_recoveries": 0},
         ),
+        needs=(Need.SHARED_GPU,),
     ),
     Check(
         tier="C",
         name="from a kill to the next step",
         measure=lambda: measure_kill("cuda"),
         judge=within({}, {"next_step_s": 3.0}),
+        needs=(Need.SHARED_GPU,),
     ),
 )

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds 
 
 from oobleck.training.comm.staging import CopyStreams, HostCopy
 from tools.gpu.checks import ROOT, Check, Numbers, exactly
+from tools.gpu.prerequisites import Need
 from tools.gpu.training import Bench, Size
 
 __all__ = ["CHECKS", "measure_sanitized"]
@@ -79,12 +80,14 @@ CHECKS: Sequence[Check] = (
         name="torch's CUDA sanitizer",
         measure=lambda: measure_sanitized("cuda", environment={"TORCH_CUDA_SANITIZER": "1"}),
         judge=exactly(exit_code=0),
+        needs=(Need.SHARED_GPU,),
     ),
     Check(
         tier="A",
         name="compute-sanitizer",
         measure=lambda: measure_sanitized("cuda", command=_MEMCHECK),
         judge=exactly(exit_code=0),
+        needs=(Need.SHARED_GPU,),
         why_not=_why_no_memcheck,
     ),
 )

@@ -21,7 +21,8 @@ from oobleck.training.checkpoint import FlashSaver
 from oobleck.training.checkpoint.digests import sum_of_words
 from oobleck.training.comm.staging import CopyStreams, HostCopy
 from oobleck.training.process.gpu_probe import measure_gpus
-from tools.gpu.checks import Check, Numbers, within
+from tools.gpu.checks import Check, NotHere, Numbers, within
+from tools.gpu.prerequisites import Need
 
 __all__ = ["CHECKS", "measure_copies", "measure_saves"]
 
@@ -38,7 +39,7 @@ def _sheet() -> Numbers:
     """The first GPU as `oobleck check` measures it."""
     facts = measure_gpus()[0]
     if (sheet := sheet_of_product(facts.name)) is None:
-        raise RuntimeError(f"no data sheet of {facts.name} is known; add it to oobleck/planner/profiles/devices.py")
+        raise NotHere(f"no data sheet of {facts.name} is known; oobleck/planner/profiles/devices.py has those that are")
     assert facts.product_flops is not None
     assert facts.memory_bytes_per_s is not None
     return {
@@ -144,6 +145,7 @@ CHECKS: Sequence[Check] = (
         name="a save beside a step",
         measure=lambda: measure_saves("cuda"),
         judge=within({}, {"slowdown": 1.02, "pause_s": 0.05, "of_torch_save": 1.0, "of_async_save": 1.0}),
+        needs=(Need.SHARED_MEMORY,),
     ),
     Check(tier="C", name="data sheet", measure=_sheet, judge=within({"product": 0.5, "memory": 0.65}, {})),
 )

@@ -38,6 +38,7 @@ from oobleck.training.process.gpu_probe import measure_gpus
 from tools.bench.local_workers import LocalWorkers, Trained, fork_context
 from tools.bench.pipelining_job import StepTimes, train_alone, train_pipelined
 from tools.gpu.checks import Check, Numbers, within
+from tools.gpu.prerequisites import Need
 
 __all__ = ["CHECKS", "WAYS", "Bench", "Size", "measure_memory", "measure_pipeline", "measure_speed", "measure_ways"]
 
@@ -165,6 +166,7 @@ WAYS: Mapping[str, _Way] = {
     "zero_bubble": _Way(changes={"schedule": "zero-bubble"}, kind=ScheduleKind.ZERO_BUBBLE),
     "tensor_parallel": _Way(changes={"tensor_parallel": 2}, degree=2),
 }
+_EAGER = tuple(way for way in WAYS if way != "compile")
 _LOSS_TOLERANCE = 2e-3
 _SMALL = Size(hidden=128, blocks=4, length=64, num_steps=12)
 
@@ -327,25 +329,36 @@ CHECKS: Sequence[Check] = (
     Check(
         tier="A",
         name="losses beside a plain loop",
-        measure=lambda: measure_ways("cuda"),
-        judge=within({"skipped": 1}, dict.fromkeys(WAYS, _LOSS_TOLERANCE)),
+        measure=lambda: measure_ways("cuda", ways=_EAGER),
+        judge=within({"skipped": 1}, dict.fromkeys(_EAGER, _LOSS_TOLERANCE)),
+        needs=(Need.SHARED_GPU,),
+    ),
+    Check(
+        tier="A",
+        name="compiled blocks beside a plain loop",
+        measure=lambda: measure_ways("cuda", ways=["compile"]),
+        judge=within({}, {"compile": _LOSS_TOLERANCE}),
+        needs=(Need.SHARED_GPU, Need.COMPILER),
     ),
     Check(
         tier="A",
         name="memory beside the plan",
         measure=lambda: measure_memory("cuda"),
         judge=within({}, {"over_plan": 1.05, "growth": 1.01, "pinned_growth": 1.01}),
+        needs=(Need.SHARED_GPU,),
     ),
     Check(
         tier="C",
         name="Llama of 1B beside a plain loop",
         measure=lambda: measure_speed("cuda"),
         judge=within({"of_plain": 0.97, "mfu": 0.0}, {"digest_share": 0.01}),
+        needs=(Need.SHARED_GPU,),
     ),
     Check(
         tier="C",
         name="two workers beside Schedule1F1B",
         measure=lambda: measure_pipeline("cuda"),
         judge=within({"of_torch": 1.0}, {"difference": _LOSS_TOLERANCE}),
+        needs=(Need.SHARED_GPU,),
     ),
 )

@@ -121,9 +121,7 @@ def _block(setting: _Setting) -> LayerProfile:
     # Matrix products take 2 operations for each parameter and token, and attention 4 · length · hidden for each token
     # (Narayanan et al. 2021, appendix; causal masks are not exploited).
     flops = 2 * shape.block_params * tokens + 4 * tokens * setting.sequence_length * shape.hidden_size
-    per_value = setting.value_bytes // 2
-    # In 16 bit, 34 bytes for each token and hidden unit, 5 for each pair of tokens and head (Korthikanti et al. 2022).
-    kept = tokens * (34 * shape.hidden_size * per_value + 5 * setting.sequence_length * shape.num_heads * per_value)
+    kept = tokens * _kept_of_token(setting)
     forward, backward = {}, {}
     for count in setting.device_counts:
         params_bytes = _PARAM_BYTES * shape.block_params
@@ -132,8 +130,7 @@ def _block(setting: _Setting) -> LayerProfile:
         reduced = 2 * _all_reduce_s(setting, count)
         forward[count] = compute + reduced
         backward[count] = 2 * compute + reduced + (compute + reduced if setting.recompute else 0.0)
-    gradients = tokens * max(shape.feed_forward_size, setting.sequence_length * shape.num_heads)
-    gradients += shape.hidden_size * shape.feed_forward_size
+    gradients = (tokens + shape.hidden_size) * max(shape.feed_forward_size, shape.hidden_size)
     return _layer(
         setting,
         "block",
@@ -143,6 +140,26 @@ def _block(setting: _Setting) -> LayerProfile:
         setting.hidden_bytes if setting.recompute else kept,
         transient_bytes=setting.gradient_bytes * gradients + (kept if setting.recompute else 0),
     )
+
+
+def _kept_of_token(setting: _Setting) -> int:
+    """Return the bytes that a block keeps of one token for its backward pass."""
+    # After Korthikanti et al. 2022, but for transformers' eager modules under autocast, and for attention that keeps no
+    # scores (torch's scaled_dot_product_attention). Residual sums and norms are in float32.
+    shape = setting.shape
+    norms = (4 if shape.is_gated else 2) * _PARAM_BYTES  # an RMS norm keeps what it has normalized as well
+    # Two masks of dropout, which Llama and its kin lack: of bytes on a GPU, and of factors on a CPU.
+    masks = 0 if shape.is_gated else 2 * (setting.value_bytes if setting.device.is_host else 1)
+    # Autocast casts a norm's output for each matrix that reads it: queries, keys, values, gate and up, or two matrices.
+    inputs = 5 if shape.is_gated and setting.is_half else 2
+    attention = 2 * shape.hidden_size + 2 * shape.kv_size
+    wide = (4 if shape.is_gated else 5) * shape.feed_forward_size
+    kept = (norms + masks) * shape.hidden_size
+    kept += setting.value_bytes * (inputs * shape.hidden_size + attention + wide)
+    if setting.device.is_host and not shape.is_gated:
+        # With dropout, a CPU's attention keeps the scores three times, in float32.
+        kept += 12 * setting.sequence_length * shape.num_heads
+    return kept
 
 
 def _head(setting: _Setting) -> LayerProfile:

@@ -14,12 +14,13 @@ from .listening import probe_all
 from .network import open_device
 from .peer_links import PeerLinks
 from .rendezvous import RendezvousStore, RendezvousTable
-from .staging import DeviceSave, HostCopy, Pending
+from .staging import CopyStreams, DeviceSave, HostCopy, Pending
 from .transfer import LayerState, exchange_layers, fill_state
 from .waiter import Mark, Waiter
 
 __all__ = [
     "LARGE_SUM",
+    "CopyStreams",
     "DeviceSave",
     "DeviceWork",
     "Group",

@@ -6,7 +6,7 @@ exactly the same number of chosen tokens. The choice depends on (seed, step, sam
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -43,11 +43,22 @@ class Batch:
         labels = self.labels[:, 1:] if self.is_causal else self.labels
         return int((labels != IGNORED_LABEL).sum())
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors, each once: often the tokens are the labels."""
+        every = (self.input_ids, self.labels, *self.others.values())
+        return tuple({id(tensor): tensor for tensor in every}.values())
+
     def to(self, device: torch.device) -> Batch:
+        there = {id(tensor): tensor.to(device, non_blocking=True) for tensor in self.tensors}
+        return self.mapped(lambda tensor: there[id(tensor)])
+
+    def mapped(self, place: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """Return a batch of other tensors with the same values, on a device."""
         return Batch(
-            input_ids=self.input_ids.to(device, non_blocking=True),
-            labels=self.labels.to(device, non_blocking=True),
-            others={name: tensor.to(device, non_blocking=True) for name, tensor in self.others.items()},
+            input_ids=place(self.input_ids),
+            labels=place(self.labels),
+            others={name: place(tensor) for name, tensor in self.others.items()},
             is_causal=self.is_causal,
             # Counted before the copy: on a GPU, counting would wait for everything launched so far.
             counted=self.num_items,

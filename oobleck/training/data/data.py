@@ -104,6 +104,13 @@ class Dataset:
                 return self.sequence_length
 
     @property
+    def runs_script(self) -> bool:
+        """Whether reading samples runs a script's code, which may draw random numbers."""
+        if isinstance(self.source, ShardSource):
+            return self.source.runs_script
+        return isinstance(self.source, ScriptSamples | ScriptStream | CollatedSamples)
+
+    @property
     def fills_up(self) -> bool:
         """Whether a batch may contain `NO_SAMPLE`."""
         return isinstance(self.source, CollatedSamples)

@@ -57,6 +57,11 @@ class ShardSource:
         """Return the shards with separate readers, for another thread."""
         return ShardSet(self._data)
 
+    @property
+    def runs_script(self) -> bool:
+        """Whether a stream is read by what a script has registered."""
+        return any(_is_stream(name) and _opener(name) is not RedisShard for name in self._shards.names)
+
     def rows(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
         """Return the step's records by number, [indices, length], filled up with NO_TOKEN. Raises ShardUnreadable."""
         rows = np.full((len(indices), self.sequence_length), NO_TOKEN, dtype=np.int64)

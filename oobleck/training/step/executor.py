@@ -6,7 +6,7 @@ This module decides nothing: the program states what to compute, receive and sen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ from oobleck.training.comm import DeviceWork, Inbox, Pending, Post
 from oobleck.training.data import Batch
 from oobleck.training.model import StageModel, WeightGradients
 
+from .reading import BatchReader, Reading
 from .sections import SectionSums
 from .step_work import GlobalBatch, PipelineRank, StepWork
 
@@ -41,6 +42,8 @@ class Execution:
     """Advance between instructions; None if the program has none."""
     device_work: DeviceWork | None
     """Times a GPU's computation; None on the host."""
+    reader: BatchReader
+    _reading: Reading | None = field(init=False, default=None)
     _batches: dict[int, Batch] = field(init=False, default_factory=dict)
     _num_items: dict[int, int] = field(init=False, default_factory=dict)
     """Counted tokens of loaded microbatches, where this stage reports losses."""
@@ -64,7 +67,9 @@ class Execution:
         last = max((at for at, instruction in enumerate(program) if instruction.op in _GRADIENT_OPS), default=None)
         if self.device_work is not None:
             self.device_work.begin()
-        with self.model.casting_once():
+        loads = [microbatches[_position(each)] for each in program if each.op is Op.LOAD]
+        self._reading = self.reader.begin(self.batch.load, loads)
+        with closing(self._reading), self.model.casting_once():
             for at, instruction in enumerate(program):
                 if instruction.op.is_tail:
                     break
@@ -81,10 +86,11 @@ class Execution:
         match op:
             case Op.LOAD:
                 self._check()
-                batch = self.batch.load(microbatch)
+                assert self._reading is not None
+                batch = self._reading.take(microbatch)
                 if self._reports_loss(rank.num_chunks - 1):
                     self._num_items[microbatch] = batch.num_items
-                self._batches[microbatch] = batch.to(self.model.device)
+                self._batches[microbatch] = batch
             case Op.RECV_F:
                 # SEND_B sends the gradient of this input.
                 self._inputs[passing] = self._take(op, chunk).requires_grad_()

@@ -17,6 +17,7 @@ from oobleck.training.data import Dataset
 from oobleck.training.model import StageModel, WeightGradients
 
 from .executor import Execution
+from .reading import BatchReader
 from .reduction import GradientReducer
 from .sections import SectionSums
 from .step_timer import StepTimer
@@ -41,11 +42,13 @@ class StepInFlight:
     """None where the host computes."""
     reduced: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
     """The step's gradients, keyed by parameter, once they are summed over their owners."""
+    _reader: BatchReader = field(init=False)
     _put_off: WeightGradients | None = field(init=False, default=None)
     _batch: GlobalBatch | None = field(init=False, default=None)
     _work: StepWork | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        self._reader = BatchReader(self.dataset, self.model)
         if self.job.may_split_backward:
             self._put_off = WeightGradients()
             for layer in range(self.model.structure.num_layers):
@@ -140,6 +143,7 @@ class StepInFlight:
             put_off=self._put_off if pipeline_rank.splits_backward else None,
             sections=self.sections if program.num_sections > 1 else None,
             device_work=self.device_work,
+            reader=self._reader,
         )
         # Sums are posted early only where the plan's own reduction comes next: a step that a committee finishes without
         # some nodes is reduced in other groups.

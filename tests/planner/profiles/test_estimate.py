@@ -10,6 +10,8 @@ from oobleck.planner import (
     KNOWN_DEVICES,
     KNOWN_MODELS,
     NetworkProfile,
+    Planner,
+    PlannerSettings,
     Profile,
     device_sheet,
     device_sheet_from_json,
@@ -124,11 +126,23 @@ def test_recomputing_trades_memory_for_time() -> None:
     assert frugal.backward_s[1] == pytest.approx(plain.backward_s[1] + plain.forward_s[1])
 
 
-def test_half_precision_halves_activations_and_keeps_the_state() -> None:
+def test_half_precision_halves_all_activations_but_norms_and_masks_and_keeps_the_state() -> None:
     half, full = estimate().layers[1], estimate(precision="float32").layers[1]
-    assert 2 * half.activation_bytes == full.activation_bytes
+    norms_and_masks = 2 * 512 * 768 * (8 + 2)
+    assert 2 * half.activation_bytes == full.activation_bytes + norms_and_masks
     assert half.state_bytes == full.state_bytes == 12 * model_shape("gpt2").block_params
     assert half.forward_s[1] < full.forward_s[1]
+
+
+def test_llama3_8b_with_8192_tokens_fits_on_four_nodes_of_eight_h100s() -> None:
+    """Its attention's scores alone would take 12 GB a block, more than a device has room for."""
+    config = LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}
+    shape = shape_from_config(config | {"max_position_embeddings": 8192})
+    profile = estimate_profile(shape, device_sheet("H100"), microbatch_size=1, sequence_length=8192)
+    assert profile.layers[1].activation_bytes == 59 * 8192 * 4096
+    planner = Planner(profile, PlannerSettings(num_microbatches=256, devices_per_node=8))
+    decision = planner.initial_plan([f"node{number}" for number in range(4)])
+    assert decision.plan.num_microbatches == 256
 
 
 def test_what_a_gpu_holds_besides_is_not_counted_in_a_hosts_memory() -> None:
