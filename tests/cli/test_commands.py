@@ -77,7 +77,7 @@ ELSEWHERE = (
     (r"make test-all", "`make test` is a part of it, and the rest takes half an hour"),
     (r"make docs", "tests/test_docs_site.py builds the site"),
     (r"pip install .", "`make` does it"),
-    (r"pip install 'oobleck\[ray\]'|python -m pytest tests/e2e/test_ray.py", "takes 250 MB"),
+    (r"pip install 'oobleck-train\[ray\]'|python -m pytest tests/e2e/test_ray.py", "takes 250 MB"),
     (r"python -m oobleck.runtime.agent.agent_process", "what the master runs on a node, in every run"),
     (r"python tools/gpu/verify.py .*", "needs a GPU; tests/tools/test_verify.py has fakes of what it starts"),
     (r"python tools/bench/.*", "tests/tools/test_benches.py, with --smoke"),
