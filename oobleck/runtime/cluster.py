@@ -116,14 +116,14 @@ class SSHCluster:
             try:
                 if attach:
                     # Another exit status would not tell a missing agent from a shell that fails.
-                    command = f"({self._commands(node).answer()}) || exit {_NO_AGENT}"
+                    command, stdin = f"({self._commands(node).answer()}) || exit {_NO_AGENT}", b""
                 else:
                     # An agent that was left would continue the earlier run's work.
                     async with self._turns:
                         await connection.run(self._commands(node).end(), timeout_s=limit_s)
                     await self._check_if_returning(node)
-                    command = self._agent_command(node)
-                completed = await connection.run(command, timeout_s=limit_s)
+                    command, stdin = self._connections.with_environment(self._agent_command(node))
+                completed = await connection.run(command, stdin=stdin, timeout_s=limit_s)
                 socket = self._understand(node, completed)
                 stream = await connection.open_unix(socket)
                 return _Tunnel(connection, stream, has_node_ended=partial(self._connections.launcher.has_ended, node))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .environment import EnvironmentOptions, read_variables
 from .hostfile import parse_hostfile
 from .job_file import changed_keys, load_job
 from .job_sources import JobSource, open_job, read_job
@@ -26,6 +27,7 @@ __all__ = [
     "SCHEDULE_NAMES",
     "SLOW_FACTOR",
     "DialIn",
+    "EnvironmentOptions",
     "FromCommand",
     "FromHostfile",
     "FromRay",
@@ -51,6 +53,7 @@ __all__ = [
     "parse_schedule_name",
     "read_job",
     "read_source",
+    "read_variables",
     "real",
     "whole",
     "with_save_every",

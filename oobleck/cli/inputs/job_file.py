@@ -125,6 +125,8 @@ class _Reader:
             if not isinstance(value, YamlScalar) or value.text not in arguments:
                 raise _unexpected(f"one of {', '.join(map(str, arguments))}", value, path)
             return value.text
+        if origin is Mapping and arguments[1] is str:
+            return {key.text: self._text(item, (*path, key.text)) for key, item in _entries(value, path)}
         if origin is Mapping:
             return {key.text: _read_any(item, (*path, key.text)) for key, item in _entries(value, path)}
         if origin is tuple:
@@ -163,6 +165,12 @@ class _Reader:
             else:
                 config[key.text] = _read_any(item, (*path, key.text))
         return changes | ({"config": config} if config else {})
+
+    def _text(self, value: YamlValue, path: tuple[str, ...]) -> str:
+        """Read a scalar as it is written: 1 and 1.10 are texts too."""
+        if not isinstance(value, YamlScalar) or value.value is None:
+            raise _unexpected(_KINDS[str], value, path)
+        return value.text
 
     def _scalar(self, annotation: object, value: YamlValue, path: tuple[str, ...]) -> object:
         kind = _KINDS[annotation]
@@ -220,6 +228,8 @@ def _changed(spec: Spec, changes: Mapping[str, object]) -> Spec:
         own = changes.get("config", {})
         assert isinstance(own, dict)
         values["config"] = {**kept, **own}
+    if isinstance(spec, JobSpec) and isinstance(own := changes.get("env"), dict):
+        values["env"] = {**spec.env, **own}
     return replace(spec, **values)  # type: ignore[type-var]  # specs are dataclasses all
 
 

@@ -174,6 +174,7 @@ def _parse_words(options: UpOptions) -> tuple[Path | None, inputs.JobSource]:
         script=Path(words[end]) if scripts else None,
         arguments=tuple(words[end + 1 :]),
         settings=options.job.settings or (),
+        environment=options.environment.variables(),
     )
 
 

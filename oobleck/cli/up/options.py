@@ -62,6 +62,7 @@ class UpOptions:
         "--kill", "NODE@STEP", "Kill a node once this step is committed, to see the run recover."
     )
     reach: inputs.ReachOptions
+    environment: inputs.EnvironmentOptions
     dry: bool = flag("--dry-run", "Show the plan without starting anything.")
     plain: bool = flag("--plain", "Print lines instead of the dashboard.")
     as_json: JsonOption = False

@@ -194,6 +194,7 @@ async def _run(
         tell=lambda text: say(output, f"oobleck up: {text}"),
         renew_keys=run.resume == "never",
         num_devices=run.job.tensor_parallel,
+        variables=run.job.env,
     )
     async with opened as nodes, trio.open_nursery() as nursery:
         launcher, cluster = nodes.launcher, nodes.cluster

@@ -19,6 +19,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shlex
 import socket
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,7 @@ LAUNCHED_DIRECTORY = ".launched"
 """The part of the directory of all runs where `oobleck.launch` writes jobs."""
 MAX_SOCKET_PATH_BYTES = 100
 """A length below the limits of Linux (108 with its closing zero) and macOS (104)."""
+_VARIABLE = re.compile(r"((?:--env[= ]|--set[= ]env\b)[^=]*=).+", re.DOTALL)
 _TAG_CHARS = 40
 _DIGEST_CHARS = 8
 
@@ -154,9 +156,9 @@ class RunDirectory:
             if word.endswith(".py") or words[index - 1 : index] in (["-m"], ["--module"], ["--no-python"]):
                 shown = [*shown[: index + 1], *(["…"] if words[index + 1 :] else [])]
                 break
-            name, equals, value = word.removeprefix("--env=").partition("=")
-            if equals and value and (word.startswith("--env=") or words[index - 1 : index] == ["--env"]):
-                shown[index] = f"{'--env=' if word.startswith('--env=') else ''}{name}=…"
+            before = f"{words[index - 1]} " if index and not word.startswith("-") else ""
+            if (found := _VARIABLE.fullmatch(f"{before}{word}")) is not None:
+                shown[index] = f"{found[1]}…".removeprefix(before)
         quoted = (word if word.endswith("…") else shlex.quote(word) for word in shown)
         line = f"cd {shlex.quote(os.getcwd())} && {' '.join(quoted)}"
         with suppress(OSError, UnicodeEncodeError):
