@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from oobleck import __version__
-from oobleck.errors import EXIT_CODES_TEXT, ConfigError, ExitCode, OobleckError, exit_code_of, leaves_of
+from oobleck.errors import EXIT_CODES_TEXT, ConfigError, ExitCode, OobleckError, UsageError, exit_code_of, leaves_of
 from oobleck.host.streams import Output, as_output, open_standard_streams, settle
 
 Example = tuple[str, str]
@@ -184,7 +184,26 @@ COMMANDS: tuple[CliCommand, ...] = (
         "Show what a run is doing.",
         ("oobleck status", "the only active run"),
         ("oobleck status gpt2-demo --json", "a run by its tag, machine-readable"),
+        ("oobleck status --watch", "until it ends, or until Ctrl-C"),
         target="oobleck.cli.control:status",
+    ),
+    CliCommand(
+        "list",
+        "Show all runs, active and ended ones.",
+        ("oobleck list", "what became of each, and the disk space that it takes"),
+        target="oobleck.cli.runs:list_runs",
+    ),
+    CliCommand(
+        "attach",
+        "Follow a run until it ends.",
+        ("oobleck attach my-llama", "its dashboard; Ctrl-C leaves, and the run goes on"),
+        target="oobleck.cli.runs:attach",
+    ),
+    CliCommand(
+        "resume",
+        "Start a run again by the command that it was started with.",
+        ("oobleck resume my-llama", "it continues, or is taken over from a master that has died"),
+        target="oobleck.cli.runs:resume",
     ),
     CliCommand(
         "events",
@@ -232,6 +251,30 @@ COMMANDS: tuple[CliCommand, ...] = (
         target="oobleck.cli.control:stop",
     ),
     CliCommand(
+        "rm",
+        "Remove runs: journals, logs and checkpoints.",
+        ("oobleck rm gpt2-demo", "all that it has left on this machine"),
+        target="oobleck.cli.runs:rm",
+    ),
+    CliCommand(
+        "clean",
+        "Remove runs that ended long ago.",
+        ("oobleck clean --older-than 30d", "show them; with --yes they are removed"),
+        target="oobleck.cli.runs:clean",
+    ),
+    CliCommand(
+        "init",
+        "Write a job file to start from.",
+        ("oobleck init", "job.yaml, and a schema by which editors complete and check it"),
+        target="oobleck.cli.starter:init",
+    ),
+    CliCommand(
+        "schema",
+        "Print the JSON schema of job files.",
+        ("oobleck schema", "for an editor's settings"),
+        target="oobleck.cli.starter:schema",
+    ),
+    CliCommand(
         "version",
         "Show the versions of Oobleck and of what it runs on.",
     ),
@@ -271,8 +314,14 @@ def main(arguments: Sequence[str] | None = None, *, commands: Sequence[CliComman
     return ExitCode.FAILED
 
 
+_FORMER = {"get_agent_list": "status", "kill_agent": "kill NODE", "run_singlenode": "up --local N", "ls": "list"}
+"""Commands of Oobleck 0.1 and of other tools, and what they are called here."""
+
+
 def _run(words: list[str], commands: Sequence[CliCommand], stdout: Output) -> int:
     try:
+        if words and words[0] in _FORMER:
+            raise UsageError(f"{words[0]}: there is no such command; it is `oobleck {_FORMER[words[0]]}`")
         _application(words, commands, os.environ)(args=words, prog_name="oobleck")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else ExitCode.DONE if end.code is None else ExitCode.FAILED

@@ -30,6 +30,7 @@ from .files import AgentCommands
 from .node_check import check_nodes
 from .python_process import MODULE, why_it_ended
 from .ssh import CompletedCommand, SSHConnection
+from .workdir import Workdir
 
 _log = logging.getLogger("oobleck.cluster")
 
@@ -85,12 +86,14 @@ class SSHCluster:
         start_timeout_s: float = 0.0,
         checks_returning: bool = False,
         runs_ranks: bool = False,
+        workdir: Workdir | None = None,
     ) -> None:
         """`nodes` are those known at the start; others may join. `start_timeout_s` limits a node's start.
 
         With `runs_ranks`, agents run a script's ranks instead of workers. With `checks_returning`, a node that the run
-        let go is checked before its agent is started again.
+        let go is checked before its agent is started again. Processes run in `workdir`, which nodes get first.
         """
+        self._workdir = workdir
         self._tag = tag
         self._run_id = run_id
         self._index = {spec.name: index for index, spec in enumerate(nodes)}
@@ -122,6 +125,9 @@ class SSHCluster:
                     async with self._turns:
                         await connection.run(self._commands(node).end(), timeout_s=limit_s)
                     await self._check_if_returning(node)
+                    if self._workdir is not None:
+                        async with self._turns:
+                            await self._workdir.send(node.name, connection, self._paths.base_dir / self._tag)
                     command, stdin = self._connections.with_environment(self._agent_command(node))
                 completed = await connection.run(command, stdin=stdin, timeout_s=limit_s)
                 socket = self._understand(node, completed)
@@ -213,7 +219,11 @@ class SSHCluster:
         }
         options = " ".join(f"{name} {shlex.quote(str(value))}" for name, value in arguments.items())
         ranks = " --ranks" if self._runs_ranks else ""
-        return f"exec {shlex.quote(self._paths.python)} {MODULE} {AGENT_MODULE} {options}{ranks}"
+        command = f"exec {shlex.quote(self._paths.python)} {MODULE} {AGENT_MODULE} {options}{ranks}"
+        if self._workdir is None:
+            return command
+        enter = self._workdir.enter(self._paths.base_dir / self._tag)
+        return f"exec /bin/sh -c {shlex.quote(f'{enter} && {command}')}"
 
     def _understand(self, node: NodeSpec, completed: CompletedCommand) -> str:
         if completed.exit_status == _NO_AGENT:

@@ -68,6 +68,8 @@ ELSEWHERE = (
     (r"oobleck checkpoint export", "the name of a command; tests/e2e/test_checkpoints.py"),
     (r"oobleck (run|up) .*train\.py.*", "tests/e2e/test_run_scripts.py, test_trainer.py"),
     (r"oobleck up --dry-run|python train\.py", "tests/e2e/test_dry_run.py, test_trainer.py"),
+    (r"oobleck (list|attach|resume|rm|clean)\b.*|oobleck status --watch", "tests/cli/test_runs.py"),
+    (r"oobleck (init|schema)", "tests/cli/test_starter.py"),
     (r"oobleck kill node2 --tag gpt2-demo", "tests/e2e/test_losses.py: a survivor keeps its process"),
     (
         r"oobleck stop gpt2-demo --now",

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from oobleck.cli.option_fields import option
 from oobleck.errors import ConfigError, UsageError
+from oobleck.host.user_path import expand_user
 from oobleck.job import JobSpec
 from oobleck.job.ranks import secret_digest
 from oobleck.runtime.files import BASE_DIR_VARIABLE, read_input
@@ -35,6 +36,12 @@ class EnvironmentOptions:
     )
     env_file: list[Path] | None = option(
         "--env-file", "FILE", "Give all processes the variables of a file with lines NAME=VALUE or NAME; --env wins."
+    )
+
+    workdir: Path | None = option(
+        "--workdir",
+        "DIRECTORY",
+        "Copy this directory to all nodes, without what git ignores; processes run in it and import from it.",
     )
 
     def variables(self) -> dict[str, str]:
@@ -68,6 +75,14 @@ def _variable(text: str, place: str, here: Mapping[str, str], *, quoted: bool = 
     if "\0" in value:
         raise UsageError(f"{place}: the value of {name} has a zero byte, which no variable can have")
     return {name: value}
+
+
+def read_workdir(named: Path) -> Path:
+    """Return the directory that `--workdir` names. Raises UsageError."""
+    path = expand_user(named).resolve()
+    if not path.is_dir():
+        raise UsageError(f"--workdir: there is no directory {named}")
+    return path
 
 
 def apply_environment(job: JobSpec, own: Mapping[str, str]) -> JobSpec:

@@ -27,7 +27,7 @@ Spec = TypeVar("Spec")
 
 _INT_LIMIT = 2**63  # everywhere that they go, whole numbers have 64 bits
 _SHOWN_CHARS = 60
-_NOT_IN_FILES = frozenset({"script"})
+NOT_IN_FILES = frozenset({"script"})
 _KINDS: Mapping[object, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -107,7 +107,7 @@ class _Reader:
     lenient: bool
 
     def spec(self, cls: type, value: YamlValue, path: tuple[str, ...]) -> dict[str, object]:
-        annotations = {name: hint for name, hint in get_type_hints(cls).items() if name not in _NOT_IN_FILES}
+        annotations = {name: hint for name, hint in get_type_hints(cls).items() if name not in NOT_IN_FILES}
         changes: dict[str, object] = {}
         for key, item in _entries(value, path):
             if key.text not in annotations:
@@ -263,7 +263,7 @@ def _line_of(tree: YamlValue, path: tuple[str, ...]) -> int:
 
 def _unknown_key(key: str, cls: type, path: tuple[str, ...]) -> str:
     place = f" in {'.'.join(path)}" if path else ""
-    own = [field.name for field in fields(cls) if field.name not in _NOT_IN_FILES]
+    own = [field.name for field in fields(cls) if field.name not in NOT_IN_FILES]
     elsewhere = {known.rpartition(".")[2]: known for known in _all_keys(JobSpec)}
     suggestion = elsewhere.get(key) or nearest(key, own) or elsewhere.get(nearest(key, elsewhere) or "")
     return f"unknown key {key!r}{place}; " + (f"did you mean {suggestion}?" if suggestion else did_you_mean(key, own))
@@ -272,7 +272,7 @@ def _unknown_key(key: str, cls: type, path: tuple[str, ...]) -> str:
 def _all_keys(cls: type, prefix: str = "") -> Iterator[str]:
     """Yield all keys of a job and of its sections, outer ones last."""
     for name, annotation in get_type_hints(cls).items():
-        if name in _NOT_IN_FILES:
+        if name in NOT_IN_FILES:
             continue
         if isinstance(annotation, type) and is_dataclass(annotation):
             yield from _all_keys(annotation, f"{prefix}{name}.")

@@ -12,6 +12,7 @@ from oobleck.cli.common_options import base_dir_of
 from oobleck.errors import ConfigError
 from oobleck.host.script import Job, is_running_script
 
+from .display import show_values_as_tables
 from .master import MasterProcess
 from .run import Run, failure_without_journal
 from .words import environment_of, job_words, option_words
@@ -68,4 +69,5 @@ def launch(
     if text := master.words_so_far():
         with suppress(OSError, ValueError):
             sys.stderr.write(f"{text}\n")
+    show_values_as_tables()
     return Run(master, held)

@@ -23,7 +23,9 @@ from .script_text import script_text
 
 _MADE_OF = "the job given to launch()"
 _ARGUMENTS = frozenset({"base_dir", "job"})  # arguments of `launch` itself
-_OF_TERMINALS = frozenset({"plain", "json", "dry_run", "until_eof", "help", "install_completion", "show_completion"})
+_OF_TERMINALS = frozenset(
+    {"plain", "json", "dry_run", "until_eof", "detach", "help", "install_completion", "show_completion"}
+)
 
 
 @cache

@@ -36,6 +36,7 @@ LAUNCHER_OPTIONS = {
     "--directory": ("DIRECTORY", "Where the script runs, on every node; by default, the current directory."),
     "--env": ("NAME[=VALUE]", "Give ranks this variable, by default with its value here; may be repeated."),
     "--env-file": ("FILE", "Give ranks the variables of a file with lines NAME=VALUE or NAME; --env wins."),
+    "--workdir": ("DIRECTORY", "Copy this directory to all nodes, without what git ignores; the script runs in it."),
     "--hang-timeout": ("SECONDS", "How long ranks may print and save nothing while one waits (600; 0: no limit)."),
     "--join-timeout": ("SECONDS", "How long to wait for MIN nodes (600)."),
     "--node-unit": ("N", "Run on a multiple of N nodes (1)."),

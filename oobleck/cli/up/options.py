@@ -64,6 +64,9 @@ class UpOptions:
     reach: inputs.ReachOptions
     environment: inputs.EnvironmentOptions
     dry: bool = flag("--dry-run", "Show the plan without starting anything.")
+    detach: bool = option(
+        "-d", "--detach", "Return once the job is accepted; `oobleck attach` shows the run.", default=False
+    )
     plain: bool = flag("--plain", "Print lines instead of the dashboard.")
     as_json: JsonOption = False
     summary: Path | None = option("--summary", "FILE", "Write the closing summary as JSON.")

@@ -25,6 +25,7 @@ from oobleck.runtime.files import RunDirectory
 from oobleck.runtime.launchers import Launcher
 from oobleck.runtime.node_check import check_nodes
 from oobleck.runtime.ssh import SSHOptions, open_ssh_loop
+from oobleck.runtime.workdir import Workdir
 
 from .launching import open_launcher
 
@@ -75,10 +76,11 @@ async def open_nodes(
     num_devices: int = 1,
     runs_ranks: bool = False,
     variables: Iterable[str] = (),
+    workdir: Workdir | None = None,
 ) -> AsyncIterator[RunNodes]:
     """Open the launcher of a run's nodes, and the cluster on it; virtual nodes live as long as the context.
 
-    Nodes get these variables of this process's environment.
+    Nodes get these variables of this process's environment, and `workdir`.
     """
     launching = open_launcher(
         source,
@@ -106,6 +108,7 @@ async def open_nodes(
             start_timeout_s=control.start_timeout_s,
             checks_returning=are_checked,
             runs_ranks=runs_ranks,
+            workdir=workdir,
         )
         try:
             yield RunNodes(
