@@ -58,6 +58,7 @@ def run(
         said = "the ranks do not get this command's input: they have none, as they may start again; name a file instead"
         print(f"oobleck: {said}", file=sys.stderr)  # noqa: T201
     source = _read_source(line)
+    _check_together(line, source)
     with _naming_options():
         spec = _spec_of(line, source)
     named_dir = own.get("--base-dir") or os.environ.get(BASE_DIR_VARIABLE)
@@ -72,11 +73,7 @@ def run(
     workdir = None
     if "--workdir" in own:
         workdir, spec = _in_workdir(read_workdir(Path(own["--workdir"])), spec, source)
-    if "--exclude-straggler" in line.flags and "--network-check" not in line.flags:
-        raise UsageError("--exclude-straggler: slow nodes are found by --network-check; give both")
     config = own.get("--ssh-config")
-    if config is not None and isinstance(source, VirtualOnes):
-        raise UsageError("--ssh-config: virtual nodes need none; leave it out, or name a hostfile instead of --local")
     raise SystemExit(
         run_ranks(
             RanksRun(
@@ -92,6 +89,14 @@ def run(
             )
         )
     )
+
+
+def _check_together(line: options.CommandLine, source: NodeSource) -> None:
+    """Raise UsageError for options that mean nothing without, or beside, another one."""
+    if "--exclude-straggler" in line.flags and "--network-check" not in line.flags:
+        raise UsageError("--exclude-straggler: slow nodes are found by --network-check; give both")
+    if "--ssh-config" in line.own and isinstance(source, VirtualOnes):
+        raise UsageError("--ssh-config: virtual nodes need none; leave it out, or name a hostfile instead of --local")
 
 
 def _in_workdir(path: Path, spec: RanksSpec, source: NodeSource) -> tuple[Workdir, RanksSpec]:
