@@ -161,3 +161,12 @@ def test_the_commands_of_oobleck_0_1_answer_with_the_new_words(
 ) -> None:
     assert main([former, "10.0.0.1"]) == 2
     assert f"it is `oobleck {now}`" in capsys.readouterr().err
+
+
+def test_a_detached_run_that_is_refused_says_why(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "oobleck", "up", "-d", "--local", "2", "--job", "nosuch.yaml"]
+    base = ["--base-dir", str(tmp_path)]
+    done = subprocess.run([*command, *base], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "nosuch.yaml" in done.stderr
+    assert list(tmp_path.iterdir()) == []
