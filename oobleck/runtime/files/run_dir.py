@@ -6,6 +6,7 @@ lock                 held by the run's master while it lives
 host                 the machine of the first master
 owner                the script or job file of the tag's first run
 command              the command that started the newest master, for people
+output.log           the output of `oobleck up --detach`
 control.sock         status, kill and stop; a link to a short directory elsewhere if this path is too long
 temporary            the directory with the sockets of virtual nodes' agents
 agent<index>.log     one per line of the hostfile
