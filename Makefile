@@ -1,7 +1,8 @@
 # `make demo` trains the default job on four local nodes and kills one; `make test` runs the checks and tests.
 # `make docs` builds the documentation as a site.
-# Each makes its own .venv first. PYTHON names the interpreter to make it from. The packages are of the versions in
-# constraints.txt, which the tests have been run with; `make lock` takes the newest that pyproject.toml allows.
+# Each makes its own .venv first; the demo's has no packages of the tests. PYTHON names the interpreter to make it from.
+# The packages are of the versions in constraints.txt, which the tests have been run with; `make lock` takes the newest
+# that pyproject.toml allows.
 # Two lanes run side by side: tests of real runs (tests/e2e), which wait for some of their time, and one after the other
 # all that hardly do. More lanes are little faster, and their runs compute more: they train while their test waits for a
 # busy machine. Tests that compare times have the machine to themselves. Byte code is kept whatever the environment says:
@@ -13,6 +14,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+RUNS := $(VENV)/.runs
 LOCK_VENV := .venv-lock
 SITE := site
 SELECT ?= not slow
@@ -23,8 +25,9 @@ BESIDE := $(MAKE) --no-print-directory --jobs=2 --output-sync=target
 
 .PHONY: demo test test-all test-slow test-runs test-decisions test-tools test-others docs lint types format lock clean
 
-demo: $(STAMP)
-	$(BIN)/oobleck up --local 4 --kill node2@40
+# A demo of its own name, which never goes on from an earlier one.
+demo: $(RUNS)
+	$(BIN)/oobleck up --local 4 --tag demo --resume never --steps 60 --kill node2@20
 
 test: export HYPOTHESIS_PROFILE ?= brief
 test: $(STAMP) lint
@@ -66,10 +69,18 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# What the sizes come from: the files that pip fetches on Linux, and the directory that they fill.
+$(RUNS): pyproject.toml constraints.txt
+	@echo "Installing PyTorch and the rest into $(VENV), once: 2.8 GB to download and about 5 GB on disk with CUDA (pip's default);"
+	@echo "0.3 GB and 1.2 GB for CPUs: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable .
+	@touch $@
+
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
-	@touch $@
+	@touch $(RUNS) $@
 
 # Versions without the builds' own labels (+cpu), which other machines may not have. What torch asks for beside itself
 # for GPUs it names by version already; nvidia-ml-py is asked for by us.
@@ -77,7 +88,7 @@ lock:
 	$(PYTHON) -m venv --clear $(LOCK_VENV)
 	$(LOCK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check '.[test]'
 	sed '/^[^#]/,$$d' constraints.txt > $(LOCK_VENV)/constraints.txt
-	$(LOCK_VENV)/bin/python -m pip freeze --exclude oobleck \
+	$(LOCK_VENV)/bin/python -m pip freeze --exclude oobleck-train \
 		| grep -Ev '^(nvidia-[a-ln-z]|cuda|triton)' \
 		| sed -E 's/\+.*//; s/^(torch==[0-9]+\.[0-9]+).*/\1.*/' >> $(LOCK_VENV)/constraints.txt
 	mv $(LOCK_VENV)/constraints.txt constraints.txt

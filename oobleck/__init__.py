@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Event", "Job", "Run", "__version__", "launch"]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> object:

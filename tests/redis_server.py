@@ -19,7 +19,7 @@ _SERVER = shutil.which("redis-server")
 _WHY_NOT = (
     "there is no redis-server: apt-get install redis-server"
     if _SERVER is None
-    else "Redis' client is not installed: pip install 'oobleck[redis]'"
+    else "Redis' client is not installed: pip install redis"
 )
 needs_redis = pytest.mark.skipif(_SERVER is None or importlib.util.find_spec("redis") is None, reason=_WHY_NOT)
 

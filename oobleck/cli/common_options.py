@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from pathlib import Path
 from typing import Annotated
 
@@ -24,14 +25,26 @@ BaseDirOption = Annotated[
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
+
+def complete_tags(incomplete: str) -> list[str]:
+    """Return the tags of all runs that begin like this, for a shell."""
+    return sorted(lock.parent.name for lock in default_base_dir().glob(f"{glob.escape(incomplete)}*/lock"))
+
+
 TagArgument = Annotated[
     str | None,
     typer.Argument(
-        metavar="[TAG]", help="Tag of the run, as of --tag; optional if exactly one is active.", show_default=False
+        metavar="[TAG]",
+        help="Tag of the run, as of --tag; optional if exactly one is active.",
+        show_default=False,
+        autocompletion=complete_tags,
     ),
 ]
 
-TagOption = Annotated[str | None, typer.Option("--tag", help="Tag of the run; optional if exactly one is active.")]
+TagOption = Annotated[
+    str | None,
+    typer.Option("--tag", help="Tag of the run; optional if exactly one is active.", autocompletion=complete_tags),
+]
 
 
 def one_run(named: str | None, tag: str | None) -> str | None:

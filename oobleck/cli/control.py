@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from oobleck.errors import OobleckError, PeerError
+from oobleck.errors import OobleckError, PeerError, UsageError
 from oobleck.json_table import to_json
 from oobleck.runtime import control_client
 from oobleck.runtime.files import RunDirectory
@@ -17,7 +19,24 @@ from oobleck.wire import from_builtins
 
 from .common_options import BaseDirOption, JsonOption, TagArgument, TagOption, base_dir_of, one_run
 
-NodeArgument = Annotated[str, typer.Argument(help="Name of the node, as in the hostfile or `oobleck status`.")]
+_WATCH_INTERVAL_S = 0.5
+
+
+def complete_nodes(incomplete: str) -> list[str]:
+    """Return the nodes of the only active run that begin like this, for a shell."""
+    try:
+        answer = control_client.request(find_active(None, None).control_socket, control_client.StatusRequest())
+    except OobleckError:
+        return []
+    nodes = answer.get("nodes")
+    names = [str(node["name"]) for node in nodes if isinstance(node, dict)] if isinstance(nodes, list) else []
+    return [name for name in names if name.startswith(incomplete)]
+
+
+NodeArgument = Annotated[
+    str,
+    typer.Argument(help="Name of the node, as in the hostfile or `oobleck status`.", autocompletion=complete_nodes),
+]
 NodesArgument = Annotated[
     list[str], typer.Argument(help="Nodes: names that the run knows, or lines as in a hostfile, quoted.")
 ]
@@ -28,10 +47,18 @@ def status(
     named: TagArgument = None,
     *,
     tag: TagOption = None,
+    follow: Annotated[
+        bool, typer.Option("--watch", "-w", help="Show it until it ends, or until Ctrl-C; the run goes on.")
+    ] = False,
     as_json: JsonOption = False,
     base_dir: BaseDirOption = None,
 ) -> None:
     """Show what a run is doing: its progress, its pipelines, its nodes and its last events."""
+    if follow:
+        if as_json:
+            raise UsageError("--watch: with --json there is one answer; leave one of them out")
+        watch(find_active(one_run(named, tag), base_dir))
+        return
     name, answer = _ask(control_client.StatusRequest(), one_run(named, tag), base_dir)
     # The other commands of this module draw nothing, and start faster without these.
     from rich.console import Console
@@ -61,7 +88,7 @@ def add(
     nodes: NodesArgument, *, tag: TagOption = None, as_json: JsonOption = False, base_dir: BaseDirOption = None
 ) -> None:
     """Take nodes into a run, or take lost ones back. Training continues; they join between two steps."""
-    run = _find(tag, base_dir)
+    run = find_active(tag, base_dir)
     refused: list[OobleckError] = []
     for node in nodes:
         try:
@@ -99,11 +126,43 @@ def stop(
 def _ask(
     asked: control_client.ControlRequest, tag: str | None, base_dir: Path | None
 ) -> tuple[str, Mapping[str, object]]:
-    run = _find(tag, base_dir)
+    run = find_active(tag, base_dir)
     return run.tag, control_client.request(run.control_socket, asked)
 
 
-def _find(tag: str | None, base_dir: Path | None) -> RunDirectory:
+def watch(run: RunDirectory) -> None:
+    """Show a run until its end or an interrupt: its dashboard on a terminal, its lines elsewhere."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from oobleck.control.journal import RunSnapshot
+    from oobleck.runtime.journals import follow_journal
+    from oobleck.ui.dashboard import Dashboard
+    from oobleck.ui.live import LineFormatter, wants_dashboard
+
+    console = Console()
+    if not wants_dashboard(console):
+        formatter = LineFormatter()
+        for entry in follow_journal(run.journal):
+            for line in formatter.apply(entry) if entry is not None else ():
+                typer.echo(line)
+        return
+    last: RunSnapshot | None = None
+    try:
+        with Live(console=console, screen=True, auto_refresh=False) as live, suppress(control_client.NoActiveRun):
+            while last is None or last.exit_code is None:
+                answer = control_client.request(run.control_socket, control_client.StatusRequest())
+                last = from_builtins(RunSnapshot, answer)
+                live.update(Dashboard(last), refresh=True)
+                time.sleep(_WATCH_INTERVAL_S)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        if last is not None:
+            console.print(Dashboard(last, fill=False))
+
+
+def find_active(tag: str | None, base_dir: Path | None) -> RunDirectory:
     """Return the run with this tag, or the only one. Raises NoActiveRun, which describes a run without a master."""
     directory = base_dir_of(base_dir)
     try:

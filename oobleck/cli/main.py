@@ -15,8 +15,7 @@ from typing import Annotated
 
 import typer
 
-from oobleck import __version__
-from oobleck.errors import EXIT_CODES_TEXT, ConfigError, ExitCode, OobleckError, exit_code_of, leaves_of
+from oobleck import __version__, errors
 from oobleck.host.streams import Output, as_output, open_standard_streams, settle
 
 Example = tuple[str, str]
@@ -184,7 +183,26 @@ COMMANDS: tuple[CliCommand, ...] = (
         "Show what a run is doing.",
         ("oobleck status", "the only active run"),
         ("oobleck status gpt2-demo --json", "a run by its tag, machine-readable"),
+        ("oobleck status --watch", "until it ends, or until Ctrl-C"),
         target="oobleck.cli.control:status",
+    ),
+    CliCommand(
+        "list",
+        "Show all runs, active and ended ones.",
+        ("oobleck list", "what became of each, and the disk space that it takes"),
+        target="oobleck.cli.runs:list_runs",
+    ),
+    CliCommand(
+        "attach",
+        "Follow a run until it ends.",
+        ("oobleck attach my-llama", "its dashboard; Ctrl-C leaves, and the run goes on"),
+        target="oobleck.cli.runs:attach",
+    ),
+    CliCommand(
+        "resume",
+        "Start a run again by the command that it was started with.",
+        ("oobleck resume my-llama", "it continues, or is taken over from a master that has died"),
+        target="oobleck.cli.runs:resume",
     ),
     CliCommand(
         "events",
@@ -232,6 +250,30 @@ COMMANDS: tuple[CliCommand, ...] = (
         target="oobleck.cli.control:stop",
     ),
     CliCommand(
+        "rm",
+        "Remove runs: journals, logs and checkpoints.",
+        ("oobleck rm gpt2-demo", "all that it has left on this machine"),
+        target="oobleck.cli.runs:rm",
+    ),
+    CliCommand(
+        "clean",
+        "Remove runs that ended long ago.",
+        ("oobleck clean --older-than 30d", "show them; with --yes they are removed"),
+        target="oobleck.cli.runs:clean",
+    ),
+    CliCommand(
+        "init",
+        "Write a job file to start from.",
+        ("oobleck init", "job.yaml, and a schema by which editors complete and check it"),
+        target="oobleck.cli.starter:init",
+    ),
+    CliCommand(
+        "schema",
+        "Print the JSON schema of job files.",
+        ("oobleck schema", "for an editor's settings"),
+        target="oobleck.cli.starter:schema",
+    ),
+    CliCommand(
         "version",
         "Show the versions of Oobleck and of what it runs on.",
     ),
@@ -264,37 +306,45 @@ def main(arguments: Sequence[str] | None = None, *, commands: Sequence[CliComman
     status = _run(list(sys.argv[1:] if arguments is None else arguments), commands, stdout)
     failure = settle(stdout)
     # A command whose answer is lost has failed; a run lasts without its output, and another error tells more.
-    if failure is None or status != ExitCode.DONE or stdout.lasting:
+    if failure is None or status != errors.ExitCode.DONE or stdout.lasting:
         return status
     if failure.errno != errno.EPIPE:  # otherwise the reader is gone, as with `| head`
         print(f"oobleck: standard output: {failure.strerror}", file=sys.stderr)  # noqa: T201 - as below
-    return ExitCode.FAILED
+    return errors.ExitCode.FAILED
+
+
+_FORMER = {"get_agent_list": "status", "kill_agent": "kill NODE", "run_singlenode": "up --local N", "ls": "list"}
+"""Commands of Oobleck 0.1 and of other tools, and what they are called here."""
 
 
 def _run(words: list[str], commands: Sequence[CliCommand], stdout: Output) -> int:
     try:
+        if words and words[0] in _FORMER:
+            raise errors.UsageError(f"{words[0]}: there is no such command; it is `oobleck {_FORMER[words[0]]}`")
         _application(words, commands, os.environ)(args=words, prog_name="oobleck")
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else ExitCode.DONE if end.code is None else ExitCode.FAILED
+        if isinstance(end.code, int):
+            return end.code
+        return errors.ExitCode.DONE if end.code is None else errors.ExitCode.FAILED
     except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
-    except OobleckError as error:
+        return errors.ExitCode.INTERRUPTED
+    except errors.OobleckError as error:
         return _report(error)
     except BaseExceptionGroup as group:
         return _report_group(group)
     except OSError as error:
         if error is stdout.failure:
-            return ExitCode.DONE  # `main` reports it
+            return errors.ExitCode.DONE  # `main` reports it
         # An error that names no file is a bug of ours, and keeps its traceback.
         if error.filename is None:
             raise
         return _report(_of_file(error))
-    return ExitCode.DONE
+    return errors.ExitCode.DONE
 
 
-def _of_file(error: OSError) -> ConfigError:
+def _of_file(error: OSError) -> errors.ConfigError:
     """Turn a path's OSError into a message: a full disk, a name that is too long, a link to itself."""
-    return ConfigError(f"{os.fsdecode(error.filename)}: {error.strerror}")
+    return errors.ConfigError(f"{os.fsdecode(error.filename)}: {error.strerror}")
 
 
 def _application(
@@ -304,7 +354,7 @@ def _application(
     app = typer.Typer(
         name="oobleck",
         help="Resilient distributed training of large models: nodes fail, training continues.",
-        epilog=f"{_epilog(_EXAMPLES)}\n\n{EXIT_CODES_TEXT}",
+        epilog=f"{_epilog(_EXAMPLES)}\n\n{errors.EXIT_CODES_TEXT}",
         no_args_is_help=True,
         rich_markup_mode=None,
         # A bug keeps Python's own traceback.
@@ -363,19 +413,19 @@ def _not_loaded() -> None:
     raise AssertionError("a command was run that the command line does not name")
 
 
-def _report(error: OobleckError) -> ExitCode:
+def _report(error: errors.OobleckError) -> errors.ExitCode:
     print(f"oobleck: {error}", file=sys.stderr)  # noqa: T201 - the one place that prints errors
-    return exit_code_of(error)
+    return errors.exit_code_of(error)
 
 
-def _report_group(group: BaseExceptionGroup[BaseException]) -> ExitCode:
+def _report_group(group: BaseExceptionGroup[BaseException]) -> errors.ExitCode:
     """Report the errors of concurrent tasks: ours as messages, each once; a bug is raised as it is."""
-    leaves = leaves_of(group)
+    leaves = errors.leaves_of(group)
     if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
-        return ExitCode.INTERRUPTED
+        return errors.ExitCode.INTERRUPTED
     reported = [_of_file(leaf) if isinstance(leaf, OSError) and leaf.filename is not None else leaf for leaf in leaves]
-    ours = {str(leaf): leaf for leaf in reported if isinstance(leaf, OobleckError)}
-    if not all(isinstance(leaf, OobleckError) for leaf in reported):
+    ours = {str(leaf): leaf for leaf in reported if isinstance(leaf, errors.OobleckError)}
+    if not all(isinstance(leaf, errors.OobleckError) for leaf in reported):
         raise group
     codes = [_report(error) for error in ours.values()]
     return codes[0]

@@ -27,7 +27,7 @@ class PictureOptions:
                 import cairosvg  # noqa: F401
             except ImportError as error:
                 raise UsageError(
-                    f"--plot {self.plot}: a PNG needs CairoSVG: pip install 'oobleck[plot]', or name an .svg file"
+                    f"--plot {self.plot}: a PNG needs CairoSVG: pip install cairosvg, or name an .svg file"
                 ) from error
 
     def write(self, svg: Callable[[], str], trace: Callable[[], str]) -> None:

@@ -20,7 +20,7 @@ _COUNTED = ("auto", "cpu", "gpu", "slots")
 _MOST_RESTARTS = 1_000_000
 
 
-def _digest(words: Iterable[str]) -> str:
+def secret_digest(words: Iterable[str]) -> str:
     """Return a digest that shows whether two texts are equal, but is too short to reveal them."""
     return f"sha256:{hashlib.sha256(chr(0).join(words).encode(errors='surrogateescape')).hexdigest()[:8]}"
 
@@ -112,9 +112,9 @@ class RanksSpec:
     def without_values(self) -> RanksSpec:
         """Return it for the journal: names and digests replace arguments and variables, which may be secret."""
         names = [word.partition("=")[0] for word in self.command[1:] if word.startswith("-")]
-        command = self.command[:1] if len(self.command) == 1 else (*self.command[:1], *names, _digest(self.command))
-        environment = {name: _digest((name, value)) for name, value in self.environment.items()}
-        return replace(self, command=command, environment=environment)
+        arguments = (*names, secret_digest(self.command)) if self.command[1:] else ()
+        environment = {name: secret_digest((name, value)) for name, value in self.environment.items()}
+        return replace(self, command=(*self.command[:1], *arguments), environment=environment)
 
     @property
     def kinds(self) -> str:

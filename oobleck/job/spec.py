@@ -354,6 +354,8 @@ class JobSpec:
     """The number of a node's devices that share each stage, by the model's own plan."""
     device_memory_bytes: int | None = bounded(None, 1, 2**50)
     """Memory of one device; None asks the nodes."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of all processes of the run, on every node; a journal has digests in place of values."""
     script: ScriptSpec | None = None
     """The script that the job comes from, if there is one."""
     torch_threads: int | None = bounded(None, 1, 1024)

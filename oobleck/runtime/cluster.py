@@ -31,6 +31,7 @@ from .files import AgentCommands
 from .node_check import check_nodes
 from .python_process import MODULE, why_it_ended
 from .ssh import CompletedCommand, SSHConnection
+from .workdir import Workdir
 
 _log = logging.getLogger("oobleck.cluster")
 
@@ -87,12 +88,14 @@ class SSHCluster:
         start_timeout_s: float = 0.0,
         checks_returning: bool = False,
         runs_ranks: bool = False,
+        workdir: Workdir | None = None,
     ) -> None:
         """`nodes` are those known at the start; others may join. `start_timeout_s` limits a node's start.
 
         With `runs_ranks`, agents run a script's ranks instead of workers. With `checks_returning`, a node that the run
-        let go is checked before its agent is started again.
+        let go is checked before its agent is started again. Processes run in `workdir`, which nodes get first.
         """
+        self._workdir = workdir
         self._tag = tag
         self._run_id = run_id
         self._index = {spec.name: index for index, spec in enumerate(nodes)}
@@ -118,14 +121,17 @@ class SSHCluster:
             try:
                 if attach:
                     # Another exit status would not tell a missing agent from a shell that fails.
-                    command = f"({self._commands(node).answer()}) || exit {_NO_AGENT}"
+                    command, stdin = f"({self._commands(node).answer()}) || exit {_NO_AGENT}", b""
                 else:
                     # An agent that was left would continue the earlier run's work.
                     async with self._turns:
                         await connection.run(self._commands(node).end(), timeout_s=limit_s)
                     await self._check_if_returning(node)
-                    command = self._agent_command(node)
-                completed = await connection.run(command, timeout_s=limit_s)
+                    if self._workdir is not None:
+                        async with self._turns:
+                            await self._workdir.send(node.name, connection, self._paths.base_dir / self._tag)
+                    command, stdin = self._connections.with_environment(self._agent_command(node))
+                completed = await connection.run(command, stdin=stdin, timeout_s=limit_s)
                 socket = self._understand(node, completed)
                 stream = await connection.open_unix(socket)
                 return _Tunnel(connection, stream, has_node_ended=partial(self._connections.launcher.has_ended, node))
@@ -220,7 +226,11 @@ class SSHCluster:
         }
         options = " ".join(f"{name} {shlex.quote(str(value))}" for name, value in arguments.items())
         ranks = " --ranks" if self._runs_ranks else ""
-        return f"exec {shlex.quote(self._paths.python)} {MODULE} {AGENT_MODULE} {options}{ranks}"
+        command = f"exec {shlex.quote(self._paths.python)} {MODULE} {AGENT_MODULE} {options}{ranks}"
+        if self._workdir is None:
+            return command
+        enter = self._workdir.enter(self._paths.base_dir / self._tag)
+        return f"exec /bin/sh -c {shlex.quote(f'{enter} && {command}')}"
 
     def _understand(self, node: NodeSpec, completed: CompletedCommand) -> str:
         if completed.exit_status == _NO_AGENT:

@@ -46,8 +46,8 @@ def why_it_ended(python: str, errors: str, exit_status: int | None) -> str:
     if missing is not None:
         module = missing.rpartition("No module named")[2].strip()
         return (
-            f"{python} has no module {module}; install oobleck {__version__} there, or name another interpreter with "
-            "--python"
+            f"{python} has no module {module}; install oobleck-train {__version__} there, or name another interpreter "
+            "with --python"
         )
     return lines[-1] if lines else f"exit status {exit_status}"
 

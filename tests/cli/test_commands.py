@@ -68,6 +68,8 @@ ELSEWHERE = (
     (r"oobleck checkpoint export", "the name of a command; tests/e2e/test_checkpoints.py"),
     (r"oobleck (run|up) .*train\.py.*", "tests/e2e/test_run_scripts.py, test_trainer.py"),
     (r"oobleck up --dry-run|python train\.py", "tests/e2e/test_dry_run.py, test_trainer.py"),
+    (r"oobleck (list|attach|resume|rm|clean)\b.*|oobleck status --watch", "tests/cli/test_runs.py"),
+    (r"oobleck (init|schema)", "tests/cli/test_starter.py"),
     (r"oobleck kill node2 --tag gpt2-demo", "tests/e2e/test_losses.py: a survivor keeps its process"),
     (
         r"oobleck stop gpt2-demo --now",
@@ -77,7 +79,7 @@ ELSEWHERE = (
     (r"make test-all", "`make test` is a part of it, and the rest takes half an hour"),
     (r"make docs", "tests/test_docs_site.py builds the site"),
     (r"pip install .", "`make` does it"),
-    (r"pip install 'oobleck\[ray\]'|python -m pytest tests/e2e/test_ray.py", "takes 250 MB"),
+    (r"pip install 'oobleck-train\[ray\]'|python -m pytest tests/e2e/test_ray.py", "takes 250 MB"),
     (r"python -m oobleck.runtime.agent.agent_process", "what the master runs on a node, in every run"),
     (r"python tools/gpu/verify.py .*", "needs a GPU; tests/tools/test_verify.py has fakes of what it starts"),
     (r"python tools/bench/.*", "tests/tools/test_benches.py, with --smoke"),

@@ -89,6 +89,8 @@ def test_a_master_of_another_machine_is_not_said_to_be_dead(tmp_path: Path, caps
         (["oobleck", "run", "--env=KEY=s3cret", "-m", "my.train", "s3cret"], "oobleck run --env=KEY=… -m my.train …"),
         (["oobleck", "run", "--no-python", "./go", "s3cret"], "oobleck run --no-python ./go …"),
         (["oobleck", "run", "--env", "HOME", "train.py"], "oobleck run --env HOME train.py"),
+        (["oobleck", "up", "--env", "KEY=a=b", "--local", "2"], "oobleck up --env KEY=… --local 2"),
+        (["oobleck", "up", "--set", "env.KEY=s3cret", "--set=env={K: s}"], "oobleck up --set env.KEY=… --set=env=…"),
     ],
 )
 def test_the_command_is_noted_without_what_may_be_a_secret(words: list[str], expected: str, tmp_path: Path) -> None:

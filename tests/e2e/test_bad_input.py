@@ -185,7 +185,7 @@ def test_an_interpreter_without_the_package_is_told_what_to_install(runner: Runn
     python = shutil.which("python3", path="/usr/bin") or sys.executable
     alone = script(tmp_path / "python", "cd /", f'exec {python} -I "$@"')
     outcome = runner.run("--job", str(runner.job_file()), "--python", alone, nodes=("--local", "2"))
-    assert_refused(runner, outcome, 1, f"{alone} has no module", f"install oobleck {__version__} there")
+    assert_refused(runner, outcome, 1, f"{alone} has no module", f"install oobleck-train {__version__} there")
 
 
 @pytest.mark.slow  # tests/runtime/test_python_process.py has the reasons

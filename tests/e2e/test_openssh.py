@@ -13,6 +13,7 @@ import pytest
 
 from oobleck.host.machine import this_machine
 from tests.openssh import OpenSSH, needs_openssh, serve_openssh
+from tests.processes import words_of
 
 from .elastic import ENDLESS, PACED, Reference, assert_all_is_right, stopped
 from .harness import TAG, Runner, oobleck, worker_pids
@@ -82,6 +83,40 @@ def test_a_hostfile_trains_what_virtual_nodes_train_survives_the_end_of_connecti
     assert all("Accepted publickey" in server.log for server in servers)
     assert runner.left_over() == []
     assert agent_logs(runner) == [f"agent{index}.log" for index in range(len(NODES))]
+
+
+def test_a_run_s_variables_are_in_its_processes_on_nodes_and_their_values_in_no_file(
+    runner: Runner, hosts: tuple[str, ...], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(runner.directory / ".oobleck" / TAG, ignore_errors=True)
+    monkeypatch.setenv("OF_THE_SHELL", "s3cret shell")
+    monkeypatch.setenv("NOT_NAMED", "s3cret")
+    of_file = runner.directory / "variables"
+    of_file.write_text("OF_THE_FILE='s3cret \"file\" $HOME'\n")
+    variables = ("--env", "OF_THE_SHELL", "--env-file", str(of_file), "--env", "TWO_LINES=s3cret 'one'\ns3cret two\\")
+    options = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), "--set", "env.OF_THE_JOB=s3cret job")
+    checked = tuple(word for word in hosts if word != "--no-check")  # its probes get the variables first
+    with runner.up(*options, *variables, nodes=(*checked, PACED)) as up:
+        up.wait_for_step(1)
+        for pid in worker_pids(runner).values():
+            found = psutil.Process(pid).environ()
+            assert found["OF_THE_SHELL"] == "s3cret shell"
+            assert found["OF_THE_FILE"] == 's3cret "file" $HOME'
+            assert found["TWO_LINES"] == "s3cret 'one'\ns3cret two\\"
+            assert found["OF_THE_JOB"] == "s3cret job"
+            assert "NOT_NAMED" not in found
+        status = oobleck("status", TAG, "--json", "--base-dir", str(runner.base_dir))
+        # The command itself is the user's own.
+        lines = [" ".join(words_of(process)) for process in runner.processes() if process.pid != up.process.pid]
+        outcome = stopped(runner, up)
+    assert outcome.exit_code == 0, outcome.output
+    report = oobleck("report", TAG, "--base-dir", str(runner.base_dir))
+    assert report.returncode == 0, report.stderr
+    assert "s3cret" not in outcome.output + status.stdout + "".join(lines)
+    written = [path for place in (runner.base_dir, runner.directory / ".oobleck") for path in place.rglob("*")]
+    files = [path for path in written if path.is_file() and not path.is_symlink()]
+    assert any(path.name == "report.html" for path in files)
+    assert [path for path in files if b"s3cret" in path.read_bytes()] == []
 
 
 @pytest.mark.slow  # tests/control/nodes/test_machines.py has what is decided, tests/roles what is told

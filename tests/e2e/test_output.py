@@ -152,3 +152,22 @@ def _until(condition, timeout_s: float = 120.0) -> None:
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_detached_run_outlives_its_command_and_is_followed_and_removed(runner: Runner) -> None:
+    with started(runner, "--detach", output=subprocess.PIPE, error=subprocess.PIPE) as process:
+        said, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors
+    assert f"`oobleck attach {TAG}` shows it".encode() in said
+    base = ("--base-dir", str(runner.base_dir))
+    followed = oobleck("attach", TAG, *base)
+    assert followed.returncode == 0, followed.stderr
+    assert f"step {STEPS}/{STEPS}" in followed.stdout
+    await_end(runner, process)
+    assert "all 24 steps are committed" in (runner.base_dir / TAG / "output.log").read_text()
+    deadline_s = time.monotonic() + 60
+    while (removed := oobleck("rm", TAG, *base)).returncode == 2 and time.monotonic() < deadline_s:
+        time.sleep(0.5)  # the master still closes what it has open
+    assert removed.returncode == 0, removed.stderr
+    assert not (runner.base_dir / TAG).exists()

@@ -1,6 +1,6 @@
 """Training on the nodes of a real Ray cluster of three raylets, one of which is killed.
 
-Ray is no part of the extra `test`, for its size: `pip install 'oobleck[ray]'` beside it, and run this file.
+Ray is no part of the extra `test`, for its size: `pip install 'oobleck-train[ray]'` beside it, and run this file.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def test_a_script_finds_what_lies_beside_it_and_not_what_lies_in_the_current_dir
         ("exec /no/python -P -m oobleck", {}, "there is no PYTHON; name the interpreter there with --python"),
         ("exec {python} -P -m oobleck", {"PYTHONHOME": "/nonexistent"}, "look at the variables there that begin with"),
         ("exec {python} -P -m oobleck", {"PYTHONMALLOC": "none"}, "PYTHONMALLOC: unknown allocator"),
-        ("exec {python} -I -P -m nosuchmodule", {}, "has no module nosuchmodule; install oobleck"),
+        ("exec {python} -I -P -m nosuchmodule", {}, "has no module nosuchmodule; install oobleck-train"),
         ("echo 'Unknown option: -P' >&2; exit 2", {}, "is older than Python 3.11"),
         ("echo 'no room' >&2; exit 3", {}, "no room"),
         ("exit 3", {}, "exit status 3"),

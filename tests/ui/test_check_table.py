@@ -49,6 +49,6 @@ def test_what_is_wrong_with_a_gpu_is_said_once_and_names_it():
 
 def test_what_could_not_be_read_is_a_note_for_all_gpus_and_changes_no_verdict():
     text = text_of(gpu(0, nvml=NvmlState.NO_MODULE), gpu(1, nvml=NvmlState.NO_MODULE))
-    assert text.count("oobleck[gpu]") == 1
+    assert text.count("nvidia-ml-py") == 1
     assert "GPU 0, 1: " in text
     assert "all 1 nodes are healthy" in text

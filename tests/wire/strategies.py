@@ -236,6 +236,7 @@ def job_specs(draw: st.DrawFn) -> JobSpec:
         built(
             JobSpec,
             tag=_TAGS,
+            env=st.dictionaries(WHOLE, WHOLE, max_size=3),
             microbatch_size=st.just(microbatch_size),
             global_batch_size=st.just(microbatch_size * num_microbatches),
             schedule=st.just(schedule),

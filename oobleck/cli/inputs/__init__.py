@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from .environment import EnvironmentOptions, read_variables, read_workdir
 from .hostfile import parse_hostfile
 from .job_file import changed_keys, load_job
+from .job_schema import job_schema
 from .job_sources import JobSource, open_job, read_job
 from .kinds_option import KindCount, parse_nodes, parse_prices, parse_profiles
 from .node_source import DialIn, FromCommand, FromHostfile, FromRay, FromSlurm, NodeSource, VirtualOnes, read_source
@@ -26,6 +28,7 @@ __all__ = [
     "SCHEDULE_NAMES",
     "SLOW_FACTOR",
     "DialIn",
+    "EnvironmentOptions",
     "FromCommand",
     "FromHostfile",
     "FromRay",
@@ -41,6 +44,7 @@ __all__ = [
     "changed_keys",
     "did_you_mean",
     "duration_s",
+    "job_schema",
     "load_job",
     "open_job",
     "parse_hostfile",
@@ -51,6 +55,8 @@ __all__ = [
     "parse_schedule_name",
     "read_job",
     "read_source",
+    "read_variables",
+    "read_workdir",
     "real",
     "whole",
     "with_save_every",

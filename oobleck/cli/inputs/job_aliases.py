@@ -18,7 +18,7 @@ from .yaml_tree import YamlError, YamlMapping, YamlScalar, YamlValue
 _DATA = ("epochs", "sequence_length", "vocab_size", "tokenizer", "text_column", "validation_split", "mlm_probability")
 _CHECKPOINT = ("save_steps", "save_total_limit")
 # These keys may stand at the top, or in the sections `job` and `model`; their values are their paths in a job.
-_PLACES: dict[str, tuple[str, ...]] = {
+ALIASES: dict[str, tuple[str, ...]] = {
     **{key: ("checkpoint", key) for key in _CHECKPOINT},
     **{key: ("data", key) for key in _DATA},
     **{part.name: ("optimizer", part.name) for part in fields(OptimizerSpec)},
@@ -39,6 +39,8 @@ _MODEL_KEYS = ("model_name", "model_args", "model_tag", "dataset_path", "dataset
 # Other names lead into these sections, so their keys may be spread over a file.
 _SECTIONS = (("optimizer",), ("data",), ("model",), ("checkpoint",))
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
+OTHER_KEYS = ("bf16", "fp16", "job", "dist")
+"""Keys at the top that stand for no key of a job."""
 # This section named the nodes in Oobleck 0.1. A hostfile does now, so the section is ignored.
 _NODES = "dist"
 
@@ -61,14 +63,14 @@ def _placed(tree: YamlMapping) -> Iterator[_Entry]:
         elif key.text in _PRECISIONS:
             yield from _precision(key, value)
         elif key.text != _NODES:
-            yield from _spread(_PLACES.get(key.text, (key.text,)), key, value)
+            yield from _spread(ALIASES.get(key.text, (key.text,)), key, value)
 
 
 def _placed_of_model(key: YamlScalar, section: YamlMapping) -> Iterator[_Entry]:
     own = []
     for inner, value in section.entries:
         if inner.text in _MODEL_KEYS:
-            yield _PLACES[inner.text], inner, value
+            yield ALIASES[inner.text], inner, value
         else:
             own.append((inner, value))
     if own or not section.entries:

@@ -27,7 +27,7 @@ Spec = TypeVar("Spec")
 
 _INT_LIMIT = 2**63  # everywhere that they go, whole numbers have 64 bits
 _SHOWN_CHARS = 60
-_NOT_IN_FILES = frozenset({"script"})
+NOT_IN_FILES = frozenset({"script"})
 _KINDS: Mapping[object, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -107,7 +107,7 @@ class _Reader:
     lenient: bool
 
     def spec(self, cls: type, value: YamlValue, path: tuple[str, ...]) -> dict[str, object]:
-        annotations = {name: hint for name, hint in get_type_hints(cls).items() if name not in _NOT_IN_FILES}
+        annotations = {name: hint for name, hint in get_type_hints(cls).items() if name not in NOT_IN_FILES}
         changes: dict[str, object] = {}
         for key, item in _entries(value, path):
             if key.text not in annotations:
@@ -125,6 +125,8 @@ class _Reader:
             if not isinstance(value, YamlScalar) or value.text not in arguments:
                 raise _unexpected(f"one of {', '.join(map(str, arguments))}", value, path)
             return value.text
+        if origin is Mapping and arguments[1] is str:
+            return {key.text: self._text(item, (*path, key.text)) for key, item in _entries(value, path)}
         if origin is Mapping:
             return {key.text: _read_any(item, (*path, key.text)) for key, item in _entries(value, path)}
         if origin is tuple:
@@ -163,6 +165,12 @@ class _Reader:
             else:
                 config[key.text] = _read_any(item, (*path, key.text))
         return changes | ({"config": config} if config else {})
+
+    def _text(self, value: YamlValue, path: tuple[str, ...]) -> str:
+        """Read a scalar as it is written: 1 and 1.10 are texts too."""
+        if not isinstance(value, YamlScalar) or value.value is None:
+            raise _unexpected(_KINDS[str], value, path)
+        return value.text
 
     def _scalar(self, annotation: object, value: YamlValue, path: tuple[str, ...]) -> object:
         kind = _KINDS[annotation]
@@ -220,6 +228,8 @@ def _changed(spec: Spec, changes: Mapping[str, object]) -> Spec:
         own = changes.get("config", {})
         assert isinstance(own, dict)
         values["config"] = {**kept, **own}
+    if isinstance(spec, JobSpec) and isinstance(own := changes.get("env"), dict):
+        values["env"] = {**spec.env, **own}
     return replace(spec, **values)  # type: ignore[type-var]  # specs are dataclasses all
 
 
@@ -253,7 +263,7 @@ def _line_of(tree: YamlValue, path: tuple[str, ...]) -> int:
 
 def _unknown_key(key: str, cls: type, path: tuple[str, ...]) -> str:
     place = f" in {'.'.join(path)}" if path else ""
-    own = [field.name for field in fields(cls) if field.name not in _NOT_IN_FILES]
+    own = [field.name for field in fields(cls) if field.name not in NOT_IN_FILES]
     elsewhere = {known.rpartition(".")[2]: known for known in _all_keys(JobSpec)}
     suggestion = elsewhere.get(key) or nearest(key, own) or elsewhere.get(nearest(key, elsewhere) or "")
     return f"unknown key {key!r}{place}; " + (f"did you mean {suggestion}?" if suggestion else did_you_mean(key, own))
@@ -262,7 +272,7 @@ def _unknown_key(key: str, cls: type, path: tuple[str, ...]) -> str:
 def _all_keys(cls: type, prefix: str = "") -> Iterator[str]:
     """Yield all keys of a job and of its sections, outer ones last."""
     for name, annotation in get_type_hints(cls).items():
-        if name in _NOT_IN_FILES:
+        if name in NOT_IN_FILES:
             continue
         if isinstance(annotation, type) and is_dataclass(annotation):
             yield from _all_keys(annotation, f"{prefix}{name}.")

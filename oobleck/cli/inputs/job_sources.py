@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from oobleck.host.user_path import expand_user
 from oobleck.job import JobSpec
 from oobleck.runtime.files import read_input
 
+from .environment import apply_environment
 from .job_file import apply_overrides, default_job, load_job
 
 if TYPE_CHECKING:
@@ -35,16 +36,19 @@ class JobSource:
     arguments: tuple[str, ...] = ()
     settings: Sequence[str] = ()
     """KEY=VALUE; these override all else."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the run, which override the job's `env`."""
 
 
 def read_job(source: JobSource, *, num_nodes: int) -> JobSpec:
     """Read a job; its script overrides its file. A script takes as long as its imports."""
+    base = _base(source, num_nodes=num_nodes)
     described = None
     if source.script is not None:
         from oobleck.runtime.processes import describe_script
 
         described = describe_script(source.script, source.arguments)
-    return _read(source, described, num_nodes=num_nodes)
+    return _read(source, described, base)
 
 
 def open_job(
@@ -59,15 +63,16 @@ def open_job(
         return finish(read_job(source, num_nodes=num_nodes)), None
     from oobleck.runtime.processes import ScriptProcess, TrainerProcess, read_script
 
+    base = _base(source, num_nodes=num_nodes)
     spec = read_script(source.script, source.arguments)
     # With SCRIPT_WAITS, a process of the script waits already, or the lines after its `train()` must not run.
     if not has_job(spec) and SCRIPT_WAITS not in os.environ:
         trainer = TrainerProcess(spec)
-        job = finish(_read(source, trainer.described, num_nodes=num_nodes))
+        job = finish(_read(source, trainer.described, base))
         trainer.check_microbatch_size(job.microbatch_size)
         return job, trainer
     with closing(ScriptProcess(source.script, source.arguments)) as process:
-        job = finish(_read(source, process.described, num_nodes=num_nodes))
+        job = finish(_read(source, process.described, base))
         if has_job(spec) and not _TRIED.isdisjoint(process.described.spec.provides):
             job = _tried_out(process, job, are_virtual=are_virtual)
     return job, None
@@ -89,14 +94,20 @@ def _tried_out(process: ScriptProcess, job: JobSpec, *, are_virtual: bool) -> Jo
     return replace(job, script=replace(job.script, is_tried=is_tried))
 
 
-def _read(source: JobSource, described: DescribedScript | None, *, num_nodes: int) -> JobSpec:
+def _base(source: JobSource, *, num_nodes: int) -> JobSpec:
+    """Return the job below the script's, whose variables its script may read."""
     if source.file is None and source.script is None:
         job = default_job(num_nodes)
     elif source.file is None:
         job = JobSpec()
     else:
         job = load_job(read_input(source.file, "job file"), source=str(source.file))
+    apply_environment(job, source.environment)
+    return job
+
+
+def _read(source: JobSource, described: DescribedScript | None, job: JobSpec) -> JobSpec:
     if described is not None:
         job = load_job(described.settings, source=f"{source.script}, its job", base=job, has_lines=False)
         job = replace(job, script=described.spec)
-    return apply_overrides(job, source.settings)
+    return apply_environment(apply_overrides(job, source.settings), source.environment)

@@ -9,10 +9,13 @@ import io
 import sys
 import time
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from oobleck.control.journal import RunSnapshot
+from oobleck.control.journal import RunSnapshot, Summary
 from oobleck.errors import OobleckError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _WIDTH, _HEIGHT = 110, 30
 _INTERVAL_S = 0.5
@@ -61,13 +64,32 @@ def _is_in_a_notebook() -> bool:
     return shell is not None and hasattr(shell, "kernel")
 
 
-def snapshot_html(snapshot: RunSnapshot) -> str:
-    from rich.console import Console
+def show_values_as_tables() -> None:
+    """Have a notebook show summaries and states of runs as `oobleck up` and `status` do, and not as Python values."""
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and (shell := ipython.get_ipython()) is not None:
+        formatter = shell.display_formatter.formatters["text/html"]
+        formatter.for_type(RunSnapshot, snapshot_html)
+        formatter.for_type(Summary, summary_html)
 
+
+def snapshot_html(snapshot: RunSnapshot) -> str:
     from oobleck.ui.dashboard import Dashboard
+
+    return _html(Dashboard(snapshot, fill=False))
+
+
+def summary_html(summary: Summary) -> str:
+    from oobleck.ui.summary_table import summary_table
+
+    return _html(summary_table(summary))
+
+
+def _html(drawn: RenderableType) -> str:
+    from rich.console import Console
 
     console = Console(
         record=True, file=io.StringIO(), width=_WIDTH, height=_HEIGHT, force_terminal=True, force_jupyter=False
     )
-    console.print(Dashboard(snapshot, fill=False))
+    console.print(drawn)
     return console.export_html(inline_styles=True, code_format=_FORMAT)

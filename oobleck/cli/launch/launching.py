@@ -12,9 +12,10 @@ from oobleck.cli.common_options import base_dir_of
 from oobleck.errors import ConfigError
 from oobleck.host.script import Job, is_running_script
 
+from .display import show_values_as_tables
 from .master import MasterProcess
 from .run import Run, failure_without_journal
-from .words import job_words, option_words
+from .words import environment_of, job_words, option_words
 
 
 def launch(
@@ -40,7 +41,8 @@ def launch(
         arguments: the script's arguments.
         base_dir: the directory of all runs.
         options: the long options of `oobleck up`, as in `local=4`, `steps=100`, `hosts_from="./hosts.sh"`,
-            `no_check=True`; `kill=["node2@20"]` and `set={"optimizer.learning_rate": 3e-4}` may hold several.
+            `no_check=True`; `kill=["node2@20"]` and `set={"optimizer.learning_rate": 3e-4}` may hold several;
+            `env={"NAME": "value"}`, or `env=["NAME"]` for their values here.
 
     Raises ConfigError or UsageError, with the message of `oobleck up`, for input that it refuses; RunFailed if the
     master fails at once for another reason.
@@ -52,8 +54,10 @@ def launch(
         )
     directory = base_dir_of(None if base_dir is None else Path(fspath(base_dir))).absolute()
     named = () if hosts is None else (fspath(hosts),)
+    variables = environment_of(options.pop("env", None))
+    options["env"] = list(variables)  # a command line can be read by all users of this machine
     words = [*named, *option_words(options), *job_words(job, tuple(arguments), directory)]
-    master = MasterProcess(words, directory)
+    master = MasterProcess(words, directory, {name: text for name, text in variables.items() if text is not None})
     try:
         held = master.wait_until_accepted()
     except BaseException:
@@ -65,4 +69,5 @@ def launch(
     if text := master.words_so_far():
         with suppress(OSError, ValueError):
             sys.stderr.write(f"{text}\n")
+    show_values_as_tables()
     return Run(master, held)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,7 +24,7 @@ _BLAMES = ("oobleck: ", "Error: ")
 
 
 class MasterProcess:
-    def __init__(self, words: Sequence[str], base_dir: Path) -> None:
+    def __init__(self, words: Sequence[str], base_dir: Path, variables: Mapping[str, str]) -> None:
         """Start `oobleck up` with these words, and the options that this class needs."""
         self._base_dir = base_dir
         self._lines: deque[str] = deque(maxlen=_MOST_LINES)
@@ -39,6 +40,7 @@ class MasterProcess:
             errors="replace",
             # A terminal's Ctrl-C reaches only the caller, who passes it on.
             start_new_session=True,
+            env={**os.environ, **variables},
         )
         self._id = ProcessId.of(self._process.pid)
         # The thread also keeps the process alive if the program drops its `Run`.

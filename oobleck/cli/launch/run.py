@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from oobleck.control.journal import JobEnded, JournalEntry, RunSnapshot, RunView, Summary, summarize
+from oobleck.control import journal
 from oobleck.errors import ConfigError, ExitCode, OobleckError, PeerError, RunFailed, UsageError
 from oobleck.runtime import control_client
 from oobleck.runtime.files import RunDirectory
@@ -72,7 +72,7 @@ class Run:
                 display.update()
         interrupts.raise_late()
 
-    def wait(self, timeout_s: float | None = None) -> Summary:
+    def wait(self, timeout_s: float | None = None) -> journal.Summary:
         """Wait for the end and return the closing summary, as `summary=FILE` writes it.
 
         A run that was stopped or interrupted has one too. Raises RunFailed with the reason, and the traceback of the
@@ -89,18 +89,26 @@ class Run:
         code = self._master.exit_code
         if code != ExitCode.DONE and not (code in _ENDS_WELL and self._has_journal):
             raise self._failure()
-        return summarize(read_journal(self._directory.journal))
+        return journal.summarize(read_journal(self._directory.journal))
 
-    def status(self) -> RunSnapshot:
+    def status(self) -> journal.RunSnapshot:
         """Return the state of the run now, or at its end, as `oobleck status --json` prints it."""
         try:
             answer = control_client.request(self._directory.control_socket, control_client.StatusRequest())
         except control_client.NoActiveRun:  # it does not listen yet, or any more
             return self._snapshot_of_journal()
         try:
-            return from_builtins(RunSnapshot, answer)
+            return from_builtins(journal.RunSnapshot, answer)
         except PeerError as error:
             raise PeerError(f"run {self.tag} is of another version of Oobleck: {error}") from error
+
+    def metrics(self) -> list[dict[str, object]]:
+        """Return a row of numbers for each committed step so far, for `pandas.DataFrame` and the like: O(entries).
+
+        The columns are the keys of metrics.jsonl: step, loss, learning_rate, tokens_per_s and so on, with one for each
+        part of its downtime.
+        """
+        return journal.metric_rows(read_journal(self._directory.journal)) if self._has_journal else []
 
     def kill(self, node: str) -> None:
         """Kill a node's agent and workers at once, as if its power had failed. The run recovers from it."""
@@ -150,7 +158,7 @@ class Run:
                     raise control_client.NoActiveRun(f"the run {self.tag} has ended") from None
             time.sleep(_POLL_S)
 
-    def _entries(self) -> Iterator[JournalEntry | None]:
+    def _entries(self) -> Iterator[journal.JournalEntry | None]:
         """Yield the journal's entries as they come, until the run ends, and None in between."""
         while not self._has_journal:
             # The journal may have come between the two questions, so the second is asked again.
@@ -176,10 +184,10 @@ class Run:
         except OSError:
             return False
 
-    def _snapshot_of_journal(self) -> RunSnapshot:
+    def _snapshot_of_journal(self) -> journal.RunSnapshot:
         if not self._has_journal:
-            return RunSnapshot(tag=self.tag)
-        view, t_s = RunView(), 0.0
+            return journal.RunSnapshot(tag=self.tag)
+        view, t_s = journal.RunView(), 0.0
         for entry in read_journal(self._directory.journal):
             view.apply(entry)
             t_s = entry.t_s
@@ -190,7 +198,9 @@ class Run:
         assert code is not None
         end = None
         if self._has_journal:
-            end = next((entry for entry in read_journal(self._directory.journal) if isinstance(entry, JobEnded)), None)
+            end = next(
+                (entry for entry in read_journal(self._directory.journal) if isinstance(entry, journal.JobEnded)), None
+            )
         if end is None:
             return failure_without_journal(self._master)
         text = end.error.end.traceback if end.error is not None else ""
@@ -220,7 +230,7 @@ def failure_without_journal(master: MasterProcess) -> OobleckError:
 class Event:
     """An entry of a run's journal; `str(event)` is the sentence that people read."""
 
-    entry: JournalEntry
+    entry: journal.JournalEntry
     """`StepDone`, `NodeLost`, `RecoveryDone` and so on, from `oobleck.control.journal`."""
 
     @property

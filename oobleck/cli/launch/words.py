@@ -23,7 +23,9 @@ from .script_text import script_text
 
 _MADE_OF = "the job given to launch()"
 _ARGUMENTS = frozenset({"base_dir", "job"})  # arguments of `launch` itself
-_OF_TERMINALS = frozenset({"plain", "json", "dry_run", "until_eof", "help", "install_completion", "show_completion"})
+_OF_TERMINALS = frozenset(
+    {"plain", "json", "dry_run", "until_eof", "detach", "help", "install_completion", "show_completion"}
+)
 
 
 @cache
@@ -57,6 +59,20 @@ def option_words(options: Mapping[str, object]) -> Iterator[str]:
             yield from (option,) if value else ()
         elif value is not None:
             yield from (f"{option}={text}" for text in _texts(keyword, value))
+
+
+def environment_of(env: object) -> dict[str, str | None]:
+    """Return the variables of a run, from values by name, or from names alone, which stand for values here."""
+    match env:
+        case None:
+            return {}
+        case str():
+            return {env: None}
+        case Mapping():
+            return {str(name): next(iter(_texts(f"env.{name}", value))) for name, value in env.items()}
+        case Sequence() if all(isinstance(name, str) and "=" not in name for name in env):
+            return dict.fromkeys(env)
+    raise UsageError("env: expected a mapping of names to values, or names of variables that are set here")
 
 
 def _texts(keyword: str, value: object) -> list[str]:

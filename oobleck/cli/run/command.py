@@ -12,18 +12,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from oobleck.cli.common_options import base_dir_of
-from oobleck.cli.inputs import DialIn, NodeOptions, NodeSource, VirtualOnes, read_source
+from oobleck.cli.inputs import DialIn, NodeOptions, NodeSource, VirtualOnes, read_source, read_workdir
 from oobleck.errors import ConfigError, UsageError
 from oobleck.host.user_path import expand_user
 from oobleck.job.ranks import RanksSpec
 from oobleck.runtime.files import BASE_DIR_VARIABLE, default_tag
 from oobleck.runtime.script_command import check_command
 from oobleck.storage.scripts import identity_of
+
+if TYPE_CHECKING:
+    from oobleck.runtime.workdir import Workdir
 
 from . import options
 
@@ -55,21 +58,22 @@ def run(
         said = "the ranks do not get this command's input: they have none, as they may start again; name a file instead"
         print(f"oobleck: {said}", file=sys.stderr)  # noqa: T201
     source = _read_source(line)
+    _check_together(line, source)
     with _naming_options():
         spec = _spec_of(line, source)
     named_dir = own.get("--base-dir") or os.environ.get(BASE_DIR_VARIABLE)
     base_dir = base_dir_of(Path(named_dir) if named_dir else None)
-    if not spec.is_tag_given and (tag := default_tag(base_dir, spec.tag, identity_of(spec).script)) != spec.tag:
+    owner = identity_of(spec).script
+    if not spec.is_tag_given and (tag := default_tag(base_dir, spec.tag, owner)) != spec.tag:
         print(f"oobleck: another script's run is called {spec.tag}; this one is {tag}", file=sys.stderr)  # noqa: T201
         spec = replace(spec, tag=tag)
 
     from .run_ranks import RanksRun, run_ranks
 
-    if "--exclude-straggler" in line.flags and "--network-check" not in line.flags:
-        raise UsageError("--exclude-straggler: slow nodes are found by --network-check; give both")
+    workdir = None
+    if "--workdir" in own:
+        workdir, spec = _in_workdir(read_workdir(Path(own["--workdir"])), spec, source)
     config = own.get("--ssh-config")
-    if config is not None and isinstance(source, VirtualOnes):
-        raise UsageError("--ssh-config: virtual nodes need none; leave it out, or name a hostfile instead of --local")
     raise SystemExit(
         run_ranks(
             RanksRun(
@@ -79,10 +83,38 @@ def run(
                 ssh_config=expand_user(Path(config)).absolute() if config is not None else None,
                 base_dir=base_dir,
                 check="--network-check" in line.flags,
+                owner=owner,
+                workdir=workdir,
                 leaves_out_slow="--exclude-straggler" in line.flags,
             )
         )
     )
+
+
+def _check_together(line: options.CommandLine, source: NodeSource) -> None:
+    """Raise UsageError for options that mean nothing without, or beside, another one."""
+    if "--exclude-straggler" in line.flags and "--network-check" not in line.flags:
+        raise UsageError("--exclude-straggler: slow nodes are found by --network-check; give both")
+    if "--ssh-config" in line.own and isinstance(source, VirtualOnes):
+        raise UsageError("--ssh-config: virtual nodes need none; leave it out, or name a hostfile instead of --local")
+
+
+def _in_workdir(path: Path, spec: RanksSpec, source: NodeSource) -> tuple[Workdir, RanksSpec]:
+    """Return the directory that travels to nodes, and the specification of ranks that run in its copy there."""
+    from oobleck.runtime.workdir import Workdir, pack
+
+    inside = os.path.relpath(os.path.realpath(spec.directory), path)
+    if inside.split(os.sep)[0] == os.pardir:
+        raise UsageError(
+            f"--workdir: the script runs in {spec.directory}, which is not in {path}; name one that has it"
+        )
+    if isinstance(source, VirtualOnes):
+        return Workdir(path=path), spec
+    script = spec.command[0]
+    if spec.entry != "module" and os.path.isabs(script) and Path(os.path.realpath(script)).is_relative_to(path):
+        raise UsageError(f"--workdir: {script} is copied to another place; name it from {spec.directory} on")
+    # Agents run in the copy, wherever a node has its home directory.
+    return pack(path, (".",)), replace(spec, directory=inside)
 
 
 def _has_input() -> bool:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from oobleck.cli.inputs import NodeOptions, ReachOptions
+from oobleck.cli.inputs import NodeOptions, ReachOptions, read_variables
 from oobleck.cli.option_fields import declared_options
 from oobleck.control.node_ranks import OWN_VARIABLES
 from oobleck.errors import UsageError
@@ -34,7 +34,9 @@ LAUNCHER_OPTIONS = {
     "--tag": ("NAME", "Name of the run; by default, the script's."),
     "--base-dir": ("DIRECTORY", "Directory of all runs."),
     "--directory": ("DIRECTORY", "Where the script runs, on every node; by default, the current directory."),
-    "--env": ("NAME[=VALUE]", "Give ranks this variable; may be repeated."),
+    "--env": ("NAME[=VALUE]", "Give ranks this variable, by default with its value here; may be repeated."),
+    "--env-file": ("FILE", "Give ranks the variables of a file with lines NAME=VALUE or NAME; --env wins."),
+    "--workdir": ("DIRECTORY", "Copy this directory to all nodes, without what git ignores; the script runs in it."),
     "--hang-timeout": ("SECONDS", "How long ranks may print and save nothing while one waits (600; 0: no limit)."),
     "--join-timeout": ("SECONDS", "How long to wait for MIN nodes (600)."),
     "--node-unit": ("N", "Run on a multiple of N nodes (1)."),
@@ -47,7 +49,7 @@ LAUNCHER_FLAGS = {
     "--exclude-straggler": "With --network-check: leave slow ones out too.",
     "--save-at-breakpoint": "After a failure, write what ranks have saved in memory to disk; this always happens.",
 }
-_REPEATED = ("--env",)
+_REPEATED = ("--env", "--env-file")
 
 USED = {
     "--nnodes": "MIN:MAX",
@@ -157,7 +159,7 @@ def parse_command_line(words: Sequence[str], environment: Mapping[str, str]) -> 
         max_restarts=DEFAULT_RESTARTS if max_restarts is None else max_restarts,
         run_id=str(values.get("--rdzv-id", "none")),
         role=str(values.get("--role", "default")),
-        environment=dict(_variables(values.get("--env", ()), environment)),
+        environment=_variables(values, environment),
         log_dir=str(values["--log-dir"]) if "--log-dir" in values else None,
         redirects=_streams("--redirects", values),
         tee=_streams("--tee", values),
@@ -261,17 +263,14 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
     return values
 
 
-def _variables(settings: object, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    assert isinstance(settings, list | tuple)
-    for text in settings:
-        name, equals, value = str(text).partition("=")
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise UsageError(f"--env: {text!r} is not NAME or NAME=VALUE")
-        if name in _OWN_VARIABLES:
-            raise UsageError(f"--env: {name} is set for each rank by the run itself; {_OWN_VARIABLES[name]}")
-        if not equals and name not in environment:
-            raise UsageError(f"--env: {name} is not set here; give its value, as in {name}=1")
-        yield name, value if equals else environment[name]
+def _variables(values: Mapping[str, object], environment: Mapping[str, str]) -> dict[str, str]:
+    settings, files = values.get("--env", []), values.get("--env-file", [])
+    assert isinstance(settings, list)
+    assert isinstance(files, list)
+    found = read_variables(settings, [Path(file) for file in files], environment)
+    for name in found.keys() & _OWN_VARIABLES.keys():
+        raise UsageError(f"--env: {name} is set for each rank by the run itself; {_OWN_VARIABLES[name]}")
+    return found
 
 
 def _node_range(text: str) -> tuple[int, int]:

@@ -32,6 +32,7 @@ from oobleck.runtime.files import RunDirectory
 from oobleck.runtime.journals import JournalWriter, set_aside
 from oobleck.runtime.patient_clock import PatientClock
 from oobleck.runtime.profile_files import ProfileFiles
+from oobleck.runtime.workdir import Workdir
 from oobleck.storage.scripts import DIRECTORY_VARIABLE, find_parts, identity_of
 from oobleck.ui.live import say
 
@@ -51,6 +52,10 @@ class RanksRun:
     base_dir: Path
     check: bool
     """Whether to check nodes first, unless they are virtual."""
+    owner: str
+    """The script's path here."""
+    workdir: Workdir | None
+    """What nodes get first; ranks' directory is in it."""
     leaves_out_slow: bool
     """Whether nodes that this check finds slow do not take part."""
 
@@ -67,7 +72,7 @@ def run_ranks(run: RanksRun) -> int:
     count = f"{num_nodes} node{'' if num_nodes == 1 else 's'}"
     say(output, f"oobleck run: {run.spec.tag}, {count}, logs in {directory.path}")
     with directory.lock(), wiring.background_logging():
-        directory.note_owner(identity_of(run.spec).script)
+        directory.note_owner(run.owner)
         directory.note_command(["oobleck", *sys.argv[1:]])
         clock = PatientClock()
         end = trio.run(_run, run, directory, output, clock, clock=clock)
@@ -106,6 +111,7 @@ async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: Pa
         checks=run.check,
         tell=tell,
         runs_ranks=True,
+        workdir=run.workdir,
     )
     async with opened as nodes, trio.open_nursery() as nursery:
         launcher, cluster = nodes.launcher, nodes.cluster

@@ -27,6 +27,7 @@ from .options import UpOptions
 
 if TYPE_CHECKING:
     from oobleck.runtime.processes import TrainerProcess
+    from oobleck.runtime.workdir import Workdir
 
 _STEP = re.compile(r"[0-9]{1,15}")
 
@@ -37,7 +38,12 @@ def up(options: UpOptions) -> None:
 
     Training continues when nodes are lost. Ctrl-C once finishes the step and stops; twice stops at once.
     """
+    if options.detach and not options.dry:
+        from .detached import start_detached
+
+        raise SystemExit(start_detached(base_dir_of(options.base_dir)))
     hostfile, asked = _parse_words(options)
+    workdir = _workdir(options, asked)
     source = inputs.read_source(hostfile, options.nodes)
     if options.summary is not None and not os.access(expand_user(options.summary).parent, os.W_OK):
         raise UsageError(f"--summary: {options.summary} cannot be written; its directory must exist and be yours")
@@ -81,9 +87,25 @@ def up(options: UpOptions) -> None:
         resume=resume,
         metrics=metrics,
         trainer=trainer,
+        workdir=workdir,
         owner=owner,
     )
     raise SystemExit(run_job(run))
+
+
+def _workdir(options: UpOptions, asked: inputs.JobSource) -> Workdir | None:
+    """Return the directory that travels to nodes; they, and scripts here, import from it and from a script's in it."""
+    if (named := options.environment.workdir) is None:
+        return None
+    path = inputs.read_workdir(named)
+    script = None if asked.script is None else expand_user(asked.script).resolve().parent
+    is_inside = script is not None and script != path and script.is_relative_to(path)
+    imports = (".", str(script.relative_to(path))) if script is not None and is_inside else (".",)
+    from oobleck.runtime.workdir import Workdir, pack
+
+    before = filter(None, [os.environ.get("PYTHONPATH")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([*(str(path / name) for name in imports), *before])
+    return Workdir(path=path, import_from=imports) if options.nodes.local is not None else pack(path, imports)
 
 
 def _open(
@@ -174,6 +196,7 @@ def _parse_words(options: UpOptions) -> tuple[Path | None, inputs.JobSource]:
         script=Path(words[end]) if scripts else None,
         arguments=tuple(words[end + 1 :]),
         settings=options.job.settings or (),
+        environment=options.environment.variables(),
     )
 
 

@@ -62,7 +62,11 @@ class UpOptions:
         "--kill", "NODE@STEP", "Kill a node once this step is committed, to see the run recover."
     )
     reach: inputs.ReachOptions
+    environment: inputs.EnvironmentOptions
     dry: bool = flag("--dry-run", "Show the plan without starting anything.")
+    detach: bool = option(
+        "-d", "--detach", "Return once the job is accepted; `oobleck attach` shows the run.", default=False
+    )
     plain: bool = flag("--plain", "Print lines instead of the dashboard.")
     as_json: JsonOption = False
     summary: Path | None = option("--summary", "FILE", "Write the closing summary as JSON.")

@@ -42,6 +42,7 @@ from oobleck.runtime.metrics_output import MetricsAddress, MetricsOutput, serve_
 from oobleck.runtime.patient_clock import PatientClock
 from oobleck.runtime.processes import CallbackProcess, TrainerProcess
 from oobleck.runtime.profile_files import ProfileFiles
+from oobleck.runtime.workdir import Workdir
 from oobleck.storage import CheckpointDirectory
 from oobleck.ui.live import console_on, say
 from oobleck.ui.summary_table import summary_table
@@ -68,6 +69,7 @@ class Run:
     metrics: MetricsAddress | None
     trainer: TrainerProcess | None
     """A script that waits in its `train()`."""
+    workdir: Workdir | None
     owner: str
     """The path of the script or job file, if it belongs to a user."""
 
@@ -194,6 +196,8 @@ async def _run(
         tell=lambda text: say(output, f"oobleck up: {text}"),
         renew_keys=run.resume == "never",
         num_devices=run.job.tensor_parallel,
+        variables=run.job.env,
+        workdir=run.workdir,
     )
     async with opened as nodes, trio.open_nursery() as nursery:
         launcher, cluster = nodes.launcher, nodes.cluster

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import os
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from oobleck.runtime.files import RunDirectory
 from oobleck.runtime.launchers import Launcher
 from oobleck.runtime.node_check import check_nodes
 from oobleck.runtime.ssh import SSHOptions, open_ssh_loop
+from oobleck.runtime.workdir import Workdir
 
 from .launching import open_launcher
 
@@ -73,8 +75,13 @@ async def open_nodes(
     renew_keys: bool = False,
     num_devices: int = 1,
     runs_ranks: bool = False,
+    variables: Iterable[str] = (),
+    workdir: Workdir | None = None,
 ) -> AsyncIterator[RunNodes]:
-    """Open the launcher of a run's nodes, and the cluster on it; virtual nodes live as long as the context."""
+    """Open the launcher of a run's nodes, and the cluster on it; virtual nodes live as long as the context.
+
+    Nodes get these variables of this process's environment, and `workdir`.
+    """
     launching = open_launcher(
         source,
         SSHOptions(connect_timeout_s=control.connect_timeout_s, config=ssh_config),
@@ -87,7 +94,9 @@ async def open_nodes(
     )
     # Connections need the loop until they are closed, so it is opened first and closed last.
     async with open_ssh_loop(), launching as launcher:
-        paths, connections = _remote_paths(directory, launcher, python), NodeConnections(launcher)
+        # Virtual nodes have all of this environment.
+        environment = {} if launcher.are_virtual else {name: os.environ[name] for name in variables}
+        paths, connections = _remote_paths(directory, launcher, python), NodeConnections(launcher, environment)
         # Virtual nodes are one machine, whose faults all of them would share.
         are_checked = checks and not launcher.are_virtual
         cluster = SSHCluster(
@@ -99,6 +108,7 @@ async def open_nodes(
             start_timeout_s=control.start_timeout_s,
             checks_returning=are_checked,
             runs_ranks=runs_ranks,
+            workdir=workdir,
         )
         try:
             yield RunNodes(

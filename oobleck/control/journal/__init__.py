@@ -24,7 +24,7 @@ from .losses import (
     Unreachable,
     WorkerEnded,
 )
-from .metrics import Metrics, MetricSample, prometheus_text
+from .metrics import Metrics, MetricSample, metric_rows, prometheus_text
 from .node_entries import (
     ForkServerDown,
     NodeAdded,
@@ -182,6 +182,7 @@ __all__ = [
     "WorkerUp",
     "diagnose",
     "failure_of_end",
+    "metric_rows",
     "prometheus_text",
     "state_at_end",
     "summarize",

@@ -278,6 +278,6 @@ def _words(finding: GpuFinding) -> str:
 
 
 _UNREAD_BECAUSE = {
-    NvmlState.NO_MODULE: "install oobleck[gpu] (nvidia-ml-py) there",
+    NvmlState.NO_MODULE: "pip install nvidia-ml-py there",
     NvmlState.NO_DRIVER: "NVML's library, or the driver, is not there",
 }

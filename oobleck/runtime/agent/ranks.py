@@ -312,7 +312,7 @@ class RankProcesses:
         return protocol.BecomeRank(
             entry=run.entry,
             command=tuple(word.replace("${local_rank}", str(setup.local_rank)) for word in run.command),
-            directory=run.directory,
+            directory=os.path.abspath(run.directory),  # the fork server may have started elsewhere
             environment=environment,
             stdout=str(logs / "stdout.log"),
             stderr=str(logs / "stderr.log"),

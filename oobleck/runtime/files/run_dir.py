@@ -6,6 +6,7 @@ lock                 held by the run's master while it lives
 host                 the machine of the first master
 owner                the script or job file of the tag's first run
 command              the command that started the newest master, for people
+output.log           the output of `oobleck up --detach`
 control.sock         status, kill and stop; a link to a short directory elsewhere if this path is too long
 temporary            the directory with the sockets of virtual nodes' agents
 agent<index>.log     one per line of the hostfile
@@ -19,6 +20,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shlex
 import socket
 from collections.abc import Iterator, Sequence
@@ -39,6 +41,7 @@ LAUNCHED_DIRECTORY = ".launched"
 """The part of the directory of all runs where `oobleck.launch` writes jobs."""
 MAX_SOCKET_PATH_BYTES = 100
 """A length below the limits of Linux (108 with its closing zero) and macOS (104)."""
+_VARIABLE = re.compile(r"((?:--env[= ]|--set[= ]env\b)[^=]*=).+", re.DOTALL)
 _TAG_CHARS = 40
 _DIGEST_CHARS = 8
 
@@ -154,9 +157,9 @@ class RunDirectory:
             if word.endswith(".py") or words[index - 1 : index] in (["-m"], ["--module"], ["--no-python"]):
                 shown = [*shown[: index + 1], *(["…"] if words[index + 1 :] else [])]
                 break
-            name, equals, value = word.removeprefix("--env=").partition("=")
-            if equals and value and (word.startswith("--env=") or words[index - 1 : index] == ["--env"]):
-                shown[index] = f"{'--env=' if word.startswith('--env=') else ''}{name}=…"
+            before = f"{words[index - 1]} " if index and not word.startswith("-") else ""
+            if (found := _VARIABLE.fullmatch(f"{before}{word}")) is not None:
+                shown[index] = f"{found[1]}…".removeprefix(before)
         quoted = (word if word.endswith("…") else shlex.quote(word) for word in shown)
         line = f"cd {shlex.quote(os.getcwd())} && {' '.join(quoted)}"
         with suppress(OSError, UnicodeEncodeError):

@@ -159,7 +159,7 @@ class KubernetesAPI:
             )
         if importlib.util.find_spec("kubernetes") is None:
             raise UsageError(
-                "--kubernetes: its client is not installed here; pip install 'oobleck[kubernetes]', or leave it out "
+                "--kubernetes: its client is not installed here; pip install kubernetes, or leave it out "
                 "and use --dial-in alone"
             )
         return cls(namespace=namespace, account=account)

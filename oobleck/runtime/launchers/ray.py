@@ -33,7 +33,7 @@ _READ_BYTES = 1 << 16
 async def ray_nodes() -> tuple[str, ...]:
     """Return the names of the cluster's nodes. Raises UserError."""
     if importlib.util.find_spec("ray") is None:
-        raise UsageError("--ray: Ray is not installed here; install oobleck[ray], in the cluster's version of Ray")
+        raise UsageError("--ray: Ray is not installed here; pip install ray, in the cluster's version")
     listed = await printed_by(shlex.join((*_PROCESS, "--list")), named="Ray", timeout_s=_JOIN_S)
     if not listed.split():
         raise ConfigError("the Ray cluster has no node with a CPU for work; see `ray status`")

@@ -205,7 +205,7 @@ class SlurmTasks:
                 )
             await process.wait()
         except OSError as error:
-            self.callers.report(f"srun cannot be started: {error.strerror}")
+            self.callers.report(f"srun cannot be started: {error.filename}: {error.strerror}")
 
 
 async def _ask(*words: str) -> str:

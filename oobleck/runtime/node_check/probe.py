@@ -65,9 +65,11 @@ class RemoteProbe:
             f"exec {shlex.quote(python)} {MODULE} oobleck.training.process.node_probe "
             f"--node {shlex.quote(self.spec.name)} --directory {shlex.quote(str(directory))}"
         )
+        command, first_line = connections.with_environment(command)
         try:
             self._connection = await connections.to(self.spec)
             self._stream = await self._connection.open_command(command)
+            await self._stream.send_all(first_line)
         except NodeUnreachable as error:
             self.failure = error.reason
             return

@@ -23,7 +23,7 @@ from oobleck.job import NodeSpec
 
 from .asyncssh_adapter import Keepalive, Preamble, SSHCommandStream, SSHStream, await_asyncio, marked
 from .host_config import Jump, ProxyCommand, configured_algorithms, jumps_of, key_arguments, read_config
-from .known_hosts import HostKeyFiles, KnownHosts, find_known_hosts
+from .known_hosts import HostKeyFiles, KnownHosts, find_known_hosts, new_host
 from .login_gate import Logins
 
 T = TypeVar("T")
@@ -226,6 +226,9 @@ class _Attempt:
         if "known_hosts" not in arguments:
             self.known_hosts = find_known_hosts(resolved)
             arguments["known_hosts"] = self.known_hosts.as_option(options.host_key_files)
+            newcomer = await new_host(self.known_hosts, options.host_key_files, _by_hand(self.spec, options))
+            if newcomer is not None:
+                arguments["client_factory"] = lambda: newcomer
         return resolved
 
 
@@ -322,17 +325,21 @@ def _explain_host_key(attempt: _Attempt, error: asyncssh.HostKeyNotVerifiable, o
             "another machine answers in its place; if you know that it is the right one, `ssh-keygen -R` removes the "
             "old key"
         )
+    return (
+        f"the host key of {target} is not in {files}, where it has the name {known_hosts.names[0]}; connect once by "
+        f"`{' '.join(_by_hand(spec, options))}`, compare its fingerprint, and let ssh add it, or set "
+        "`StrictHostKeyChecking accept-new` for it in ssh's config"
+    )
+
+
+def _by_hand(spec: NodeSpec, options: SSHOptions) -> list[str]:
+    """Return the command that connects to a host without us."""
     words = ["ssh"]
     if options.config is not None:
         words += ["-F", str(options.config)]
     if spec.port is not None:
         words += ["-p", str(spec.port)]
-    words.append(f"{spec.user}@{spec.host}" if spec.user is not None else spec.host)
-    return (
-        f"the host key of {target} is not in {files}, where it has the name {known_hosts.names[0]}; connect once by "
-        f"`{' '.join(words)}`, compare its fingerprint, and let ssh add it: Oobleck adds none, whatever "
-        "StrictHostKeyChecking says"
-    )
+    return [*words, f"{spec.user}@{spec.host}" if spec.user is not None else spec.host]
 
 
 def _explain(attempt: _Attempt, error: Exception) -> str:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import binascii
 import hmac
+import logging
 import os
 import re
+import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import asyncssh
+import trio
+
+_log = logging.getLogger("oobleck.ssh")
 
 _USER_FILES = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")
 _GLOBAL_FILES = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
@@ -24,6 +29,8 @@ _REVOKED = "@revoked"
 _MARKERS = ("@cert-authority", _REVOKED)
 _SIGNS_OF_A_PATTERN = frozenset("*?!")
 _DEFAULT_PORT = 22
+_ACCEPTING = ("accept-new", "no", "false", "off")  # ssh prints `false` for the last two
+_POLICY_TIMEOUT_S = 5.0
 _ANY = "host"  # the name under which asyncssh receives the matching keys
 
 
@@ -31,6 +38,8 @@ _ANY = "host"  # the name under which asyncssh receives the matching keys
 class KnownHosts:
     files: tuple[Path, ...]
     """Listed in ssh's order, whether they exist or not."""
+    own: Path | None
+    """The user's file, to which ssh adds keys."""
     names: tuple[str, ...]
     """Tried in this order; the first one with a key counts."""
 
@@ -42,6 +51,19 @@ class KnownHosts:
         """Whether the files have any key of this host. Raises OSError for unreadable files."""
         host_keys, authorities, *_ = files.trusted(self.readable, self.names).match("", "", None)
         return bool(host_keys or authorities)
+
+    def add(self, key: asyncssh.SSHKey, *, is_hashed: bool) -> None:
+        """Add a host's key to the user's file. Raises OSError."""
+        name, path = self.names[0], self.own
+        assert path is not None
+        if is_hashed:
+            salt = os.urandom(20)
+            pair = (salt, hmac.digest(salt, name.encode(), "sha1"))
+            name = "|1|" + "|".join(binascii.b2a_base64(part, newline=False).decode() for part in pair)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # One write, as other connections add theirs at the same time.
+        with open(path, "ab", opener=lambda file, flags: os.open(file, flags, 0o600)) as file:
+            file.write(name.encode() + b" " + key.export_public_key().strip() + b"\n")
 
     def as_option(self, files: HostKeyFiles) -> asyncssh.SSHKnownHosts | bytes:
         """Return asyncssh's `known_hosts` argument."""
@@ -176,4 +198,52 @@ def find_known_hosts(options: asyncssh.SSHClientConnectionOptions) -> KnownHosts
     else:
         names = (host,) if port == _DEFAULT_PORT else (f"[{host}]:{port}", host)
     files = tuple(Path(name).expanduser() for name in (*user_files, *global_files))
-    return KnownHosts(files=files, names=names)
+    own = next((Path(name).expanduser() for name in user_files), None)
+    return KnownHosts(files=files, own=own, names=names)
+
+
+class NewHost(asyncssh.SSHClient):
+    """Trusts the key that a host shows which no file knows, and adds it to the user's file."""
+
+    def __init__(self, known_hosts: KnownHosts, *, is_hashed: bool) -> None:
+        self._known_hosts = known_hosts
+        self._is_hashed = is_hashed
+        self._key: asyncssh.SSHKey | None = None
+
+    def validate_host_public_key(self, host: str, addr: str, port: int, key: asyncssh.SSHKey) -> bool:
+        self._key = key
+        return True
+
+    def begin_auth(self, username: str) -> None:
+        """Called once the host has proved that the key is its own."""
+        if self._key is None:
+            return
+        name = self._known_hosts.names[0]
+        try:
+            self._known_hosts.add(self._key, is_hashed=self._is_hashed)
+        except OSError as error:
+            _log.warning("the host key of %s is not added to %s: %s", name, error.filename, error.strerror)
+        else:
+            _log.info("the host key of %s is trusted from now on: %s", name, self._key.get_fingerprint())
+
+
+async def new_host(known_hosts: KnownHosts, files: HostKeyFiles, ssh: Sequence[str]) -> NewHost | None:
+    """Return a client that trusts an unknown host, if StrictHostKeyChecking in ssh's config says so; else None.
+
+    `ssh` is the command that would connect to the host. Raises OSError for unreadable files.
+    """
+    # Without a file of the user's, ssh has no place for a new key and refuses it.
+    if known_hosts.own is None or known_hosts.knows_host(files):
+        return None
+    # asyncssh does not read this option; ssh itself says what its config comes to.
+    with trio.move_on_after(_POLICY_TIMEOUT_S):
+        try:
+            answer = await trio.run_process(
+                [ssh[0], "-G", *ssh[1:]], capture_stdout=True, stderr=subprocess.DEVNULL, check=False
+            )
+        except FileNotFoundError:
+            return None
+        said = dict(line.split(" ", 1) for line in answer.stdout.decode(errors="replace").splitlines() if " " in line)
+        if said.get("stricthostkeychecking") in _ACCEPTING:
+            return NewHost(known_hosts, is_hashed=said.get("hashknownhosts") == "yes")
+    return None

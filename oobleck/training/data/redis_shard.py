@@ -33,9 +33,7 @@ class RedisShard:
         try:
             import redis
         except ImportError as error:
-            raise ConfigError(
-                "data.shards: Redis' client is not installed here: pip install 'oobleck[redis]'"
-            ) from error
+            raise ConfigError("data.shards: Redis' client is not installed here: pip install redis") from error
         parts = urlsplit(name)
         self._key = parts.path.strip("/")
         if not parts.hostname or not self._key:

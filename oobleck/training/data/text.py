@@ -165,7 +165,7 @@ def _load_rows(data: DataSpec, path: str) -> Any:
         import datasets
     except ImportError as error:
         raise ConfigError(
-            "data.dataset_path: Hugging Face datasets are not installed here: pip install 'oobleck[datasets]'"
+            "data.dataset_path: Hugging Face datasets are not installed here: pip install datasets"
         ) from error
     datasets.disable_progress_bars()  # they would only fill the agent's log
     directory = expand_user(path)

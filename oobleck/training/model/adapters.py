@@ -237,7 +237,7 @@ def _import_peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ConfigError(f"model.lora: PEFT cannot be loaded ({error}); pip install 'oobleck[peft]'") from error
+        raise ConfigError(f"model.lora: PEFT cannot be loaded ({error}); pip install peft") from error
     return peft
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from oobleck.cli.launch.display import Display, snapshot_html
-from oobleck.control.journal import NodeState, NodeView, RunSnapshot, RunState
+from IPython.core.interactiveshell import InteractiveShell
+
+from oobleck.cli.launch.display import Display, show_values_as_tables, snapshot_html
+from oobleck.control.journal import NodeState, NodeView, RunSnapshot, RunState, summarize
+from tests.control.journals import run_with_a_loss
 
 
 def test_the_dashboard_as_html_has_what_the_terminal_has_and_no_codes_of_it():
@@ -24,3 +27,20 @@ def test_without_a_notebook_nothing_is_asked():
 
     with Display(Shown(), changes=True) as display:
         display.update()
+
+
+def test_ipython_shows_summaries_and_states_as_tables():
+    """Without it they are 30 lines of a dataclass's words."""
+    show_values_as_tables()  # no shell yet
+    shell = InteractiveShell.instance()
+    try:
+        show_values_as_tables()
+        for value, word in (
+            (summarize(run_with_a_loss()), "steps committed"),
+            (RunSnapshot(tag="my-run", step=7, max_steps=20), "my-run"),
+        ):
+            shown, _ = shell.display_formatter.format(value)
+            assert word in shown["text/html"]
+            assert "<pre " in shown["text/html"]
+    finally:
+        InteractiveShell.clear_instance()

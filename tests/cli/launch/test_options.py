@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.cli.launch.words import known_options, option_words
+from oobleck.cli.launch.words import environment_of, known_options, option_words
 from oobleck.errors import UsageError
 
 
@@ -28,6 +28,14 @@ def test_an_option_that_may_be_given_often_takes_several():
     assert words(set={"optimizer.learning_rate": 3e-4, "data.paths": ["a", "b"], "checkpoint.enabled": False}) == [
         *("--set=optimizer.learning_rate=0.0003", '--set=data.paths=["a", "b"]', "--set=checkpoint.enabled=false"),
     ]
+
+
+def test_variables_are_values_by_name_or_names_whose_values_are_here():
+    assert environment_of({"A": 1, "B": "x y"}) == {"A": "1", "B": "x y"}
+    assert environment_of(["A", "B"]) == {"A": None, "B": None}
+    for wrong in (["A=1"], 3):
+        with pytest.raises(UsageError, match="env: expected a mapping"):
+            environment_of(wrong)
 
 
 def test_a_word_that_begins_with_a_dash_is_a_value():

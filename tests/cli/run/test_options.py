@@ -87,7 +87,7 @@ def test_what_has_no_meaning_is_said_to_be_unused():
         (["--nnodes", "all", "train.py"], "--nnodes: 'all' is not N or MIN:MAX"),
         (["--max-restarts", "few", "train.py"], "--max-restarts: 'few' is not a whole number"),
         (["--tee", "5", "train.py"], "--tee: '5' is not 0, 1, 2, 3"),
-        (["--env", "A-B=1", "train.py"], "--env: 'A-B=1' is not NAME or NAME=VALUE"),
+        (["--env", "A-B=1", "train.py"], "--env: 'A-B' is no name of a variable; write NAME or NAME=VALUE"),
         (["--env", "MISSING", "train.py"], "--env: MISSING is not set here"),
         (["-m", "--no-python", "x"], "--module and --no-python"),
         (["--nnodes", "2"], "name a script to run"),

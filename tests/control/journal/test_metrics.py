@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from oobleck.control.journal import JobStarted, NodeAdded, PlanAdopted, ProfileKnown
-from oobleck.control.journal.metrics import Metrics, MetricSample, prometheus_text
+from oobleck.control.journal.metrics import Metrics, MetricSample, metric_rows, prometheus_text
 from oobleck.job import NodeSpec
 from oobleck.planner import (
     DeviceProfile,
@@ -136,3 +136,13 @@ def test_every_number_of_a_sample_is_exported_to_prometheus():
     sample = replace(sample_of(run_with_a_loss()), **dict.fromkeys(numbers, 1))
     exported = [line for line in prometheus_text(sample, "gpt2-demo").splitlines() if line.startswith("# TYPE")]
     assert len(exported) == len(numbers) + 1  # the time in each state is one more
+
+
+def test_rows_are_a_table_of_plain_columns():
+    rows = metric_rows(run_with_a_loss(steps=30, lost_at=10))
+    assert [row["step"] for row in rows] == list(range(1, 31))
+    assert all(row.keys() == rows[0].keys() for row in rows)
+    assert {"loss", "tokens_per_s", "downtime_starting_s"} <= rows[0].keys()
+    plain = (int, float, type(None))
+    assert all(isinstance(value, plain) for row in rows for value in row.values())
+    assert rows[-1]["recoveries"] == 1

@@ -75,7 +75,7 @@ def test_nothing_is_found_about_a_gpu_that_does_what_its_data_sheet_says():
         ({"product_flops": 4.0e14}, GpuProblem.SLOW_PRODUCT, Health.SLOW, 4.0e14, 989.4e12, "40% of its data sheet"),
         ({"memory_bytes_per_s": 1.5e12}, GpuProblem.SLOW_MEMORY, Health.SLOW, 1.5e12, 3.35e12, "1500 GB/s, 45%"),
         ({"name": "NVIDIA GB300"}, GpuProblem.NO_SHEET, Health.HEALTHY, None, None, "GB300"),
-        ({"nvml": NvmlState.NO_MODULE}, GpuProblem.NOT_READ, Health.HEALTHY, None, None, "oobleck[gpu]"),
+        ({"nvml": NvmlState.NO_MODULE}, GpuProblem.NOT_READ, Health.HEALTHY, None, None, "pip install nvidia-ml-py"),
         ({"nvml": NvmlState.NO_DRIVER}, GpuProblem.NOT_READ, Health.HEALTHY, None, None, "driver"),
         (
             {"nvml": NvmlState.REFUSED, "error": "Insufficient Permissions"},

@@ -115,7 +115,7 @@ async def test_a_cluster_without_a_node_for_work_is_named(ray: None, monkeypatch
 @pytest.mark.skipif("ray" in sys.modules, reason="Ray is loaded")
 def test_without_ray_or_with_other_nodes_the_start_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "ray").exists()])
-    with pytest.raises(UsageError, match=r"install oobleck\[ray\]"):
+    with pytest.raises(UsageError, match=r"pip install ray"):
         read_source(None, NodeOptions(ray=True))
     with pytest.raises(UsageError, match="--ray names all nodes"):
         read_source(None, NodeOptions(ray=True, local=4))

@@ -83,6 +83,45 @@ RIGHT = "[127.0.0.1]:{port} {key}"
 
 
 @pytest.mark.parametrize(
+    "lines", ["StrictHostKeyChecking accept-new", "StrictHostKeyChecking off\n  HashKnownHosts yes"]
+)
+async def test_an_unknown_host_is_added_where_ssh_would_add_it_and_another_key_is_refused_then(
+    place: Place, lines: str
+) -> None:
+    config = place.config(lines=lines, known="", host="127.0.0.1")
+    known = place.directory / "known"
+    assert await refusal(config) == ""
+    (added,) = [line for line in known.read_text().splitlines() if place.names["key"].split()[1] in line]
+    assert ("127.0.0.1" in added) == ("Hash" not in lines)
+    assert ssh_connects(place.config(lines="StrictHostKeyChecking yes", known=added, host="127.0.0.1"))
+    assert await refusal(config) == ""
+    assert known.read_text().count(place.names["key"].split()[1]) == 1
+    place.config(
+        lines=lines,
+        known=added.replace(place.names["key"].split()[1], place.names["other"].split()[1]),
+        host="127.0.0.1",
+    )
+    assert "shows another host key" in await refusal(config)
+
+
+@pytest.mark.parametrize(
+    ("lines", "known"),
+    [
+        ("StrictHostKeyChecking accept-new\n  UserKnownHostsFile none", ""),
+        ("StrictHostKeyChecking accept-new", "@revoked * {key}"),
+        ("StrictHostKeyChecking accept-new", "[127.0.0.1]:{port} {other}"),
+        ("Match host nosuch\n  StrictHostKeyChecking no", ""),
+        ("Match exec true\n  StrictHostKeyChecking no", ""),
+    ],
+)
+async def test_an_unknown_host_is_accepted_by_the_lines_by_which_ssh_accepts_it(
+    place: Place, lines: str, known: str
+) -> None:
+    config = place.config(lines=lines, known=known, host="127.0.0.1")
+    assert (await refusal(config) == "") == ssh_connects(config)
+
+
+@pytest.mark.parametrize(
     ("known", "host", "lines"),
     [
         (RIGHT, "127.0.0.1", ""),
@@ -171,8 +210,8 @@ async def test_a_config_reaches_what_ssh_reaches_by_it(place: Place, lines: str)
 @pytest.mark.parametrize(
     ("lines", "known", "words"),
     [
-        ("StrictHostKeyChecking accept-new", "", "Oobleck adds none, whatever StrictHostKeyChecking says"),
-        ("StrictHostKeyChecking no", "", "Oobleck adds none, whatever StrictHostKeyChecking says"),
+        ("StrictHostKeyChecking ask", "", "or set `StrictHostKeyChecking accept-new` for it"),
+        ("StrictHostKeyChecking no", "[127.0.0.1]:{port} {other}", "shows another host key"),
         ("HostKeyAlias foo", RIGHT, "where it has the name foo"),
         ("UserKnownHostsFile none", RIGHT, "names no known_hosts file"),
         ("HostKeyAlgorithms ssh-rsa", RIGHT, "none of the algorithms that ssh's config asks for (HostKeyAlgorithms)"),

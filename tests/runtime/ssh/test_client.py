@@ -439,14 +439,6 @@ async def test_a_changed_host_key_is_refused_with_a_warning(openssh: OpenSSH, tm
 
 
 @needs_openssh
-async def test_a_config_cannot_turn_the_check_of_host_keys_off(openssh: OpenSSH, tmp_path):
-    config = openssh.host_config(["alpha"]).replace(str(openssh.known_hosts), "none")
-    options = written(tmp_path / "config", config, "  StrictHostKeyChecking no")
-    async with open_ssh_loop():
-        assert "is not in" in await unreachable(ALPHA, options)
-
-
-@needs_openssh
 async def test_the_global_known_hosts_count_too_and_missing_files_do_not_harm(openssh: OpenSSH, home: Path, tmp_path):
     config = openssh.host_config(["alpha"]).replace("UserKnownHostsFile", "GlobalKnownHostsFile /nonexistent")
     async with open_ssh_loop():

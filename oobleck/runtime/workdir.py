@@ -1,0 +1,159 @@
+"""A directory of the user's that travels to nodes: its files in an archive, and the copy on a node.
+
+A copy is in the run's directory there, under the digest of its contents, so that a node that has it gets nothing again.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import os
+import shlex
+import stat
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import trio
+
+from oobleck.errors import NodeUnreachable, UsageError
+
+from .ssh import SSHConnection
+
+MOST_BYTES = 256 << 20
+_CHUNK_BYTES = 256 << 10
+_LOOK_TIMEOUT_S = 30.0
+_COPY_TIMEOUT_S = 600.0
+_LEFT_OUT = frozenset({".git", "__pycache__"})
+_SHOWN_FILES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workdir:
+    """A directory of this machine, and the place of its copy on nodes."""
+
+    path: Path
+    import_from: tuple[str, ...] = (".",)
+    """Directories in it from which Python imports."""
+    archive: bytes | None = None
+    """Its files; None where nodes share this machine's."""
+    digest: str = ""
+
+    def enter(self, run: PurePosixPath) -> str:
+        """Return a POSIX shell's command that enters the copy in the directory of a run, where a node has it."""
+        place = shlex.quote(str(self.path)) if self.archive is None else f"{_in_shell(run)}/workdir"
+        imports = ":".join(f"$PWD/{name}" if name != "." else "$PWD" for name in self.import_from)
+        return f'cd {place} && export PYTHONPATH="{imports}${{PYTHONPATH:+:$PYTHONPATH}}"'
+
+    async def send(self, node: str, connection: SSHConnection, run: PurePosixPath) -> None:
+        """Copy the files to a node unless it has them. Raises NodeUnreachable."""
+        if self.archive is None:
+            return
+        copies, link = f"{_in_shell(run)}/.workdir", f"{_in_shell(run)}/workdir"
+        use = f"ln -sfn {shlex.quote(f'.workdir/{self.digest}')} {link}"
+        try:
+            known = await connection.run(_shell(f"[ -d {copies}/{self.digest} ] && {use}"), timeout_s=_LOOK_TIMEOUT_S)
+            if known.exit_status == 0:
+                return
+            # Nodes of one home directory may unpack at the same time; one name then stands for equal files.
+            unpack = (
+                f'umask 077; mkdir -p {copies} && t=$(mktemp -d {copies}/.new.XXXXXX) && tar -xzf - -C "$t" && '
+                f'{{ mv -T "$t" {copies}/{self.digest} 2>/dev/null || rm -rf "$t"; }} && [ -d {copies}/{self.digest} ] '
+                f"&& {use} && for old in {copies}/*; do "
+                f'[ "${{old##*/}}" = {self.digest} ] || rm -rf "$old"; done'
+            )
+            with trio.fail_after(_COPY_TIMEOUT_S):
+                await self._stream(node, connection, _shell(unpack))
+        except trio.BrokenResourceError as error:
+            raise NodeUnreachable(node, f"--workdir cannot be copied there: {error}") from error
+        except trio.TooSlowError as error:
+            raise NodeUnreachable(node, f"--workdir was not copied there within {_COPY_TIMEOUT_S:g} s") from error
+
+    async def _stream(self, node: str, connection: SSHConnection, command: str) -> None:
+        assert self.archive is not None
+        stream = await connection.open_command(command)
+        async with stream:
+            for place in range(0, len(self.archive), _CHUNK_BYTES):
+                await stream.send_all(self.archive[place : place + _CHUNK_BYTES])
+            await stream.send_eof()
+            while await stream.receive_some():
+                pass
+            if stream.exit_status != 0:
+                why = stream.errors.splitlines()[-1:] or [f"exit status {stream.exit_status}"]
+                raise NodeUnreachable(node, f"--workdir cannot be copied there: {why[0]}")
+
+
+def _in_shell(path: PurePosixPath) -> str:
+    text = str(path)
+    return f'"$HOME"/{shlex.quote(text[2:])}' if text.startswith("~/") else shlex.quote(text)
+
+
+def _shell(script: str) -> str:
+    return f"exec /bin/sh -c {shlex.quote(script)}"
+
+
+def pack(path: Path, import_from: tuple[str, ...], *, most_bytes: int = MOST_BYTES) -> Workdir:
+    """Archive a directory's files, without those that git ignores. Raises UsageError."""
+    files = sorted(files_of(path))
+    sizes = {name: os.lstat(path / name).st_size for name in files}
+    if (total := sum(sizes.values())) > most_bytes:
+        largest = sorted(sizes, key=lambda name: -sizes[name])[:_SHOWN_FILES]
+        shown = ", ".join(f"{name} ({sizes[name] / 1e6:,.1f} MB)" for name in largest)
+        raise UsageError(
+            f"--workdir: {path} has {total / 1e6:,.0f} MB in {len(files)} files, and at most "
+            f"{most_bytes / 1e6:,.0f} MB are copied; name large ones in a .gitignore there (the largest: {shown})"
+        )
+    archive = io.BytesIO()
+    with (
+        gzip.GzipFile(fileobj=archive, mode="wb", compresslevel=1, mtime=0, filename="") as packed,
+        tarfile.open(fileobj=packed, mode="w") as tar,
+    ):
+        for name in files:
+            try:
+                tar.add(path / name, arcname=name, recursive=False)
+            except OSError as error:
+                raise UsageError(f"--workdir: {path / name} cannot be read: {error.strerror}") from error
+    digest = hashlib.sha256(archive.getvalue()).hexdigest()[:16]
+    return Workdir(path=path, import_from=import_from, archive=archive.getvalue(), digest=digest)
+
+
+def files_of(directory: Path) -> Iterator[str]:
+    """Yield the names of a directory's files and links: those that git would add or has, or else all."""
+    listed = _listed_by_git(directory)
+    if listed is None:
+        for root, directories, names in os.walk(directory):
+            directories[:] = [name for name in directories if name not in _LEFT_OUT]
+            # A link to a directory is a file here.
+            links = [name for name in directories if os.path.islink(os.path.join(root, name))]
+            inside = os.path.relpath(root, directory)
+            yield from _kept(directory, [os.path.normpath(os.path.join(inside, name)) for name in names + links])
+        return
+    for name in listed:
+        is_repository = os.path.isdir(directory / name) and not os.path.islink(directory / name)
+        if is_repository:  # within this one
+            yield from (os.path.join(name, inner) for inner in files_of(directory / name))
+        else:
+            yield from _kept(directory, [name])
+
+
+def _listed_by_git(directory: Path) -> list[str] | None:
+    """Return the files of a directory in a repository that git does not ignore; None where there is no repository."""
+    asked = ["git", "-C", str(directory), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        answer = subprocess.run(asked, capture_output=True, check=False)
+    except FileNotFoundError:
+        return None
+    return None if answer.returncode else [*dict.fromkeys(filter(None, os.fsdecode(answer.stdout).split("\0")))]
+
+
+def _kept(directory: Path, names: list[str]) -> Iterator[str]:
+    for name in names:
+        try:
+            mode = os.lstat(directory / name).st_mode
+        except OSError:  # git knows it, and it was deleted
+            continue
+        if stat.S_ISREG(mode) or stat.S_ISLNK(mode):
+            yield name

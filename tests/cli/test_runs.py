@@ -1,0 +1,172 @@
+"""The runs of a base directory: listed, removed, resumed and followed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trio
+
+from oobleck.cli.common_options import complete_tags
+from oobleck.cli.main import main
+from oobleck.control.journal.view import RunView
+from oobleck.runtime.control_client import StatusRequest
+from oobleck.runtime.control_socket import serve_control
+from oobleck.runtime.files import BASE_DIR_VARIABLE, RunDirectory
+from oobleck.wire import encode_json
+from tests.control.journals import run_with_a_loss
+
+LONG_AGO_S = 30 * 86_400.0
+
+
+def left(base_dir: Path, tag: str, *, ends: bool = True, age_s: float = 0.0) -> RunDirectory:
+    """What a run leaves, with or without an end."""
+    run = RunDirectory(base_dir=base_dir, tag=tag)
+    run.create()
+    run.path.joinpath("lock").write_text("1 1 elsewhere\n")
+    run.journal.write_bytes(b"".join(map(encode_json, run_with_a_loss(ends=ends))))
+    when_s = run.journal.stat().st_mtime - age_s
+    os.utime(run.journal, (when_s, when_s))
+    return run
+
+
+def listed(base_dir: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, object]]:
+    assert main(["list", "--json", "--base-dir", str(base_dir)]) == 0
+    return {row["tag"]: row for row in json.loads(capsys.readouterr().out)}
+
+
+def test_runs_are_listed_with_their_state_their_step_and_their_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done, masterless = left(tmp_path, "done", age_s=60), left(tmp_path, "masterless", ends=False)
+    (tmp_path / "cache").mkdir()
+    done.path.joinpath("checkpoint").write_bytes(b"x" * 1_000_000)
+    rows = listed(tmp_path, capsys)
+    assert list(rows) == ["masterless", "done"], "newest first"
+    assert (rows["done"]["state"], rows["done"]["step"], rows["done"]["max_steps"]) == ("done", 120, 120)
+    assert rows["masterless"]["state"] == "no master"
+    assert rows["done"]["size_bytes"] >= 1_000_000
+    masterless.journal.write_bytes(b"no journal\n")
+    assert main(["list", "--base-dir", str(tmp_path)]) == 0
+    assert "120/120" in capsys.readouterr().out
+
+
+async def test_an_active_run_is_listed_followed_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], nursery: trio.Nursery
+) -> None:
+    run, view = left(tmp_path, "mine"), RunView()
+    for entry in run_with_a_loss():
+        view.apply(entry)
+
+    async def answer(request: object) -> dict[str, object]:
+        assert isinstance(request, StatusRequest)
+        return view.at(20.0).to_dict()
+
+    await nursery.start(serve_control, run.control_socket, answer)
+
+    async def oobleck(*words: str) -> tuple[int, str]:
+        code = await trio.to_thread.run_sync(partial(main, [*words, "--base-dir", str(tmp_path)]))
+        return code, "".join(capsys.readouterr())
+
+    code, said = await oobleck("list", "--json")
+    assert (code, json.loads(said)[0]["state"]) == (0, "active")
+    for words in (("attach", "mine"), ("status", "--watch")):
+        code, said = await oobleck(*words)
+        assert code == 0, said
+        assert "step 120/120" in said, "off a terminal, its lines up to its end"
+    code, said = await oobleck("resume", "mine")
+    assert (code, "`oobleck attach mine` shows it" in said) == (2, True)
+    assert (await oobleck("clean", "--older-than", "0s", "--yes"))[0] == 0
+    assert run.journal.exists()
+
+
+def test_a_run_is_removed_by_its_name_unless_it_lives_or_may_live(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done, masterless, held = (left(tmp_path, tag, ends=tag != "b") for tag in ("a", "b", "c"))
+    base = ("--base-dir", str(tmp_path))
+    assert main(["rm", "a", "nosuch", *base]) == 2
+    assert done.journal.exists(), "all or nothing of what is named"
+    assert "no run 'nosuch'; runs in" in capsys.readouterr().err
+    assert main(["rm", "../a", *base]) == 2
+    assert main(["rm", "a", *base]) == 0
+    assert not done.path.exists()
+    assert main(["rm", "b", *base]) == 2
+    assert "its nodes may still train: `oobleck resume b`" in capsys.readouterr().err
+    assert main(["rm", "b", "--force", *base]) == 0
+    assert not masterless.path.exists()
+    with held.lock():
+        assert main(["rm", "c", "--force", *base]) == 2
+    assert held.journal.exists()
+
+
+def test_old_runs_are_shown_and_removed_only_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, young = left(tmp_path, "old", age_s=LONG_AGO_S), left(tmp_path, "young")
+    base = ("--base-dir", str(tmp_path))
+    assert main(["clean", *base]) == 0
+    assert "old: done" in capsys.readouterr().out
+    assert old.path.exists()
+    assert main(["clean", "--yes", *base]) == 0
+    assert (old.path.exists(), young.path.exists()) == (False, True)
+    assert main(["clean", *base]) == 0
+    assert "no run ended that long ago" in capsys.readouterr().out
+
+
+def test_resuming_gives_the_command_again_where_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = left(tmp_path, "mine")
+    there = tmp_path / "there"
+    there.mkdir()
+    monkeypatch.chdir(there)
+    run.note_command(["oobleck", "version", "--json"])
+    command = [sys.executable, "-m", "oobleck", "resume", "mine", "--base-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "torch" in json.loads(done.stdout)
+    assert f"oobleck: cd {there} && oobleck version --json" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["oobleck", "up", "--env", "KEY=s3cret"], "noted without what may be secret"),
+        (["oobleck", "up", "--until-eof"], "was started by a program"),
+    ],
+)
+def test_a_command_that_nobody_can_give_again_is_not_given(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left(tmp_path, "mine").note_command(words)
+    assert main(["resume", "mine", "--base-dir", str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_shell_completes_the_tags_of_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for tag in ("llama-1", "llama-2", "other"):
+        left(tmp_path, tag)
+    monkeypatch.setenv(BASE_DIR_VARIABLE, str(tmp_path))
+    assert complete_tags("ll") == ["llama-1", "llama-2"]
+    assert complete_tags("[") == []
+
+
+@pytest.mark.parametrize(
+    ("former", "now"), [("get_agent_list", "status"), ("kill_agent", "kill NODE"), ("run_singlenode", "up --local N")]
+)
+def test_the_commands_of_oobleck_0_1_answer_with_the_new_words(
+    former: str, now: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([former, "10.0.0.1"]) == 2
+    assert f"it is `oobleck {now}`" in capsys.readouterr().err
+
+
+def test_a_detached_run_that_is_refused_says_why(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "oobleck", "up", "-d", "--local", "2", "--job", "nosuch.yaml"]
+    base = ["--base-dir", str(tmp_path)]
+    done = subprocess.run([*command, *base], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "nosuch.yaml" in done.stderr
+    assert list(tmp_path.iterdir()) == []
