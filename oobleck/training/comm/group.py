@@ -21,7 +21,7 @@ from . import staging
 from .devices import blaming_peers
 from .edges import EdgeReceiver, EdgeSender
 from .inbox import Inbox
-from .nccl import NcclGroup, NcclWork
+from .nccl import NcclGroup, NcclWork, abort_all
 from .waiter import Waiter
 
 LARGE_SUM = 2 << 20
@@ -174,17 +174,19 @@ class Group:
 
     def abort(self) -> None:
         """Abort everything that NCCL carries in this group. Any thread may call this."""
+        abort_all(self.give_up())
+
+    def give_up(self) -> list[NcclGroup]:
+        """Return the communicators, for the caller to abort; those that come later are aborted by themselves."""
         with self._nccl_lock:
             self._is_given_up = True
-            communicators = list(self._communicators)
-        for nccl in communicators:
-            nccl.abort()
+            return list(self._communicators)
 
-    def abort_open_sums(self) -> None:
-        """Abort sums that may be running on the GPU. Any thread may call this."""
+    @property
+    def has_open_sums(self) -> bool:
+        """Whether NCCL's sums may be running on the GPU. Any thread may ask."""
         nccl = self._nccl
-        if nccl is not None and nccl.has_open_work:
-            self.abort()
+        return nccl is not None and nccl.has_open_work
 
     def _hold(self, nccl: NcclGroup) -> None:
         with self._nccl_lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
@@ -79,7 +79,9 @@ class Device(DeviceWork):
 
     def __init__(self, *, is_stuck: bool = False) -> None:
         super().__init__(torch.device("cuda", 0))
-        self.is_stuck = is_stuck
+        self.can_end = threading.Event()
+        if not is_stuck:
+            self.can_end.set()
         self.num_pieces = 0
         self.is_marked = threading.Event()
 
@@ -91,11 +93,9 @@ class Device(DeviceWork):
         yield
         self.num_pieces += 1
 
-    def mark(self) -> None:
+    def mark(self) -> Callable[[], None]:
         self.is_marked.set()
-
-    def is_done(self) -> bool:
-        return not self.is_stuck
+        return lambda: cast("None", self.can_end.wait(20))
 
     def seconds(self) -> float:
         return 1e-9 * self.num_pieces
@@ -173,6 +173,7 @@ def test_a_device_that_does_not_end_is_waited_for_until_the_pipeline_is_stopped(
     with pytest.raises(Interrupted):
         worker.run()
     fencing.join()
+    device.can_end.set()
 
 
 def test_what_a_device_took_is_told_by_its_own_clock():
