@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from oobleck.errors import ConfigError
 
 _COMPILERS = ("g++", "clang++")
+_of_thread = threading.local()
 
 
 def compile_forward(module: nn.Module) -> None:
@@ -53,6 +55,20 @@ def recompute_activations(module: nn.Module, *, draws_at_random: bool) -> None:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=draws_at_random, **kwargs)
 
     module.forward = checkpointed
+
+
+def keep_casts(output: torch.Tensor) -> None:
+    """Have the backward pass of an output leave autocast's casts of weights to the forward passes that follow."""
+    forward_thread, kind = threading.get_ident(), output.device.type  # not the output, which the hook would keep
+
+    def begin(_gradient: torch.Tensor) -> None:
+        # On a GPU, autograd has a thread of its own, which outlives the pass. Torch counts nested autocasts by thread,
+        # and drops the casts of all threads when the outermost of any ends: so that thread never leaves this one.
+        if threading.get_ident() != forward_thread and not hasattr(_of_thread, "outermost"):
+            _of_thread.outermost = torch.autocast(kind, enabled=False)
+            _of_thread.outermost.__enter__()
+
+    output.register_hook(begin)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

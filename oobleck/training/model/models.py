@@ -23,7 +23,7 @@ from oobleck.training.randomness import MicrobatchKey
 
 from .buffers import StageBuffers
 from .configuration import CAUSAL_LM_LOSS, CLASSIFICATION
-from .forward_passes import compile_forward, recompute_activations
+from .forward_passes import compile_forward, keep_casts, recompute_activations
 from .initialization import initialize_adapters, initialize_module, materialize_buffers, move_buffers, unset
 from .layered_model import LayeredModel, arguments_of
 from .live_model import LiveWeights
@@ -204,10 +204,13 @@ class StageModel:
         # Within a stage hidden states are added up as precisely as in the uncut model.
         received = None if hidden is None else hidden.to(self.dtype)
         with self._buffers.in_use(), self._computing(), self._modules.running(batch, received, key):
-            return self._loss(batch, num_items) if self.is_last else self._hidden(batch)
+            output = self._loss(batch, num_items) if self.is_last else self._hidden(batch)
+        if self.autocast is not None and output.requires_grad:
+            keep_casts(output)
+        return output
 
     def casting_once(self) -> AbstractContextManager[object]:
-        """Within the block, autocast casts each weight once for all forward passes; weights must not change in it."""
+        """Within the block, autocast casts each weight once for all passes; weights must not change in it."""
         # Torch drops its casts when the outermost autocast ends, and each microbatch in flight would keep its own. The
         # outermost is disabled here, so that backward passes run as they do outside the block.
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, enabled=False)

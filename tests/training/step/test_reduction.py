@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import cast
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,6 +120,7 @@ class _Groups(dict[GroupKey, "_Groups"]):
         return object()
 
 
+@pytest.mark.usefixtures("backward_on")
 def test_of_several_chunks_those_whose_backward_passes_are_over_are_summed_while_the_last_one_runs() -> None:
     """The last to run is the first layers' chunk; what it does not touch is final before."""
     names = ("late", "both", "early")
