@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import sysconfig
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 from oobleck.errors import ConfigError
 
-_COMPILERS = ("g++", "clang++")
 _of_thread = threading.local()
 
 
@@ -33,13 +34,21 @@ def compile_forward(module: nn.Module) -> None:
     module.forward = torch.compile(module.forward, dynamic=False)
 
 
-def require_compiler(device: torch.device, *, find: Callable[[str], str | None] = shutil.which) -> None:
-    """Raise ConfigError if torch would not find a compiler."""
-    if device.type != "cpu":
-        return  # Triton comes with torch's builds for GPUs
-    wanted = (os.environ["CXX"],) if "CXX" in os.environ else _COMPILERS
+def require_compiler(
+    device: torch.device, *, find: Callable[[str], str | None] = shutil.which, headers: Path | None = None
+) -> None:
+    """Raise ConfigError if torch would not find a compiler. `headers` replaces the directory of Python's."""
+    # For a GPU, Triton compiles the code that launches its kernels, which is a module of Python's in C.
+    variable, known = ("CXX", ("g++", "clang++")) if device.type == "cpu" else ("CC", ("gcc", "clang"))
+    wanted = (os.environ[variable],) if variable in os.environ else known
     if not any(find(name) for name in wanted):
         raise ConfigError(f"compile: there is no {' or '.join(wanted)} here; install it on every node, or leave it out")
+    headers = headers or Path(sysconfig.get_paths()["include"])
+    if device.type != "cpu" and not (headers / "Python.h").exists():
+        raise ConfigError(
+            f"compile: there is no Python.h in {headers}; install Python's headers (python3-dev) on every node, or "
+            "leave it out"
+        )
 
 
 def recompute_activations(module: nn.Module, *, draws_at_random: bool) -> None:
