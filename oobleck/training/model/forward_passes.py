@@ -1,6 +1,7 @@
-"""Wrappers of a block's forward pass: compilation by torch, and recomputation in the backward pass.
+"""How forward passes compute: types, attention, compilation by torch, and recomputation in the backward pass.
 
-They wrap only `forward`, not the module, so that a stage's hooks (seeding, replacing hidden states) run once, outside.
+Wrappers of a block wrap only `forward`, not the module, so that a stage's hooks (seeding, replacing hidden states) run
+once, outside.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from oobleck.errors import ConfigError
+from oobleck.training.data import Batch
 
 _of_thread = threading.local()
 
@@ -78,6 +81,37 @@ def keep_casts(output: torch.Tensor) -> None:
             _of_thread.outermost.__enter__()
 
     output.register_hook(begin)  # type: ignore[no-untyped-call]
+
+
+def use_attention(model: nn.Module, name: str) -> None:
+    """Have a model compute attention by an implementation. Raises ConfigError where it cannot."""
+    if not isinstance(model, PreTrainedModel):
+        raise _cannot(model, name, "the layers of a script compute attention themselves")
+    try:
+        model.set_attn_implementation(name)
+    except (ImportError, ValueError) as error:
+        raise _cannot(model, name, " ".join(str(error).split())) from error
+    # Where a model or a package has no such implementation, transformers may take another, with a warning at most.
+    used = {each.config._attn_implementation for each in model.modules() if isinstance(each, PreTrainedModel)}
+    if used != {name}:
+        raise _cannot(model, name, f"transformers would take {', '.join(map(str, sorted(used - {name})))}")
+
+
+def check_attention(name: str | None, batch: Batch) -> None:
+    """Raise ConfigError for a batch whose masks an implementation would ignore."""
+    if name is None or not name.startswith("flash"):
+        return
+    # Transformers has it separate documents by their positions in batches of one sample only.
+    if "position_ids" in batch.others and len(batch.input_ids) > 1:
+        raise ConfigError(
+            f"attn_implementation: with {name}, samples of several documents (position_ids) need a microbatch_size of 1"
+        )
+    if (mask := batch.others.get("attention_mask")) is not None and mask.ndim > 2:
+        raise ConfigError(f"attn_implementation: {name} takes no attention_mask of {mask.ndim} dimensions; take sdpa")
+
+
+def _cannot(model: nn.Module, name: str, why: str) -> ConfigError:
+    return ConfigError(f"attn_implementation: {type(model).__name__} cannot use {name} here: {why}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,6 +75,7 @@ class Engine:
             autocast=self._precision.autocast,
             activation_checkpointing=job.activation_checkpointing,
             compiles=job.compile,
+            attention=job.attn_implementation,
         )
         self._stage_sums = _StageSums(commit_state.is_pipeline_stopped)
         install(self._model, share, self._stage_sums)
