@@ -54,10 +54,18 @@ _GIB = 1 << 30
 _MEMORY_LEFT = 0.1  # share of a GPU's memory that contexts, libraries and torch's allocator need
 
 
-def choose_device(kind: str, number: int, *, num_devices: int | None = None) -> torch.device:
-    """Return the device of a worker: the CPU, or its machine's GPU `number`.
+def choose_device(
+    kind: str,
+    number: int,
+    *,
+    gpu_id: str = "",
+    num_devices: int | None = None,
+    id_of: Callable[[int], str] | None = None,
+) -> torch.device:
+    """Return the device of a worker: the CPU, or its machine's GPU `number`; where given, that with a `gpu_id`.
 
-    `num_devices` replaces torch's count of GPUs. Raises ConfigError if there is no such GPU.
+    `num_devices` and `id_of` replace torch's. Raises ConfigError if there is no such number, and AcceleratorError if
+    the GPU with this id is gone.
     """
     if kind == "cpu":
         return torch.device("cpu")
@@ -65,6 +73,12 @@ def choose_device(kind: str, number: int, *, num_devices: int | None = None) -> 
     count = torch.cuda.device_count() if num_devices is None else num_devices
     if count == 0:
         raise ConfigError("device: there is no CUDA device here that torch can use")
+    if gpu_id:
+        # Numbers shift when a GPU is lost, and a worker that starts again would compute on a neighbour's.
+        found = [other for other in range(count) if (id_of or _id_of)(other) == gpu_id]
+        if not found:
+            raise torch.AcceleratorError(f"GPU {number} of this machine was {gpu_id}, which is no longer there")
+        return torch.device(kind, found[0])
     if number >= count:
         raise ConfigError(
             f"device: this machine has {count} CUDA devices, numbered from 0, and the hostfile asks for {number}; "
@@ -105,12 +119,19 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / _GIB:.1f} GiB"
 
 
+def gpu_id_of(device: torch.device) -> str:
+    """Return a GPU's globally unique id, or an empty string for a CPU."""
+    return "" if device.type == "cpu" else _id_of(device.index)
+
+
+def _id_of(number: int) -> str:
+    properties: Any = torch.cuda.get_device_properties(number)
+    return str(properties.uuid)
+
+
 def device_identity(device: torch.device) -> str | None:
     """Return a GPU's globally unique id, or None for a device that NCCL cannot reach from here."""
-    if device.type != "cuda" or not dist.is_nccl_available():
-        return None
-    properties: Any = torch.cuda.get_device_properties(device)
-    return str(properties.uuid)
+    return gpu_id_of(device) if device.type == "cuda" and dist.is_nccl_available() else None
 
 
 def can_use_nccl(identities: Sequence[str | None]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -113,11 +113,14 @@ class GroupTable:
         *,
         generation: int,
         beside: Iterable[GroupKey] = (),
+        largest: Mapping[GroupKey, int] | None = None,
     ) -> bool:
         """Form the groups that do not exist yet, all at once, under the plan update of a generation.
 
         Groups in `beside` form in the background and are usable once `await_formed` has returned. Returns whether any
-        do. Raises Interrupted, PeerLost when a member does not join, or ConfigError when too few sockets can be opened.
+        do. `largest` has the number of elements of a group's largest sum.
+
+        Raises Interrupted, PeerLost when a member does not join, or ConfigError when too few sockets can be opened.
         """
         missing = self._missing(keys)
         later = [key for key in self._missing(beside) if key not in missing]
@@ -130,9 +133,9 @@ class GroupTable:
         # Forming is a barrier among a group's members. All groups form in parallel, so no order can deadlock.
         if later:
             assert self._forming is None, "one plan's groups at a time"
-            self._forming = self._begin(later, generation)
+            self._forming = self._begin(later, generation, largest or {})
         if missing:
-            forming = self._begin(missing, generation)
+            forming = self._begin(missing, generation, largest or {})
             self._finish(forming, interrupted)
         return bool(later)
 
@@ -186,7 +189,7 @@ class GroupTable:
     def _missing(self, keys: Iterable[GroupKey]) -> list[GroupKey]:
         return sorted({key for key in keys if key not in self._groups and len(key.members) > 1})
 
-    def _begin(self, keys: Sequence[GroupKey], generation: int) -> _Forming:
+    def _begin(self, keys: Sequence[GroupKey], generation: int, largest: Mapping[GroupKey, int]) -> _Forming:
         # Opened on this thread, so that giving up can end them however far the forming thread is.
         networks = {key: Network(self._address, is_lazy=_is_ring(key)) for key in keys}
         formed: list[Group] = []
@@ -197,7 +200,8 @@ class GroupTable:
             # Communicators open one after the other, in an order that all workers share (`nccl_groups.py`).
             groups = {group.key: group for group in formed}
             for wanted in self._opener.wanted(groups):
-                self._open_nccl(groups[wanted.key], wanted, networks[wanted.key], generation)
+                key = wanted.key
+                self._open_nccl(groups[key], wanted, networks[key], generation, largest=largest.get(key, 0))
 
         return _Forming(generation, networks, formed, self.waiter.begin([form_all]))
 
@@ -255,7 +259,9 @@ class GroupTable:
             network.close_door()
         return group
 
-    def _open_nccl(self, group: Group, wanted: Communicator, network: Network, generation: int) -> None:
+    def _open_nccl(
+        self, group: Group, wanted: Communicator, network: Network, generation: int, *, largest: int
+    ) -> None:
         """Open a communicator for a group, if NCCL can carry its traffic. A barrier among the members."""
         nccl = self._opener.join(wanted, lambda others: self._store_of(group.key, network, generation, readers=others))
         if nccl is None:
@@ -264,7 +270,7 @@ class GroupTable:
             source, target = wanted.ranks
             group.use_way(nccl, source, target, self._forming_timeout_s)
         else:
-            group.use_nccl(nccl, self._forming_timeout_s)
+            group.use_nccl(nccl, self._forming_timeout_s, largest=largest)
 
     def _store_of(
         self, key: GroupKey, network: Network, generation: int, readers: Iterable[WorkerId]

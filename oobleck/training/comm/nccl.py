@@ -21,6 +21,9 @@ from oobleck.training.worker_log import WorkerLog
 
 from .devices import DEVICE_FAILURES, start_thread
 
+LARGE_SUM = 2 << 20
+"""Elements per sum when there are many: enough to fill a link, few enough to start early."""
+
 _SOURCE, _TARGET = 0, 1  # ranks in the communicator of a way
 
 
@@ -129,7 +132,7 @@ class NcclGroup:
         """
         until_s = time.monotonic() + timeout_s
         # NCCL connects an algorithm on its first use, and large sums use other algorithms than small ones.
-        for count in sorted({1, num_elements}):
+        for count in sorted({1, min(num_elements, LARGE_SUM), num_elements}):
             self._connect_by(self.all_reduce(torch.zeros(count, device=self.device)), until_s)
 
     def connect_way(self, *, sends: bool, timeout_s: float) -> None:

@@ -182,6 +182,7 @@ class Engine:
                     generation=self._commit_state.generation,
                     # No worker needs these before the first sums of a step.
                     beside=self._reducers.keys_of(committee),
+                    largest=self._reducers.largest_of(committee),
                 )
                 self._formed_s = time.monotonic()  # transfers begin here
                 return is_forming

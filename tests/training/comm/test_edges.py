@@ -231,6 +231,30 @@ def test_ways_have_few_blocks_of_the_gpu_and_streams_that_no_sum_shares(monkeypa
     assert total.found == (1, 2, False, None)
 
 
+@pytest.mark.usefixtures("cuda")
+def test_sums_connect_by_the_largest_bucket_before_the_first_step() -> None:
+    """NCCL connects an algorithm on its first use, and nothing could end that in the middle of a step."""
+    key = GroupKey("reduce", 1, (A, B))
+    libraries = FakeLibrary.of(["gpu 0", "gpu 1"])
+    tables = [
+        LinkedTable(worker_id, waiter=Waiter(GPU), stages=True, library=library)
+        for worker_id, library in zip((A, B), libraries, strict=True)
+    ]
+    acquaint(tables)
+    with ThreadPoolExecutor(2) as pool:
+        forming = [
+            pool.submit(table.groups.form, [], never, generation=1, beside=[key], largest={key: 5 << 20})
+            for table in tables
+        ]
+        for each in forming:
+            each.result(20)
+    (fake,) = libraries[0].joined.values()
+    assert [work.tensor.numel() for work in fake.works] == [1, 2 << 20, 5 << 20]
+    for table in tables:
+        table.groups.keep_only([], generation=99)
+        table.links.close()
+
+
 # --- what arrives ----------------------------------------------------------------------------------------------------
 
 
