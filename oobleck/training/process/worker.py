@@ -117,7 +117,7 @@ class _Worker:
         self._link = link
         self._job = job
         self._worker_id = setup.worker_id
-        self._device = comm.choose_device(job.device, setup.local_device)
+        self._device = comm.choose_device(job.device, setup.local_device, gpu_id=setup.gpu_id)
         comm.use_device(self._device)
         self._waiter = comm.Waiter(self._device)
         self._commit_state = CommitState(setup.worker_id, self._waiter.announce, lock=threading.Lock())
@@ -191,6 +191,7 @@ class _Worker:
                 torch_version=str(torch.__version__),
                 device_name=name,
                 device_memory_bytes=self._device_memory_bytes,
+                gpu_id=comm.gpu_id_of(self._device),
                 address=self._links.address,
                 saves=self._saving is not None,
                 shards=() if self._scanner is None or dataset.shards is None else dataset.shards.names,

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from oobleck.control.protocol import ErrorKind
 from oobleck.errors import ConfigError
 from oobleck.training.comm.devices import (
     NCCL_SETTINGS,
@@ -15,6 +17,7 @@ from oobleck.training.comm.devices import (
     device_memory_bytes,
     prepare_nccl,
 )
+from oobleck.training.process.errors import kind_of
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +44,18 @@ def test_a_gpu_that_is_not_there_is_named():
         choose_device("cuda", 2, num_devices=2)
     with pytest.raises(ConfigError, match="no CUDA device"):
         choose_device("cuda", 0, num_devices=0)
+
+
+def test_a_worker_that_starts_again_keeps_its_gpu_although_its_number_has_changed():
+    """GPU 1 has fallen off the bus, and those after it have moved up."""
+    left = ["GPU-0", "GPU-2", "GPU-3"]
+    chosen = partial(choose_device, "cuda", num_devices=3, id_of=left.__getitem__)
+    assert chosen(2, gpu_id="GPU-2") == torch.device("cuda:1")
+    assert chosen(3, gpu_id="GPU-3") == torch.device("cuda:2"), "although no GPU has its number any more"
+    assert chosen(2) == torch.device("cuda:2"), "the first worker takes what the hostfile names"
+    with pytest.raises(torch.AcceleratorError, match="GPU 1 of this machine was GPU-1, which is no longer") as gone:
+        chosen(1, gpu_id="GPU-1")
+    assert kind_of(gone.value) is ErrorKind.DEVICE
 
 
 @pytest.mark.parametrize(
