@@ -331,6 +331,8 @@ class JobSpec:
     """Blocks keep only their input, and recompute their activations in the backward pass."""
     compile: bool = False
     """torch compiles blocks when they first run."""
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"] | None = None
+    """The implementation of attention, by transformers' name; None leaves the choice to transformers."""
     dropout: bool = True
     """False turns dropout and noise off, whatever the model's configuration has."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -390,6 +392,12 @@ class JobSpec:
             "compile",
             not self.compile or (is_alone and not is_split),
             "false where devices share stages (tensor_parallel) or backward passes are split (zero-bubble)",
+        )
+        is_short = self.device == "cuda" and self.dtype in ("bfloat16", "float16")
+        must(
+            "attn_implementation",
+            is_short or not (self.attn_implementation or "").startswith("flash"),
+            "eager or sdpa, unless the device is cuda and the dtype bfloat16 or float16",
         )
         must(
             "num_pipelines",

@@ -80,6 +80,7 @@ class Agent:
         self._hello = hello
         self._cache_dir = cache_dir
         self._control: ControlSpec | None = None
+        self._gpu_ids: dict[int, str] = {}  # of the machine's devices, as its first workers found them
         self._configure: protocol.Configure | None = None  # stays None where there are ranks in place of workers
         self._workers: dict[int, _Worker] = {}
         self._starting: set[int] = set()
@@ -359,6 +360,7 @@ class Agent:
             cache_dir=str(self._cache_dir),
             device_memory_bytes=share.device_memory_bytes,
             local_device=configure.devices[device],
+            gpu_id=self._gpu_ids.get(configure.devices[device], ""),
             num_sharing=configure.num_sharing,
             storage=self._storage,
         )
@@ -379,7 +381,7 @@ class Agent:
             nursery.start_soon(self._write_to_worker, worker, queue)
             with trio.CancelScope() as listening:
                 nursery.start_soon(self._end_listening, worker, listening)
-                await self._listen_to_worker(device, worker)
+                await self._listen_to_worker(worker, setup.local_device)
             handle.kill()  # its socket is closed, or it broke the protocol, and it would train on unheard
             end = await handle.wait()
             nursery.cancel_scope.cancel()
@@ -410,7 +412,7 @@ class Agent:
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # the worker is gone; the task that waits for it reports its exit
 
-    async def _listen_to_worker(self, device: int, worker: _Worker) -> None:
+    async def _listen_to_worker(self, worker: _Worker, local_device: int) -> None:
         """Pass on a worker's messages until its socket closes."""
         while True:
             try:
@@ -424,6 +426,8 @@ class Agent:
                     self._resend_queue.add_in_passing(message)
                 case _:
                     self._resend_queue.add(message)
+                    if isinstance(message, protocol.WorkerReady):
+                        self._gpu_ids.setdefault(local_device, message.gpu_id)
                     if self._persister is not None and isinstance(message, protocol.StateSaved):
                         self._persister.take(message)
                     elif self._persister is not None and isinstance(message, protocol.StateNotSaved):

@@ -41,6 +41,7 @@ from oobleck.control.protocol import (
     UseShare,
     WorkerExited,
     WorkerFailed,
+    WorkerReady,
     WorkerStarted,
 )
 from oobleck.errors import PeerError
@@ -293,6 +294,33 @@ async def test_a_worker_may_be_started_again_in_its_place(autojump_clock: MockCl
         assert (await hear(link, WorkerExited)).end == Killed(signal=9)
         await link.master.send([StartWorker(device=0)])
         assert (await hear(link, WorkerStarted, where=lambda said: said.pid == 101)).device == 0
+
+
+async def test_a_worker_that_starts_again_is_told_which_gpu_it_had(autojump_clock: MockClock):
+    """By its id: when a GPU is lost, the numbers of others change."""
+    ready = WorkerReady(
+        device=1,
+        pid=1,
+        data_digest="",
+        num_samples=1,
+        layer_names=(),
+        parameters=1,
+        torch_version="",
+        gpu_id="GPU-7",
+    )
+    async with running() as desk:
+        link = await desk.connect(devices=(4, 6))
+        for gpu_id in ("", "GPU-7"):
+            await link.master.send([StartWorker(device=1)])
+            await hear(link, WorkerStarted)
+            worker = await desk.host.worker(1)
+            assert (worker.setup.local_device, worker.setup.gpu_id) == (6, gpu_id)
+            worker.say(ready)
+            await hear(link, WorkerReady)
+            worker.end(Killed(signal=9))
+            await hear(link, WorkerExited)
+        await link.master.send([StartWorker(device=0)])
+        assert (await desk.host.worker(0)).setup.gpu_id == ""
 
 
 async def test_workers_are_told_what_is_left_for_them_of_a_machine_once_others_share_it(autojump_clock: MockClock):

@@ -36,6 +36,7 @@ def profile_key(
         "activation_checkpointing": job.activation_checkpointing,
         # Options that came later are written only where they are set, so the keys of other jobs stay the same.
         **({"compile": True} if job.compile else {}),
+        **({"attention": job.attn_implementation} if job.attn_implementation else {}),
         **({"split": True} if job.may_split_backward else {}),
         "optim": [job.optimizer.optim, dict(job.optimizer.optim_args)],
         "device": [job.device, *device],

@@ -185,6 +185,8 @@ class SetUpWorker:
     device_memory_bytes: int
     local_device: int = 0
     """The device's number on its machine."""
+    gpu_id: str = ""
+    """The GPU of the worker before it with this number; empty if there was none."""
     num_sharing: int = 1
     """As in `Configure`."""
     storage: checkpoint_messages.StoragePaths | None = None

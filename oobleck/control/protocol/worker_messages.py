@@ -36,6 +36,8 @@ class WorkerReady(FromWorker):
     device_name: str = ""
     device_memory_bytes: int | None = None
     """How much of a GPU's memory a plan may use; None for a CPU."""
+    gpu_id: str = ""
+    """Globally unique; empty for a CPU."""
     shards: tuple[str, ...] = ()
     """The names of its data's shards; empty where samples have numbers."""
 

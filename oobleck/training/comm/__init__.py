@@ -5,12 +5,13 @@ from __future__ import annotations
 from oobleck.control.steps import GroupKey
 
 from .agreements import PeerAgreements
-from .devices import DeviceWork, blaming_peers, choose_device, device_memory_bytes, start_thread, use_device
-from .group import LARGE_SUM, Group, Reduction
+from .devices import DeviceWork, blaming_peers, choose_device, device_memory_bytes, gpu_id_of, start_thread, use_device
+from .group import Group, Reduction
 from .groups import GroupTable
 from .inbox import Inbox, Post
 from .link_timing import time_link
 from .listening import probe_all
+from .nccl import LARGE_SUM
 from .network import open_device
 from .peer_links import PeerLinks
 from .rendezvous import RendezvousStore, RendezvousTable
@@ -43,6 +44,7 @@ __all__ = [
     "device_memory_bytes",
     "exchange_layers",
     "fill_state",
+    "gpu_id_of",
     "open_device",
     "probe_all",
     "start_thread",

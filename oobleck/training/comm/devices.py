@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -10,11 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
 
 from oobleck.control.steps import PeerLost
 from oobleck.errors import ConfigError
 
 from .listening import interface_of
+
+_log = logging.getLogger(__name__)
 
 DEVICE_FAILURES = (torch.AcceleratorError, torch.OutOfMemoryError)
 """Errors of this worker's own device, for which no peer is to blame. It computes nothing more in this process."""
@@ -22,14 +26,46 @@ DEVICE_FAILURES = (torch.AcceleratorError, torch.OutOfMemoryError)
 # The maximum. CUDA's default of 8 queues is less than the number of streams in use, and streams that share a queue wait
 # for each other's kernels: a message could wait for a sum that spins until the message's receiver has continued.
 _QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+NCCL_SETTINGS = {
+    # Torch's watchdog would end the process when a peer exits or a sum takes long, or when it finds an error of the
+    # device before the training thread does, which knows the cause.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_DESYNC_DEBUG": "0",  # it would turn error handling on again
+    # After an error, the watchdog records its calls and sleeps for four times the wait, and posting a sum takes as
+    # long. Torch renames variables from NCCL to FR (flight recorder).
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+    "TORCH_FR_BUFFER_SIZE": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    # Threads of ours wait for communicators, and can be left behind; torch's own waits cannot be ended.
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",
+    # NVIDIA's own fault tolerance needs it off to abort communicators (usage guide of nvidia-resiliency-ext).
+    "NCCL_NVLS_ENABLE": "0",
+}
+"""What torch's and NVIDIA's libraries must be told, whatever a user's environment says."""
+
 _GIB = 1 << 30
 _MEMORY_LEFT = 0.1  # share of a GPU's memory that contexts, libraries and torch's allocator need
 
 
-def choose_device(kind: str, number: int, *, num_devices: int | None = None) -> torch.device:
-    """Return the device of a worker: the CPU, or its machine's GPU `number`.
+def choose_device(
+    kind: str,
+    number: int,
+    *,
+    gpu_id: str = "",
+    num_devices: int | None = None,
+    id_of: Callable[[int], str] | None = None,
+) -> torch.device:
+    """Return the device of a worker: the CPU, or its machine's GPU `number`; where given, that with a `gpu_id`.
 
-    `num_devices` replaces torch's count of GPUs. Raises ConfigError if there is no such GPU.
+    `num_devices` and `id_of` replace torch's. Raises ConfigError if there is no such number, and AcceleratorError if
+    the GPU with this id is gone.
     """
     if kind == "cpu":
         return torch.device("cpu")
@@ -37,6 +73,12 @@ def choose_device(kind: str, number: int, *, num_devices: int | None = None) -> 
     count = torch.cuda.device_count() if num_devices is None else num_devices
     if count == 0:
         raise ConfigError("device: there is no CUDA device here that torch can use")
+    if gpu_id:
+        # Numbers shift when a GPU is lost, and a worker that starts again would compute on a neighbour's.
+        found = [other for other in range(count) if (id_of or _id_of)(other) == gpu_id]
+        if not found:
+            raise torch.AcceleratorError(f"GPU {number} of this machine was {gpu_id}, which is no longer there")
+        return torch.device(kind, found[0])
     if number >= count:
         raise ConfigError(
             f"device: this machine has {count} CUDA devices, numbered from 0, and the hostfile asks for {number}; "
@@ -77,12 +119,19 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / _GIB:.1f} GiB"
 
 
+def gpu_id_of(device: torch.device) -> str:
+    """Return a GPU's globally unique id, or an empty string for a CPU."""
+    return "" if device.type == "cpu" else _id_of(device.index)
+
+
+def _id_of(number: int) -> str:
+    properties: Any = torch.cuda.get_device_properties(number)
+    return str(properties.uuid)
+
+
 def device_identity(device: torch.device) -> str | None:
     """Return a GPU's globally unique id, or None for a device that NCCL cannot reach from here."""
-    if device.type != "cuda" or not dist.is_nccl_available():
-        return None
-    properties: Any = torch.cuda.get_device_properties(device)
-    return str(properties.uuid)
+    return gpu_id_of(device) if device.type == "cuda" and dist.is_nccl_available() else None
 
 
 def can_use_nccl(identities: Sequence[str | None]) -> bool:
@@ -94,23 +143,29 @@ def can_use_nccl(identities: Sequence[str | None]) -> bool:
 def prepare_nccl(address: str) -> None:
     """Set the environment for NCCL's groups, before the first of them is made.
 
-    NCCL connects over the interface of this worker's `address`, unless its own variable says otherwise.
+    NCCL connects over the interface of this worker's `address`, unless its own variable says otherwise. A log line
+    names each variable whose value is replaced.
     """
     if (interface := interface_of(address)) is not None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
-    # Torch's watchdog would end the process when a peer exits or a sum takes long.
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
-    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
+    for name, value in NCCL_SETTINGS.items():
+        if (found := os.environ.get(name, value)) != value:
+            _log.warning(
+                "sets %s=%s in place of %s: with that, this worker might not survive its peers", name, value, found
+            )
+        os.environ[name] = value
+    # Torch has read its variable of this name on import. In detail, it would turn error handling on again.
+    if get_debug_level() != DebugLevel.OFF:
+        _log.warning("turns TORCH_DISTRIBUTED_DEBUG off, with which it might not survive its peers")
+        set_debug_level(DebugLevel.OFF)
 
 
 class DeviceWork:
-    """One thread's launches on a GPU: whether they are done, and how long the GPU took, by the GPU's own clock."""
+    """One thread's launches on a GPU: when they are done, and how long the GPU took, by the GPU's own clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pieces: list[tuple[Any, Any]] = []
-        self._mark: Any = None
 
     @classmethod
     def on(cls, device: torch.device) -> DeviceWork | None:
@@ -124,26 +179,27 @@ class DeviceWork:
     def piece(self) -> Iterator[None]:
         """Time the launches within the block."""
         # The host's clock would mostly measure the launches, or waits for other workers while the GPU computed.
-        began = self._event(is_timed=True)
+        began = self._event(enable_timing=True)
         yield
-        self._pieces.append((began, self._event(is_timed=True)))
+        self._pieces.append((began, self._event(enable_timing=True)))
 
-    def mark(self) -> None:
-        """Have `is_done` ask about the launches so far, on this thread's stream alone."""
+    def mark(self) -> Callable[[], None]:
+        """Return a function that blocks until the launches so far are done, on this thread's stream alone.
+
+        It needs a thread that can be left behind.
+        """
         # A wait for the whole device would include NCCL's kernels, which spin after a peer is lost until they are
-        # aborted (NVIDIA/nccl issue 585).
-        self._mark = self._event(is_timed=False)
-
-    def is_done(self) -> bool:
-        """Return whether all launches before the mark are done. Never blocks."""
-        return bool(self._mark.query())
+        # aborted (NVIDIA/nccl issue 585). Polling the event would keep the GIL while CUDA may wait for a lock.
+        marked = self._event(blocking=True)  # the thread that waits uses no core
+        synchronize: Callable[[], None] = marked.synchronize
+        return synchronize
 
     def seconds(self) -> float:
         """Return how long the GPU took for the timed pieces, which must be done."""
         return float(sum(began.elapsed_time(ended) for began, ended in self._pieces)) / 1e3
 
-    def _event(self, *, is_timed: bool) -> Any:
-        event: Any = torch.cuda.Event(enable_timing=is_timed)  # type: ignore[no-untyped-call]
+    def _event(self, **options: bool) -> Any:
+        event: Any = torch.cuda.Event(**options)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 

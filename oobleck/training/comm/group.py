@@ -21,11 +21,8 @@ from . import staging
 from .devices import blaming_peers
 from .edges import EdgeReceiver, EdgeSender
 from .inbox import Inbox
-from .nccl import NcclGroup, NcclWork
+from .nccl import LARGE_SUM, NcclGroup, NcclWork, abort_all
 from .waiter import Waiter
-
-LARGE_SUM = 2 << 20
-"""Elements per sum when there are many: enough to fill a link, few enough to start early."""
 
 Sum = staging.GlooSum | staging.StagedSum | NcclWork
 """A sum in progress: `is_done` never blocks, and `conclude`, once it is done, makes the result visible to later
@@ -141,16 +138,17 @@ class Group:
         with blaming_peers(f"all-reduce in {self.key.name}"):
             return Reduction(self, self._sum(tensor, self.waiter.announce))
 
-    def use_nccl(self, nccl: NcclGroup, timeout_s: float) -> None:
+    def use_nccl(self, nccl: NcclGroup, timeout_s: float, *, largest: int = 0) -> None:
         """Have NCCL carry sums of tensors on its device from now on. Blocks while its members connect.
 
-        To be called on a thread that can be left behind. If the group is given up meanwhile, the communicator is
-        aborted as soon as possible. Raises RuntimeError, TimeoutError or Interrupted.
+        `largest` is the number of elements of the largest sum. To be called on a thread that can be left behind. If the
+        group is given up meanwhile, the communicator is aborted as soon as possible. Raises RuntimeError, TimeoutError
+        or Interrupted.
         """
         # Registered before it connects, since a member that never joins blocks this thread until an abort.
         self._hold(nccl)
         self._nccl = nccl
-        nccl.connect(LARGE_SUM, timeout_s)
+        nccl.connect(max(LARGE_SUM, largest), timeout_s)
 
     def use_way(self, nccl: NcclGroup, source: int, target: int, timeout_s: float) -> None:
         """Have NCCL carry `send_off` from one member to another from now on. Otherwise as `use_nccl`."""
@@ -174,17 +172,19 @@ class Group:
 
     def abort(self) -> None:
         """Abort everything that NCCL carries in this group. Any thread may call this."""
+        abort_all(self.give_up())
+
+    def give_up(self) -> list[NcclGroup]:
+        """Return the communicators, for the caller to abort; those that come later are aborted by themselves."""
         with self._nccl_lock:
             self._is_given_up = True
-            communicators = list(self._communicators)
-        for nccl in communicators:
-            nccl.abort()
+            return list(self._communicators)
 
-    def abort_open_sums(self) -> None:
-        """Abort sums that may be running on the GPU. Any thread may call this."""
+    @property
+    def has_open_sums(self) -> bool:
+        """Whether NCCL's sums may be running on the GPU. Any thread may ask."""
         nccl = self._nccl
-        if nccl is not None and nccl.has_open_work:
-            self.abort()
+        return nccl is not None and nccl.has_open_work
 
     def _hold(self, nccl: NcclGroup) -> None:
         with self._nccl_lock:

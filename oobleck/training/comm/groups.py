@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +27,7 @@ from oobleck.training.worker_log import WorkerLog
 
 from .devices import DEVICE_FAILURES
 from .group import Group
+from .nccl import abort_all
 from .nccl_groups import PURPOSES_THAT_SUM, Communicator, NcclLibrary, NcclOpener, TorchNccl
 from .network import Network, open_device
 from .peer_links import PeerLinks
@@ -41,7 +42,8 @@ _NETWORK_DESCRIPTORS = 5  # what a network opens besides its connections
 # After a fence no worker awaits a sum across pipelines, but a whole pipeline still needs those within its stages, to
 # finish its microbatches.
 _PURPOSES_FENCED = ("reduce", "evaluation")
-_PURPOSES_OF_A_PIPELINE = ("stage",)
+_PURPOSES_FENCED_IN_A_PIPELINE = (*_PURPOSES_FENCED, "stage")
+_EDGES = ("pipeline",)
 _RING_TAG = (1 << 31) - 1
 
 
@@ -111,11 +113,14 @@ class GroupTable:
         *,
         generation: int,
         beside: Iterable[GroupKey] = (),
+        largest: Mapping[GroupKey, int] | None = None,
     ) -> bool:
         """Form the groups that do not exist yet, all at once, under the plan update of a generation.
 
         Groups in `beside` form in the background and are usable once `await_formed` has returned. Returns whether any
-        do. Raises Interrupted, PeerLost when a member does not join, or ConfigError when too few sockets can be opened.
+        do. `largest` has the number of elements of a group's largest sum.
+
+        Raises Interrupted, PeerLost when a member does not join, or ConfigError when too few sockets can be opened.
         """
         missing = self._missing(keys)
         later = [key for key in self._missing(beside) if key not in missing]
@@ -128,9 +133,9 @@ class GroupTable:
         # Forming is a barrier among a group's members. All groups form in parallel, so no order can deadlock.
         if later:
             assert self._forming is None, "one plan's groups at a time"
-            self._forming = self._begin(later, generation)
+            self._forming = self._begin(later, generation, largest or {})
         if missing:
-            forming = self._begin(missing, generation)
+            forming = self._begin(missing, generation, largest or {})
             self._finish(forming, interrupted)
         return bool(later)
 
@@ -151,21 +156,19 @@ class GroupTable:
 
         Any thread may call this, since the training thread may be stuck behind such work.
         """
-        self.abort_sums(_PURPOSES_FENCED)
-        if is_pipeline_stopped:
-            self.abort_sums(_PURPOSES_OF_A_PIPELINE)
-            for group in list(self._groups.values()):
-                if group.key.purpose == "pipeline":
-                    # Even without open work, since the other end may be about to launch some.
-                    group.abort()
+        # Edges even without open work, since the other end may be about to launch some.
+        sums, edges = (_PURPOSES_FENCED_IN_A_PIPELINE, _EDGES) if is_pipeline_stopped else (_PURPOSES_FENCED, ())
+        self._abort(lambda group: group.key.purpose in edges or (group.key.purpose in sums and group.has_open_sums))
 
-    def abort_sums(self, purposes: Collection[str] = PURPOSES_THAT_SUM) -> None:
-        """Abort open sums on the GPU, in groups of these purposes. Any thread may call this."""
-        # A copy, because the training thread may add or drop groups meanwhile.
-        for group in list(self._groups.values()):
-            if group.key.purpose in purposes:
-                # Without an open sum a group stays intact, since the next plan may keep it.
-                group.abort_open_sums()
+    def abort_sums(self) -> None:
+        """Abort all open sums on the GPU. Any thread may call this."""
+        self._abort(lambda group: group.key.purpose in PURPOSES_THAT_SUM and group.has_open_sums)
+
+    def _abort(self, is_doomed: Callable[[Group], bool]) -> None:
+        # Without an open sum a group stays intact, since the next plan may keep it. A copy, because the training thread
+        # may add or drop groups meanwhile.
+        doomed = [group for group in list(self._groups.values()) if is_doomed(group)]
+        abort_all(nccl for group in doomed for nccl in group.give_up())
 
     def keep_only(self, keys: Iterable[GroupKey], *, generation: int) -> None:
         """Drop all other groups, and the rendezvous values of older generations."""
@@ -186,7 +189,7 @@ class GroupTable:
     def _missing(self, keys: Iterable[GroupKey]) -> list[GroupKey]:
         return sorted({key for key in keys if key not in self._groups and len(key.members) > 1})
 
-    def _begin(self, keys: Sequence[GroupKey], generation: int) -> _Forming:
+    def _begin(self, keys: Sequence[GroupKey], generation: int, largest: Mapping[GroupKey, int]) -> _Forming:
         # Opened on this thread, so that giving up can end them however far the forming thread is.
         networks = {key: Network(self._address, is_lazy=_is_ring(key)) for key in keys}
         formed: list[Group] = []
@@ -197,7 +200,8 @@ class GroupTable:
             # Communicators open one after the other, in an order that all workers share (`nccl_groups.py`).
             groups = {group.key: group for group in formed}
             for wanted in self._opener.wanted(groups):
-                self._open_nccl(groups[wanted.key], wanted, networks[wanted.key], generation)
+                key = wanted.key
+                self._open_nccl(groups[key], wanted, networks[key], generation, largest=largest.get(key, 0))
 
         return _Forming(generation, networks, formed, self.waiter.begin([form_all]))
 
@@ -235,7 +239,7 @@ class GroupTable:
         return [worker_id for worker_id in key.members if worker_id != self._worker_id]
 
     def _form_one(self, key: GroupKey, network: Network, generation: int) -> Group:
-        store = self._store_of(network, generation, readers=self._neighbours(key))
+        store = self._store_of(key, network, generation, readers=self._neighbours(key))
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
         options._timeout = timedelta(seconds=self._forming_timeout_s)
         prefixed = PrefixStore(key.name, store)
@@ -255,24 +259,33 @@ class GroupTable:
             network.close_door()
         return group
 
-    def _open_nccl(self, group: Group, wanted: Communicator, network: Network, generation: int) -> None:
+    def _open_nccl(
+        self, group: Group, wanted: Communicator, network: Network, generation: int, *, largest: int
+    ) -> None:
         """Open a communicator for a group, if NCCL can carry its traffic. A barrier among the members."""
-        nccl = self._opener.join(wanted, lambda others: self._store_of(network, generation, readers=others))
+        nccl = self._opener.join(wanted, lambda others: self._store_of(group.key, network, generation, readers=others))
         if nccl is None:
             return
         if wanted.is_way:
             source, target = wanted.ranks
             group.use_way(nccl, source, target, self._forming_timeout_s)
         else:
-            group.use_nccl(nccl, self._forming_timeout_s)
+            group.use_nccl(nccl, self._forming_timeout_s, largest=largest)
 
-    def _store_of(self, network: Network, generation: int, readers: Iterable[WorkerId]) -> RendezvousStore:
+    def _store_of(
+        self, key: GroupKey, network: Network, generation: int, readers: Iterable[WorkerId]
+    ) -> RendezvousStore:
         def push(name: str, value: bytes) -> None:
             for worker_id in readers:
                 self._links.send(worker_id, GroupValue(generation=generation, key=name, value=value))
 
         return RendezvousStore(
-            self._received, push, self._forming_timeout_s, generation=generation, is_over=lambda: network.is_over
+            self._received,
+            push,
+            self._forming_timeout_s,
+            group=key.name,
+            generation=generation,
+            is_over=lambda: network.is_over,
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from oobleck.planner import WorkerId
 from oobleck.training.worker_log import WorkerLog
 
 from .devices import DEVICE_FAILURES, start_thread
+
+LARGE_SUM = 2 << 20
+"""Elements per sum when there are many: enough to fill a link, few enough to start early."""
 
 _SOURCE, _TARGET = 0, 1  # ranks in the communicator of a way
 
@@ -35,7 +38,8 @@ class NcclWork:
         self._tensor = tensor  # must live as long as the GPU may read or write it
 
     def is_done(self) -> bool:
-        return bool(self._work.is_completed())
+        """Return whether it is complete, has failed, or was aborted."""
+        return self._group.has_ended(self._work)
 
     def conclude(self) -> None:
         """Conclude it as a `Sum`. Raises Interrupted if the communicator was aborted meanwhile."""
@@ -128,7 +132,7 @@ class NcclGroup:
         """
         until_s = time.monotonic() + timeout_s
         # NCCL connects an algorithm on its first use, and large sums use other algorithms than small ones.
-        for count in sorted({1, num_elements}):
+        for count in sorted({1, min(num_elements, LARGE_SUM), num_elements}):
             self._connect_by(self.all_reduce(torch.zeros(count, device=self.device)), until_s)
 
     def connect_way(self, *, sends: bool, timeout_s: float) -> None:
@@ -142,18 +146,28 @@ class NcclGroup:
         except TimeoutError as error:
             raise TimeoutError(f"NCCL has not connected {self._name} in time") from error
 
+    def has_ended(self, work: Any) -> bool:
+        """Return whether one of torch's works has ended, or the communicator was aborted. Never blocks."""
+        # Torch's `is_completed` keeps the GIL while it takes a lock that an abort holds from beginning to end. A poll
+        # in that time would stop every thread of the process, with them the aborts that this one may be waiting for.
+        # An abort begins only after it was recorded under this lock, so no poll runs beside one.
+        with self._lock:
+            return self.is_aborted or bool(work.is_completed())
+
     def forget(self, work: NcclWork) -> None:
         with self._lock:
             self._open.discard(work)
 
     def abort(self) -> None:
-        """End its work on the GPU, on a thread of its own, since that may take long. May be called again."""
-        # Recorded before it happens, so that no work which the abort completes is taken for a result.
+        """End its work on the GPU, as `abort_all` does."""
+        abort_all([self])
+
+    def _record_abort(self) -> list[Any] | None:
+        """Have all calls raise Interrupted from now on; return what is to be ended, or None if that was done before."""
         with self._lock:
             process_group, self._process_group = self._process_group, None
             open_work, self._open = self._open, set()
-        if process_group is not None:
-            self._end([process_group, self._store, open_work])
+        return None if process_group is None else [process_group, self._store, open_work]
 
     def _end(self, held: list[Any]) -> None:
         """Abort a communicator, before its store and tensors are released: it may still use them."""
@@ -172,3 +186,16 @@ class NcclGroup:
         # An abort may wait for the kernels of another communicator (pytorch issue 119797), so none waits for another to
         # begin. `ncclGroupStart` would not help: it counts for one thread, and torch aborts on a thread of its own.
         start_thread(end, name=f"abort {self._name}", device=self.device)
+
+
+def abort_all(groups: Iterable[NcclGroup]) -> None:
+    """End the work of communicators on the GPU, each on a thread of its own, since that may take long.
+
+    Any thread may call this, and more than once.
+    """
+    # All are recorded before the first one is ended. So no work that an abort completes is taken for a result, and
+    # nobody polls one of them while the abort of another waits for the device.
+    recorded = [(group, group._record_abort()) for group in groups]
+    for group, held in recorded:
+        if held is not None:
+            group._end(held)

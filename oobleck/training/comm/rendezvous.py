@@ -69,7 +69,7 @@ def _group_of(key: str) -> str:
 
 
 class RendezvousStore(Store):
-    """A process group's view of the table: the part of the store's interface that Gloo uses."""
+    """A group's view of the table: the part of the store's interface that Gloo and NCCL use."""
 
     def __init__(
         self,
@@ -77,11 +77,16 @@ class RendezvousStore(Store):
         push: Callable[[str, bytes], None],
         timeout_s: float,
         *,
+        group: str = "",
         generation: int = 0,
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`push` sends a key and its value to all readers. Waits end once `is_over`, when the table is woken."""
+        """`push` sends a key and its value to all readers. Waits end once `is_over`, when the table is woken.
+
+        Keys that do not begin with the name of the `group` are ignored.
+        """
         super().__init__()
+        self._group = group
         self._table = table
         self._push = push
         self._timeout_s = timeout_s
@@ -89,6 +94,10 @@ class RendezvousStore(Store):
         self._is_over = is_over
 
     def set(self, key: str, value: str | bytes) -> None:
+        # Torch's watchdog has signals for the whole job, which it sets past all prefixes (`broadcastSignal`). Nobody
+        # here reads them, and they would stay in all members' tables.
+        if not key.startswith(self._group):
+            return
         raw = value.encode() if isinstance(value, str) else bytes(value)
         self._table.put(key, raw, generation=self._generation)
         self._push(key, raw)

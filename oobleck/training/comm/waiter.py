@@ -88,22 +88,31 @@ class Waiter:
         """Wait until `ready`. Raises Interrupted once `interrupted`, unless it is ready as well.
 
         `waits_for` names the workers that have to contribute. With `poll_s`, the conditions are also checked at this
-        interval, not only on `announce`. For the training thread alone.
+        interval, not only on `announce`, and `ready` is not asked once `interrupted`. For the training thread alone.
         """
         began_s = time.monotonic()
         self.waits_for = tuple(waits_for)
         # Marks are replaced as a whole, because the control thread reads them without the lock.
         self.mark = replace(self.mark, waits=True, begun=self.mark.begun + 1)
+        is_ready = False
+
+        def is_over() -> bool:
+            nonlocal is_ready
+            # What has to be polled is on a GPU, where whatever ended the wait may be ending it too.
+            if poll_s is not None and interrupted():
+                return True
+            is_ready = ready()
+            return is_ready or interrupted()
+
         with self._changed:
             # With `poll_s`, this returns False at each interval.
-            while not self._changed.wait_for(lambda: ready() or interrupted(), poll_s):
+            while not self._changed.wait_for(is_over, poll_s):
                 pass
             self.waits_for = ()
             ended_s = time.monotonic()
             self.waited_s += ended_s - began_s
             if ended_s - began_s > self._longest_s[1] - self._longest_s[0]:
                 self._longest_s = (began_s, ended_s)
-            is_ready = ready()
             self.mark = replace(self.mark, waits=False, ready=self.mark.ready + is_ready)
             if not is_ready:
                 raise Interrupted

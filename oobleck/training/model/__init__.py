@@ -6,7 +6,7 @@ from oobleck.training.randomness import MicrobatchKey
 
 from .adapters import Adapters, add_adapters, plain_name, save_adapters, tied_parameters, unwrapped
 from .configuration import build_model
-from .forward_passes import Precision, require_compiler
+from .forward_passes import Precision, check_attention, require_compiler, use_attention
 from .layer_trial import try_layers
 from .live_model import LiveModel
 from .loss_trial import BatchSizes, CapturedHead, made_up_weights, with_tried_loss
@@ -28,6 +28,7 @@ __all__ = [
     "WeightGradients",
     "add_adapters",
     "build_model",
+    "check_attention",
     "initialize_share",
     "install",
     "made_up_weights",
@@ -39,5 +40,6 @@ __all__ = [
     "tied_parameters",
     "try_layers",
     "unwrapped",
+    "use_attention",
     "with_tried_loss",
 ]

@@ -1,23 +1,29 @@
-"""Wrappers of a block's forward pass: compilation by torch, and recomputation in the backward pass.
+"""How forward passes compute: types, attention, compilation by torch, and recomputation in the backward pass.
 
-They wrap only `forward`, not the module, so that a stage's hooks (seeding, replacing hidden states) run once, outside.
+Wrappers of a block wrap only `forward`, not the module, so that a stage's hooks (seeding, replacing hidden states) run
+once, outside.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import sysconfig
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from oobleck.errors import ConfigError
+from oobleck.training.data import Batch
 
-_COMPILERS = ("g++", "clang++")
+_of_thread = threading.local()
 
 
 def compile_forward(module: nn.Module) -> None:
@@ -31,13 +37,21 @@ def compile_forward(module: nn.Module) -> None:
     module.forward = torch.compile(module.forward, dynamic=False)
 
 
-def require_compiler(device: torch.device, *, find: Callable[[str], str | None] = shutil.which) -> None:
-    """Raise ConfigError if torch would not find a compiler."""
-    if device.type != "cpu":
-        return  # Triton comes with torch's builds for GPUs
-    wanted = (os.environ["CXX"],) if "CXX" in os.environ else _COMPILERS
+def require_compiler(
+    device: torch.device, *, find: Callable[[str], str | None] = shutil.which, headers: Path | None = None
+) -> None:
+    """Raise ConfigError if torch would not find a compiler. `headers` replaces the directory of Python's."""
+    # For a GPU, Triton compiles the code that launches its kernels, which is a module of Python's in C.
+    variable, known = ("CXX", ("g++", "clang++")) if device.type == "cpu" else ("CC", ("gcc", "clang"))
+    wanted = (os.environ[variable],) if variable in os.environ else known
     if not any(find(name) for name in wanted):
         raise ConfigError(f"compile: there is no {' or '.join(wanted)} here; install it on every node, or leave it out")
+    headers = headers or Path(sysconfig.get_paths()["include"])
+    if device.type != "cpu" and not (headers / "Python.h").exists():
+        raise ConfigError(
+            f"compile: there is no Python.h in {headers}; install Python's headers (python3-dev) on every node, or "
+            "leave it out"
+        )
 
 
 def recompute_activations(module: nn.Module, *, draws_at_random: bool) -> None:
@@ -53,6 +67,51 @@ def recompute_activations(module: nn.Module, *, draws_at_random: bool) -> None:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=draws_at_random, **kwargs)
 
     module.forward = checkpointed
+
+
+def keep_casts(output: torch.Tensor) -> None:
+    """Have the backward pass of an output leave autocast's casts of weights to the forward passes that follow."""
+    forward_thread, kind = threading.get_ident(), output.device.type  # not the output, which the hook would keep
+
+    def begin(_gradient: torch.Tensor) -> None:
+        # On a GPU, autograd has a thread of its own, which outlives the pass. Torch counts nested autocasts by thread,
+        # and drops the casts of all threads when the outermost of any ends: so that thread never leaves this one.
+        if threading.get_ident() != forward_thread and not hasattr(_of_thread, "outermost"):
+            _of_thread.outermost = torch.autocast(kind, enabled=False)
+            _of_thread.outermost.__enter__()
+
+    output.register_hook(begin)  # type: ignore[no-untyped-call]
+
+
+def use_attention(model: nn.Module, name: str) -> None:
+    """Have a model compute attention by an implementation. Raises ConfigError where it cannot."""
+    if not isinstance(model, PreTrainedModel):
+        raise _cannot(model, name, "the layers of a script compute attention themselves")
+    try:
+        model.set_attn_implementation(name)
+    except (ImportError, ValueError) as error:
+        raise _cannot(model, name, " ".join(str(error).split())) from error
+    # Where a model or a package has no such implementation, transformers may take another, with a warning at most.
+    used = {each.config._attn_implementation for each in model.modules() if isinstance(each, PreTrainedModel)}
+    if used != {name}:
+        raise _cannot(model, name, f"transformers would take {', '.join(map(str, sorted(used - {name})))}")
+
+
+def check_attention(name: str | None, batch: Batch) -> None:
+    """Raise ConfigError for a batch whose masks an implementation would ignore."""
+    if name is None or not name.startswith("flash"):
+        return
+    # Transformers has it separate documents by their positions in batches of one sample only.
+    if "position_ids" in batch.others and len(batch.input_ids) > 1:
+        raise ConfigError(
+            f"attn_implementation: with {name}, samples of several documents (position_ids) need a microbatch_size of 1"
+        )
+    if (mask := batch.others.get("attention_mask")) is not None and mask.ndim > 2:
+        raise ConfigError(f"attn_implementation: {name} takes no attention_mask of {mask.ndim} dimensions; take sdpa")
+
+
+def _cannot(model: nn.Module, name: str, why: str) -> ConfigError:
+    return ConfigError(f"attn_implementation: {type(model).__name__} cannot use {name} here: {why}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

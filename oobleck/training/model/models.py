@@ -23,7 +23,7 @@ from oobleck.training.randomness import MicrobatchKey
 
 from .buffers import StageBuffers
 from .configuration import CAUSAL_LM_LOSS, CLASSIFICATION
-from .forward_passes import compile_forward, recompute_activations
+from .forward_passes import check_attention, compile_forward, keep_casts, recompute_activations, use_attention
 from .initialization import initialize_adapters, initialize_module, materialize_buffers, move_buffers, unset
 from .layered_model import LayeredModel, arguments_of
 from .live_model import LiveWeights
@@ -55,7 +55,9 @@ class StageModel:
         autocast: torch.dtype | None = None,
         activation_checkpointing: bool = False,
         compiles: bool = False,
+        attention: str | None = None,
     ) -> None:
+        """`attention` is an implementation by transformers' name. Raises ConfigError where the model has none such."""
         self.structure = structure
         self.dtype = dtype
         self.autocast = autocast
@@ -70,6 +72,9 @@ class StageModel:
         if dtype == torch.float64 and self.model.loss_type == CAUSAL_LM_LOSS and not has_own_loss:
             # The models' own loss converts the logits to float32, which would lose half of the digits.
             self.model.loss_function = causal_lm_loss
+        self._attention = attention
+        if attention is not None:
+            use_attention(self.model, attention)
         if not structure.drops:
             turn_off_dropout(self.model)
         self._vacant = dict(self.model.named_parameters(remove_duplicate=False))
@@ -199,15 +204,19 @@ class StageModel:
         Returns:
             Hidden states [batch, length, hidden]; for the last layers the loss, a scalar.
         """
+        check_attention(self._attention, batch)
         self._modules.put_in_place(self.chunks[chunk])
         assert (hidden is None) == self.is_first, "hidden states come from the stage before, if there is one"
         # Within a stage hidden states are added up as precisely as in the uncut model.
         received = None if hidden is None else hidden.to(self.dtype)
         with self._buffers.in_use(), self._computing(), self._modules.running(batch, received, key):
-            return self._loss(batch, num_items) if self.is_last else self._hidden(batch)
+            output = self._loss(batch, num_items) if self.is_last else self._hidden(batch)
+        if self.autocast is not None and output.requires_grad:
+            keep_casts(output)
+        return output
 
     def casting_once(self) -> AbstractContextManager[object]:
-        """Within the block, autocast casts each weight once for all forward passes; weights must not change in it."""
+        """Within the block, autocast casts each weight once for all passes; weights must not change in it."""
         # Torch drops its casts when the outermost autocast ends, and each microbatch in flight would keep its own. The
         # outermost is disabled here, so that backward passes run as they do outside the block.
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, enabled=False)

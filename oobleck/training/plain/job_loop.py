@@ -17,7 +17,7 @@ from oobleck.job import JobSpec
 from oobleck.training.assembly import Assembly, assemble, made_by_script
 from oobleck.training.data import IGNORED_LABEL, Batch
 from oobleck.training.dropout import turn_off_dropout
-from oobleck.training.model import Precision
+from oobleck.training.model import Precision, check_attention
 
 from .recorder import Recorder, gradient_norm
 from .uncut_model import ListedLayers, uncut_model
@@ -66,6 +66,7 @@ def _backward(job: JobSpec, model: nn.Module, batches: list[Batch], loss_functio
     device, precision = torch.device(job.device), Precision.of(job.dtype)
     total = 0.0
     for batch in (batch.to(device) for batch in batches):
+        check_attention(job.attn_implementation, batch)
         computing = (
             nullcontext() if precision.autocast is None else torch.autocast(device.type, dtype=precision.autocast)
         )

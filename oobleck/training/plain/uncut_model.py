@@ -21,8 +21,8 @@ from transformers import (
 
 from oobleck.errors import ConfigError
 from oobleck.job import JobSpec, Task
+from oobleck.training import model as models
 from oobleck.training.assembly import Assembly
-from oobleck.training.model import Precision, StageModel, add_adapters, build_model, plain_name, unwrapped
 from oobleck.training.randomness import building_alike
 
 _CLASSES: Mapping[Task, Any] = {
@@ -49,7 +49,7 @@ class ListedLayers(nn.Module):
 
 def uncut_model(job: JobSpec, assembly: Assembly, made: Mapping[str, Callable[..., Any]]) -> nn.Module:
     """Return the model with its initial values, in training mode. Raises ConfigError if the script cannot build it."""
-    dtype = Precision.of(job.dtype).parameters
+    dtype = models.Precision.of(job.dtype).parameters
     model: Any
     read: frozenset[str] = frozenset()
     if "model" in made:
@@ -58,12 +58,14 @@ def uncut_model(job: JobSpec, assembly: Assembly, made: Mapping[str, Callable[..
     elif job.model.path is not None:
         model, read = _saved(job, assembly, dtype)
     else:
-        model = build_model(assembly.structure.config, task=assembly.structure.task, dtype=dtype)
+        model = models.build_model(assembly.structure.config, task=assembly.structure.task, dtype=dtype)
     if assembly.structure.adapters is not None and "model" not in made:
-        add_adapters(model, assembly.structure.adapters)
+        models.add_adapters(model, assembly.structure.adapters)
     # A script's model that comes with weights has all its values already.
     if "model" not in made or assembly.structure.weights is None:
         _copy_drawn(job, assembly, model, read)
+    if job.attn_implementation is not None:
+        models.use_attention(model, job.attn_implementation)
     model.train()
     whole: nn.Module = model
     return whole
@@ -73,7 +75,7 @@ def _of_script(make: Callable[[], object], dtype: torch.dtype) -> Any:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        built = unwrapped(make())
+        built = models.unwrapped(make())
     # The user's code may fail in any way.
     except Exception as error:
         raise ConfigError(f"the script's model cannot be built: {type(error).__name__}: {error}") from error
@@ -100,11 +102,11 @@ def _saved(job: JobSpec, assembly: Assembly, dtype: torch.dtype) -> tuple[Any, f
 def _copy_drawn(job: JobSpec, assembly: Assembly, model: nn.Module, read: frozenset[str]) -> None:
     """Set parameters that are in no file to the values that Oobleck draws for them."""
     structure = assembly.structure
-    stage = StageModel(structure, dtype=Precision.of(job.dtype).parameters, device="cpu")
+    stage = models.StageModel(structure, dtype=models.Precision.of(job.dtype).parameters, device="cpu")
     stage.adopt(0, structure.num_layers, {})
     stage.initialize(range(structure.num_layers), seed=job.seed)
     drawn = stage.parameters
     with torch.no_grad():
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            if name in drawn and plain_name(name) not in read:
+            if name in drawn and models.plain_name(name) not in read:
                 parameter.copy_(drawn[name])

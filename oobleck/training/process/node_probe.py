@@ -129,7 +129,7 @@ class _Probe:
 
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
         options._timeout = timedelta(seconds=request.timeout_s)
-        store = RendezvousStore(self._rendezvous, send, request.timeout_s)
+        store = RendezvousStore(self._rendezvous, send, request.timeout_s, group=request.key)
         try:
             options._devices = [open_device(request.address)]
             rank = request.nodes.index(self._node)

@@ -57,6 +57,7 @@ def measure_profile(
     autocast: torch.dtype | None = None,
     activation_checkpointing: bool = False,
     compiles: bool = False,
+    attention: str | None = None,
     splits: bool = False,
     state_tensors: int = 2,
     communication_bytes: int = 0,
@@ -77,6 +78,7 @@ def measure_profile(
         autocast=autocast,
         activation_checkpointing=activation_checkpointing,
         compiles=compiles,
+        attention=attention,
     )
     on_gpu = stage.device.type == "cuda"
     batch = _batch(structure, microbatch_size, stage.device)
@@ -140,6 +142,7 @@ def profile_of_job(
         autocast=precision.autocast,
         activation_checkpointing=job.activation_checkpointing,
         compiles=job.compile,
+        attention=job.attn_implementation,
         splits=job.may_split_backward,
         state_tensors=optimizer.layout(device).num_tensors,
         communication_bytes=bytes_of_nccl(device, owns_device=owns_device),

@@ -11,12 +11,8 @@ import logging
 import os
 import queue
 import socket
-import sys
 import threading
-import time
-import traceback
 from collections import deque
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, assert_never
 
@@ -39,13 +35,10 @@ from oobleck.wire import FrameDecoder, encode_frame
 
 from .errors import raised
 from .profiler import device_name, profile_of_job
+from .standing import Standing
 
 _EXIT_FAILED = 1
 _EXIT_AGENT_GONE = 75  # EX_TEMPFAIL: the worker did nothing wrong
-_STACK_LINES = 20
-_LOOK_S = 0.02
-_BUSY_SHARE = 0.1
-"""A process that uses at least this share of a core is computing."""
 
 _Measurement = protocol.ProfileRequest | protocol.TimeLink | protocol.UseShare
 
@@ -124,9 +117,7 @@ class _Worker:
         self._link = link
         self._job = job
         self._worker_id = setup.worker_id
-        # The thread that makes the worker also trains.
-        self._training_thread = threading.get_ident()
-        self._device = comm.choose_device(job.device, setup.local_device)
+        self._device = comm.choose_device(job.device, setup.local_device, gpu_id=setup.gpu_id)
         comm.use_device(self._device)
         self._waiter = comm.Waiter(self._device)
         self._commit_state = CommitState(setup.worker_id, self._waiter.announce, lock=threading.Lock())
@@ -148,6 +139,16 @@ class _Worker:
             self._waiter,
             degree=job.tensor_parallel,
             owns_device=self._owns_device,
+        )
+        self._standing = Standing(
+            setup.worker_id,
+            self._commit_state,
+            self._waiter,
+            self._groups,
+            self._links,
+            training_thread=threading.get_ident(),  # the thread that makes the worker also trains
+            log=self._log,
+            send=link.send,
         )
         self._measurements: queue.SimpleQueue[_Measurement] = queue.SimpleQueue()
         self._assembly = assembly = assemble(job, cache_dir=Path(setup.cache_dir))
@@ -190,6 +191,7 @@ class _Worker:
                 torch_version=str(torch.__version__),
                 device_name=name,
                 device_memory_bytes=self._device_memory_bytes,
+                gpu_id=comm.gpu_id_of(self._device),
                 address=self._links.address,
                 saves=self._saving is not None,
                 shards=() if self._scanner is None or dataset.shards is None else dataset.shards.names,
@@ -213,11 +215,9 @@ class _Worker:
         # On the control thread, which never waits for the training thread.
         match message:
             case protocol.AskActivity():
-                self._report_activity(message)
-            case protocol.Fence() if message.probe_addresses:
-                self._explain(message)
+                self._standing.report(message)
             case protocol.Fence():
-                self._link.send(self._answer(message))
+                self._standing.answer(message)
             case protocol.PlanOrder():
                 self._log.info("receives an order of generation %d", message.generation)
                 self._links.know(message.common.addresses)  # first: the training thread uses them once it has the order
@@ -268,72 +268,6 @@ class _Worker:
     def _note_lost(self, worker_id: WorkerId) -> None:
         self._log.info("has lost its link to %s", worker_id)
         self._agreements.note_lost(worker_id)
-
-    def _answer(self, fence: protocol.Fence) -> protocol.Status:
-        # First: from here on, nothing of an earlier generation is applied, and it is known whether the pipeline stops.
-        status = self._commit_state.answer(fence)
-        self._groups.abort_fenced(is_pipeline_stopped=self._commit_state.is_pipeline_stopped())
-        self._links.forget(fence.lost)
-        self._log.info(
-            "is fenced by generation %d%s: has applied step %d, %s, %d microbatches done%s",
-            fence.generation,
-            f", without {', '.join(fence.lost)}" if fence.lost else "",
-            status.applied,
-            "holds no sums" if status.reduced is None else f"holds the sums of step {status.reduced}",
-            status.microbatches_done,
-            "; its part of the step is broken" if status.broken else "",
-        )
-        return status
-
-    def _explain(self, fence: protocol.Fence) -> None:
-        """Answer a fence that asks why no step is committed."""
-        # Before the answer, which ends the training thread's wait.
-        asked_s, used_s, mark = time.monotonic(), time.process_time(), self._waiter.mark
-        waits_for, stack = self._waiter.waits_for, _stack_of(self._training_thread)
-        status = self._answer(fence)
-        self._links.renew()  # before the answer, so that the next plan is formed over links that are new at both ends
-        self._log.warning("is held up; waits for %s", ", ".join(map(str, waits_for)) or "no other worker")
-
-        def answer() -> None:
-            others = [each for each in fence.probe_addresses if each.worker_id != self._worker_id]
-            unreachable = comm.probe_all(others)
-            # A worker that waits for another is not the cause, so its answer need not wait until patience ends.
-            if not waits_for:
-                self._await_progress(mark, status.microbatches_done, asked_s + fence.patience_s)
-            is_busy = time.process_time() - used_s >= _BUSY_SHARE * (time.monotonic() - asked_s)
-            # CPU time is no progress of a worker that waits, as it may be polling.
-            comes_on = self._has_progressed(mark, status.microbatches_done) or (is_busy and not waits_for)
-            self._log.info("has %sprogressed since", "" if comes_on else "not ")
-            found = replace(status, waits_for=waits_for, has_come_on=comes_on)
-            self._link.send(replace(found, unreachable=unreachable, stack=stack))
-
-        # Probing peers and waiting for progress take seconds, in which the control thread has other messages to handle.
-        threading.Thread(target=answer, daemon=True, name="explain").start()
-
-    def _report_activity(self, asked: protocol.AskActivity) -> None:
-        """Report what the training thread is doing, once it progresses or patience ends."""
-        asked_s, mark, done = time.monotonic(), self._waiter.mark, self._commit_state.microbatches_done
-
-        def report() -> None:
-            self._await_progress(mark, done, asked_s + asked.patience_s)
-            activity = protocol.Activity(
-                device=self._worker_id.device,
-                inquiry=asked.inquiry,
-                microbatches_done=self._commit_state.microbatches_done,
-                waits_for=self._waiter.waits_for,
-                has_come_on=self._has_progressed(mark, done),
-            )
-            self._log.info("is late; waits for %s", ", ".join(map(str, activity.waits_for)) or "no other worker")
-            self._link.send(activity)
-
-        threading.Thread(target=report, daemon=True, name="activity").start()
-
-    def _await_progress(self, mark: comm.Mark, microbatches_done: int, until_s: float) -> None:
-        while not self._has_progressed(mark, microbatches_done) and time.monotonic() < until_s:
-            time.sleep(_LOOK_S)
-
-    def _has_progressed(self, mark: comm.Mark, microbatches_done: int) -> bool:
-        return self._waiter.has_come_on(mark) or self._commit_state.microbatches_done != microbatches_done
 
     def _next_order(self) -> protocol.PlanUpdate:
         while True:
@@ -387,9 +321,3 @@ class _Worker:
         if wanted.leads:
             seconds_by_size = tuple(seconds.items())
             self._link.send(protocol.LinkTimed(device=self._worker_id.device, seconds=seconds_by_size, error=error))
-
-
-def _stack_of(thread: int) -> str:
-    # The innermost calls are the last lines.
-    frame = sys._current_frames().get(thread)
-    return "".join(traceback.format_stack(frame)[-_STACK_LINES:]) if frame is not None else ""

@@ -75,6 +75,7 @@ class Engine:
             autocast=self._precision.autocast,
             activation_checkpointing=job.activation_checkpointing,
             compiles=job.compile,
+            attention=job.attn_implementation,
         )
         self._stage_sums = _StageSums(commit_state.is_pipeline_stopped)
         install(self._model, share, self._stage_sums)
@@ -181,6 +182,7 @@ class Engine:
                     generation=self._commit_state.generation,
                     # No worker needs these before the first sums of a step.
                     beside=self._reducers.keys_of(committee),
+                    largest=self._reducers.largest_of(committee),
                 )
                 self._formed_s = time.monotonic()  # transfers begin here
                 return is_forming

@@ -301,6 +301,15 @@ class Reducers:
         """Return the groups in which this worker's gradients are summed with those of others."""
         return [] if committee is None else [bucket.key for bucket in self.buckets_of(committee)]
 
+    def largest_of(self, committee: Committee | None) -> dict[GroupKey, int]:
+        """Return the number of elements of the largest bucket of each of these groups."""
+        shapes = self._share.structure.shapes
+        largest: dict[GroupKey, int] = {}
+        for bucket in () if committee is None else self.buckets_of(committee):
+            size = sum(shapes[name].numel() for name in bucket.parameters)
+            largest[bucket.key] = max(size, largest.get(bucket.key, 0))
+        return largest
+
     def buckets_of(self, committee: Committee) -> tuple[Bucket, ...]:
         if self._buckets is None or self._buckets[0] is not committee:
             buckets = make_buckets(

@@ -23,8 +23,6 @@ from .sections import SectionSums
 from .step_timer import StepTimer
 from .step_work import GlobalBatch, PipelineRank, StepWork
 
-_DEVICE_POLL_S = 2e-4
-
 
 @dataclass(slots=True)
 class StepInFlight:
@@ -154,8 +152,7 @@ class StepInFlight:
         waited_s, longest_wait_s = self.waiter.waited_s - waited_s, self.waiter.take_longest_s()
         # The host has launched kernels that the GPU may not have computed: the timer counts until they are done.
         if self.device_work is not None:
-            self.device_work.mark()
-            self.waiter.wait(self.device_work.is_done, self.commit_state.is_pipeline_stopped, poll_s=_DEVICE_POLL_S)
+            self.waiter.call(self.device_work.mark(), self.commit_state.is_pipeline_stopped)
         ended_s = time.monotonic()
         # Whenever the GPU did not compute, it waited for others.
         if self.device_work is not None:

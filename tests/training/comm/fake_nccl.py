@@ -5,10 +5,14 @@ From `torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp`, which is alike in these
 - `WorkNCCL::isSuccess` throws NotImplementedError, "WorkNCCL::isSuccess() is deprecated".
 - `WorkNCCL::isCompleted` asks the communicator for errors only while it is not aborted, then whether the kernels have
   ended. Those of an aborted communicator end: so the work is complete, without an error, with what was there by then.
+- For that it locks `NCCLComm::mutex_`, and its binding keeps the GIL. `NCCLComm::abort` holds that lock for all of
+  `ncclCommAbort`, without the GIL, and may wait for the kernels of other communicators.
 - `WorkNCCL::wait` puts the work before the stream's next kernels and returns at once; it rethrows an error that was
   seen (`handleException(TearDown)`), and sees none of an aborted communicator.
 - `initNCCLComm` makes the communicator within the first operation, which blocks until all members have come, and is
   registered for `abort` only then: `abortComms` does not find it before.
+- After an error the watchdog sleeps for four times `TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC`, 15 s by default, with the
+  lock that `workEnqueue` needs: nothing can be posted, and nothing ends that wait.
 - `ProcessGroupNCCL::abort` blocks, and throws a DistBackendError for what went wrong meanwhile
   (`waitForFutureOrTimeout` with `throwException`).
 - `pointToPoint` launches on the stream that belongs to the pair, after what the stream in use has launched
@@ -20,14 +24,19 @@ And of CUDA: `cudaDeviceSynchronize` waits for the kernels of all streams, those
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 
+from tests.training.comm.native_lock import NativeLock
+
 __all__ = ["FakeLibrary", "FakeNccl", "FakeNcclWork"]
 
 _PATIENCE_S = 20.0
+_LONGEST_SLEEP_S = 3.0  # of the watchdog, which torch has sleep a minute
 
 
 class FakeNccl:
@@ -43,6 +52,10 @@ class FakeNccl:
         self.works: list[FakeNcclWork] = []
         self.on_launch: Callable[[str], None] = lambda kind: None
         """Called on the thread that posts, with the kind."""
+        self.on_abort: Callable[[], None] = lambda: None
+        """Called on the thread that aborts, with the communicator's lock."""
+        self.lock = NativeLock()
+        self._can_post_at_s = 0.0
 
     @classmethod
     def join(cls, size: int) -> tuple[FakeNccl, ...]:
@@ -68,6 +81,7 @@ class FakeNccl:
     def _post(self, kind: str, tensors: list[torch.Tensor]) -> FakeNcclWork:
         world = self.world
         self.on_launch(kind)
+        time.sleep(max(0.0, self._can_post_at_s - time.monotonic()))
         with world.changed:
             if self.is_aborted:
                 raise RuntimeError("NCCL communicator was aborted on rank 0.")
@@ -81,6 +95,14 @@ class FakeNccl:
 
     def abort(self) -> None:
         """End the kernels of the communicator, if there is one."""
+        self.lock.take()
+        try:
+            self.on_abort()
+            self._end_kernels()
+        finally:
+            self.lock.release()
+
+    def _end_kernels(self) -> None:
         with self.world.changed:
             self.num_aborts += 1
             self.aborted_by = threading.current_thread().name
@@ -96,6 +118,8 @@ class FakeNccl:
         with self.world.changed:
             for work in self.works:
                 work.error = error
+        sleep_s = 4e-3 * int(os.environ.get("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "15000"))
+        self._can_post_at_s = time.monotonic() + min(sleep_s, _LONGEST_SLEEP_S)
 
     def device_synchronize(self, patience_s: float) -> bool:
         """What `cudaDeviceSynchronize` does: wait for all kernels; returns whether they have ended."""
@@ -120,6 +144,8 @@ class FakeNcclWork:
         self.error: RuntimeError | None = None
 
     def is_completed(self) -> bool:
+        self._group.lock.take_with_gil()
+        self._group.lock.release()
         return self.has_ended or (self.error is not None and not self._group.is_aborted)
 
     def is_success(self) -> bool:

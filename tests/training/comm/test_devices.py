@@ -1,20 +1,23 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from oobleck.control.protocol import ErrorKind
 from oobleck.errors import ConfigError
 from oobleck.training.comm.devices import (
+    NCCL_SETTINGS,
     can_use_nccl,
     choose_device,
     device_identity,
     device_memory_bytes,
     prepare_nccl,
 )
-
-PREPARED = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+from oobleck.training.process.errors import kind_of
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +46,18 @@ def test_a_gpu_that_is_not_there_is_named():
         choose_device("cuda", 0, num_devices=0)
 
 
+def test_a_worker_that_starts_again_keeps_its_gpu_although_its_number_has_changed():
+    """GPU 1 has fallen off the bus, and those after it have moved up."""
+    left = ["GPU-0", "GPU-2", "GPU-3"]
+    chosen = partial(choose_device, "cuda", num_devices=3, id_of=left.__getitem__)
+    assert chosen(2, gpu_id="GPU-2") == torch.device("cuda:1")
+    assert chosen(3, gpu_id="GPU-3") == torch.device("cuda:2"), "although no GPU has its number any more"
+    assert chosen(2) == torch.device("cuda:2"), "the first worker takes what the hostfile names"
+    with pytest.raises(torch.AcceleratorError, match="GPU 1 of this machine was GPU-1, which is no longer") as gone:
+        chosen(1, gpu_id="GPU-1")
+    assert kind_of(gone.value) is ErrorKind.DEVICE
+
+
 @pytest.mark.parametrize(
     ("identities", "can"),
     [
@@ -57,21 +72,37 @@ def test_nccl_carries_sums_where_each_member_has_a_gpu_of_its_own(identities: li
     assert can_use_nccl(identities) is can
 
 
+@pytest.mark.usefixtures("own_nccl")
 def test_nccl_connects_over_the_interface_of_the_address_that_the_hostfile_gives(monkeypatch: pytest.MonkeyPatch):
-    for name in ("NCCL_SOCKET_IFNAME", *(name for name in PREPARED)):
-        monkeypatch.setenv(name, "as it was")  # so that it is put back
-        monkeypatch.delenv(name)
     for address in ("127.0.0.1", "localhost", "lo"):
         monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
         prepare_nccl(address)
         assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
-    assert {os.environ[name] for name in PREPARED} == {"0"}
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0,ib1")
     prepare_nccl("127.0.0.1")
     assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0,ib1", "what the user sets stays"
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
     prepare_nccl("192.0.2.1")  # RFC 5737: nobody has it
     assert "NCCL_SOCKET_IFNAME" not in os.environ
+
+
+@pytest.mark.usefixtures("own_nccl")
+def test_a_users_shell_does_not_decide_whether_a_worker_survives_its_peers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    for name in NCCL_SETTINGS:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    dist.set_debug_level_from_env()  # as torch does on import
+    prepare_nccl("127.0.0.1")
+    assert {name: os.environ[name] for name in NCCL_SETTINGS} == NCCL_SETTINGS
+    assert dist.get_debug_level() == dist.DebugLevel.OFF
+    named = caplog.text
+    assert all(f"sets {name}=0 in place of 1" in named for name in NCCL_SETTINGS)
+    assert "turns TORCH_DISTRIBUTED_DEBUG off" in named
+    caplog.clear()
+    prepare_nccl("127.0.0.1")  # each communicator does so
+    assert caplog.text == ""
 
 
 def test_a_cpu_is_no_gpu():

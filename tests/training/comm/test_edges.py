@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from oobleck.control.steps import GroupKey, Interrupted, PeerLost
 from oobleck.planner import WorkerId
 from oobleck.schedule import Op, ScheduleKind, compile_schedule
+from oobleck.training.comm.devices import NCCL_SETTINGS
 from oobleck.training.comm.group import Group
 from oobleck.training.comm.nccl_groups import TorchNccl, communicators_of
 from oobleck.training.comm.staging import Pending
 from oobleck.training.comm.waiter import Waiter
 from tests.training.comm.fake_nccl import FakeLibrary, FakeNccl
-from tests.training.comm.test_devices import PREPARED
 from tests.training.fake_cuda import FakeCuda
 from tests.training.table import LinkedTable, acquaint
 
@@ -223,12 +223,36 @@ def test_ways_have_few_blocks_of_the_gpu_and_streams_that_no_sum_shares(monkeypa
             self.found = rank, size, options.is_high_priority_stream, options.config.max_ctas
 
     Kind.Options = Options
-    for name in (*PREPARED, "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")  # so that it is put back
+    for name in (*NCCL_SETTINGS, "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "0")  # so that it is put back
     monkeypatch.setitem(vars(dist), "ProcessGroupNCCL", Kind)
     way, total = (TorchNccl("127.0.0.1").join("name", None, 1, 2, is_way=is_way) for is_way in (True, False))
     assert way.found == (1, 2, True, 2)
     assert total.found == (1, 2, False, None)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_sums_connect_by_the_largest_bucket_before_the_first_step() -> None:
+    """NCCL connects an algorithm on its first use, and nothing could end that in the middle of a step."""
+    key = GroupKey("reduce", 1, (A, B))
+    libraries = FakeLibrary.of(["gpu 0", "gpu 1"])
+    tables = [
+        LinkedTable(worker_id, waiter=Waiter(GPU), stages=True, library=library)
+        for worker_id, library in zip((A, B), libraries, strict=True)
+    ]
+    acquaint(tables)
+    with ThreadPoolExecutor(2) as pool:
+        forming = [
+            pool.submit(table.groups.form, [], never, generation=1, beside=[key], largest={key: 5 << 20})
+            for table in tables
+        ]
+        for each in forming:
+            each.result(20)
+    (fake,) = libraries[0].joined.values()
+    assert [work.tensor.numel() for work in fake.works] == [1, 2 << 20, 5 << 20]
+    for table in tables:
+        table.groups.keep_only([], generation=99)
+        table.links.close()
 
 
 # --- what arrives ----------------------------------------------------------------------------------------------------

@@ -25,12 +25,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch.distributed import PrefixStore
 
 from oobleck.control.protocol import GroupValue, WorkerAddress
 from oobleck.control.steps import GroupKey
 from oobleck.control.steps.commit_state import Interrupted, PeerLost
 from oobleck.errors import ConfigError
 from oobleck.planner import WorkerId
+from oobleck.training.comm.rendezvous import RendezvousStore, RendezvousTable
 from tests.training.freezing_peer import A, B, C, keys_of
 from tests.training.table import LinkedTable, acquaint
 
@@ -505,3 +507,14 @@ def test_too_few_descriptors_are_named_before_gloo_ends_the_process() -> None:
             alone.groups.form([GroupKey("reduce", 1, (A, B))], never, generation=1)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_store_takes_the_keys_of_its_group_alone():
+    """Torch's watchdog sets signals for a whole job past all prefixes, which would be told to all members and stay."""
+    table, pushed = RendezvousTable(), list[str]()
+    store = RendezvousStore(table, lambda key, _value: pushed.append(key), 10.0, group="1/reduce/a7")
+    PrefixStore("1/reduce/a7/nccl", store).set("0", "the communicator's id")
+    store.set("exception_dump", "0")
+    assert pushed == ["1/reduce/a7/nccl/0"]
+    assert len(table) == 1
+    assert not store.check(["exception_dump"])

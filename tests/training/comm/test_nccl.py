@@ -13,6 +13,7 @@ import torch
 
 from oobleck.control.steps import GroupKey, Interrupted, PeerLost
 from oobleck.planner import WorkerId
+from oobleck.training.comm.devices import prepare_nccl
 from oobleck.training.comm.group import Group
 from oobleck.training.comm.nccl import NcclGroup
 from oobleck.training.comm.waiter import Waiter
@@ -92,8 +93,10 @@ def test_what_an_aborted_sum_has_left_is_never_taken_for_the_sum():
     (one, _), (fake, _) = connected()
     tensor = torch.ones(2)
     reduction = one.all_reduce(tensor)
-    one.abort_open_sums()
-    until(reduction.is_done)
+    assert one.has_open_sums
+    one.abort()
+    until(lambda: fake.is_aborted)
+    assert reduction.is_done()
     assert tensor.tolist() == [1.0, 1.0], "complete, without an error, and without the other's part"
     with pytest.raises(Interrupted):
         reduction.wait(never)
@@ -188,6 +191,82 @@ def test_a_reduction_that_is_interrupted_gives_up_all_its_groups():
     with pytest.raises(Interrupted):
         reducer.finish(lambda: True)
     until(lambda: all(mine.is_aborted for mine, _ in fakes))
+
+
+# --- the GIL -------------------------------------------------------------------------------------------------------
+
+
+def in_both_groups(num_groups: int) -> tuple[list[Group], list[FakeNccl]]:
+    """Groups of two members that are connected, seen from one of them."""
+    found = [connected() for _ in range(num_groups)]
+    return [groups[0] for groups, _ in found], [fakes[0] for _, fakes in found]
+
+
+def test_aborts_that_wait_for_each_other_end_while_their_sums_are_polled():
+    """A poll that waits for one of them keeps the GIL, without which the other never begins."""
+    for _ in range(10):
+        groups, fakes = in_both_groups(2)
+        begun = threading.Barrier(2)
+        for fake in fakes:
+            fake.on_abort = lambda begun=begun: begun.wait(20)
+        with ThreadPoolExecutor(2) as pool:
+            waits = [pool.submit(group.all_reduce(torch.ones(2)).wait, never) for group in groups]
+            time.sleep(2e-3)
+            groups[0].abort()
+            groups[1].abort()
+            for wait in waits:
+                with pytest.raises(Interrupted):
+                    wait.result(20)
+        until(lambda fakes=fakes: all(fake.is_aborted for fake in fakes))
+
+
+def test_threads_run_while_an_abort_takes_long():
+    (group,), (fake,) = in_both_groups(1)
+    fake.on_abort = lambda: time.sleep(0.1)
+    reduction, polls = group.all_reduce(torch.ones(2)), 0
+    group.abort()
+    while not fake.is_aborted:
+        assert reduction.is_done(), "what is aborted is over, for whoever waits for it"
+        polls += 1
+        time.sleep(1e-3)
+    assert polls > 1
+    with pytest.raises(Interrupted):
+        reduction.wait(never)
+
+
+def test_all_communicators_of_a_fence_are_given_up_before_the_first_is_aborted():
+    tables = [LinkedTable(worker_id) for worker_id in (A, B)]
+    acquaint(tables)
+    keys = [GroupKey("reduce", generation, (A, B)) for generation in (1, 2)]
+    fakes = {key: FakeNccl.join(2) for key in keys}
+
+    def form(rank: int) -> None:
+        tables[rank].groups.form(keys, never, generation=1)
+        for key in keys:
+            tables[rank].groups[key].use_nccl(nccl_of(tables[rank].groups[key], fakes[key][rank]), 10.0)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(form, range(2)))
+    groups = tables[0].groups
+    open_sums = [groups[key].all_reduce(torch.ones(2)) for key in keys]
+    seen: list[bool] = []
+    for key in keys:
+        fakes[key][0].on_abort = lambda: seen.extend(each.is_done() for each in open_sums)
+    groups.abort_fenced(is_pipeline_stopped=False)
+    until(lambda: all(fakes[key][0].is_aborted for key in keys))
+    assert seen == [True] * 4
+
+
+@pytest.mark.usefixtures("own_nccl")
+def test_a_bucket_is_posted_at_once_after_an_error_of_nccls_own():
+    """A hook of the last backward pass posts it, and nothing could end its wait for torch's watchdog."""
+    (group,), (fake,) = in_both_groups(1)
+    prepare_nccl("127.0.0.1")
+    group.all_reduce(torch.ones(2))
+    fake.fail(RuntimeError("NCCL error: remote process exited or there was a network error"))
+    began_s = time.monotonic()
+    group.all_reduce(torch.ones(2))
+    assert time.monotonic() - began_s < 1.0
 
 
 # --- B5 ------------------------------------------------------------------------------------------------------------

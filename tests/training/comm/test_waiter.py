@@ -68,3 +68,20 @@ def test_who_is_interrupted_does_not_come_on():
     with pytest.raises(Interrupted):
         waiter.wait(never, always)
     assert not waiter.has_come_on(seen[0])
+
+
+def test_what_has_to_be_polled_is_not_asked_once_the_wait_is_interrupted():
+    """It is on a GPU, where asking may wait for what is being aborted."""
+    waiter, asked = Waiter(), []
+
+    def ready() -> bool:
+        asked.append(len(asked))
+        return False
+
+    with pytest.raises(Interrupted):
+        waiter.wait(ready, always, poll_s=1e-3)
+    assert asked == []
+    with pytest.raises(Interrupted):
+        waiter.wait(ready, lambda: len(asked) > 2, poll_s=1e-3)
+    assert asked == [0, 1, 2]
+    waiter.wait(always, never, poll_s=1e-3)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,21 @@ def test_where_there_is_no_compiler_the_job_says_what_to_install(monkeypatch: py
     monkeypatch.setenv("CXX", "icpx")
     with pytest.raises(ConfigError, match="icpx"):
         require_compiler(cpu, find=lambda name: f"/usr/bin/{name}" if name == "g++" else None)
+
+
+def test_on_gpus_a_c_compiler_and_pythons_headers_are_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Triton builds its launcher with them, at the first block, and slim images have neither."""
+    monkeypatch.delenv("CC", raising=False)
+    gpu = torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match=r"compile: there is no gcc or clang here.*on every node"):
+        require_compiler(gpu, find=lambda name: f"/usr/bin/{name}" if name == "g++" else None, headers=tmp_path)
+    with pytest.raises(ConfigError, match=rf"no Python\.h in {tmp_path}; install Python's headers"):
+        require_compiler(gpu, find=lambda name: f"/usr/bin/{name}" if name == "gcc" else None, headers=tmp_path)
+    (tmp_path / "Python.h").touch()
+    require_compiler(gpu, find=lambda name: f"/usr/bin/{name}" if name == "clang" else None, headers=tmp_path)
+    monkeypatch.setenv("CC", "icx")
+    with pytest.raises(ConfigError, match="there is no icx"):
+        require_compiler(gpu, find=lambda name: f"/usr/bin/{name}" if name == "gcc" else None, headers=tmp_path)
 
 
 @pytest.mark.parametrize("other", [{"tensor_parallel": 2}, {"schedule": "zero-bubble"}])

@@ -83,6 +83,7 @@ def test_a_scaled_loss_scales_every_gradient_and_not_the_loss():
         assert torch.equal(gradient, gradients[name] * 1024), "a power of two costs no digit"
 
 
+@pytest.mark.usefixtures("backward_on")
 @pytest.mark.parametrize("name", ["gpt2-dropout", "gemma3", "bloom"])
 def test_activations_that_are_computed_again_change_no_bit(name: str):
     structure, batch = structure_of(name), random_batch(1)

@@ -74,6 +74,7 @@ def test_masks_are_those_of_all_devices_that_share_a_stage() -> None:
             torch.testing.assert_close(gradient, share.part_of(name, expected[name]), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.usefixtures("backward_on")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shares_of_gradients_are_those_of_the_whole_model(family: str) -> None:
     loss, expected = gradients(whole_stage(structure_of(family), dtype=torch.float64))
@@ -114,6 +115,7 @@ class _Counted:
         return tensor
 
 
+@pytest.mark.usefixtures("backward_on")
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_block_sums_twice_forward_and_twice_backward_in_the_type_it_computes_in(recomputes: bool) -> None:
     """As Megatron does. A sum for each module that is cut by columns made five of them backward, in float32."""

@@ -10,6 +10,7 @@ from oobleck.training.model.weight_gradients import WeightGradients
 from oobleck.training.randomness import MicrobatchKey
 from tests.training.zoo import random_batch, structure_of, whole_stage
 
+pytestmark = pytest.mark.usefixtures("backward_on")
 FAMILIES = ("gpt2-dropout", "llama-tied", "bert")
 
 

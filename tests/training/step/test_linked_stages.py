@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -16,12 +17,15 @@ from oobleck.planner import WorkerId
 from oobleck.schedule import ScheduleKind
 from oobleck.training.comm.group import Group
 from oobleck.training.model.models import StageModel
+from oobleck.training.model.tensor_parallel import initialize_share, install, share_of
 from oobleck.training.step.reduction import GradientReducer
 from oobleck.training.step.step_work import PipelineRank
 from tests.training.comm.test_edges import Pipeline as LinkedPipeline
 from tests.training.fake_cuda import FakeCuda
 from tests.training.step.test_step import ME, OneWorker, Wire
 from tests.training.zoo import gradients_of, run_pipeline, state_of, structure_of, whole_stage
+
+pytestmark = pytest.mark.usefixtures("backward_on")
 
 
 class _Aborted(Wire):
@@ -40,6 +44,32 @@ def test_a_program_that_is_stopped_half_way_ends_what_its_pipeline_has_on_its_wa
     rank = PipelineRank(stage=0, num_stages=2, group=group, rank=0, degree=1, schedule=schedule)
     with pytest.raises(Interrupted):
         worker.step.execute(rank, Compute(1, (0, 1)), cast("GradientReducer", None))
+    assert wire.num_aborts == 1
+
+
+def test_a_backward_pass_whose_sum_between_devices_is_interrupted_ends_the_program():
+    """Wherever it runs: what a sum raises reaches the training thread, as what it is."""
+    whole = structure_of("llama")
+    share = share_of(whole, rank=0, degree=2)
+    model = StageModel(share.structure, dtype=torch.float32, device="cpu")
+    summed: list[str] = []
+
+    def sum_up(tensor: torch.Tensor) -> torch.Tensor:
+        summed.append(threading.current_thread().name)
+        if len(summed) > 2 * whole.num_blocks:  # those of the forward pass
+            raise Interrupted
+        return tensor
+
+    install(model, share, sum_up)
+    model.adopt(0, whole.num_layers - 1, {})
+    initialize_share(model, share, whole, range(whole.num_layers - 1), seed=0)
+    worker = OneWorker(None, model)
+    wire = _Aborted(worker.waiter)
+    group, schedule = cast("Group", wire), ScheduleKind.ONE_F_ONE_B
+    rank = PipelineRank(stage=0, num_stages=2, group=group, rank=0, degree=1, schedule=schedule)
+    with pytest.raises(Interrupted):
+        worker.step.execute(rank, Compute(1, (0,)), cast("GradientReducer", None))
+    assert len(summed) == 2 * whole.num_blocks + 1
     assert wire.num_aborts == 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import cast
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,9 +14,10 @@ from torch import nn
 from oobleck.control.steps.groups import Committee, GroupKey
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate, WorkerId
 from oobleck.training.comm import GroupTable
+from oobleck.training.model.models import StageModel
 from oobleck.training.model.structure import ModelStructure
 from oobleck.training.model.tensor_parallel import share_of
-from oobleck.training.step.reduction import Bucket, GradientReducer, make_buckets
+from oobleck.training.step.reduction import Bucket, GradientReducer, Reducers, make_buckets
 from tests.examples import examples
 from tests.training.zoo import structure_of
 
@@ -105,6 +107,22 @@ def test_nothing_is_summed_among_all_workers_but_what_all_of_them_own() -> None:
     assert {tuple(each.node for each in members) for members in committee.keys} == {("a", "c"), ("b", "d")}
 
 
+def test_the_largest_bucket_of_a_group_is_what_its_communicator_connects_by() -> None:
+    share = share_of(STRUCTURE, rank=0, degree=1)
+    stage = StageTemplate(first_layer=0, stop_layer=STRUCTURE.num_layers, node_index=0)
+    pipelines = tuple(
+        Pipeline(template=PipelineTemplate(stages=(stage,)), nodes=(node,), num_microbatches=1) for node in ("a", "b")
+    )
+    committee = Committee(ExecutionPlan(pipelines=pipelines), 1)
+    reducers = Reducers(WorkerId("a", 0), share, cast("StageModel", None), cast("GroupTable", None))
+    (key,) = set(reducers.keys_of(committee))
+    sizes = [
+        sum(STRUCTURE.shapes[name].numel() for name in bucket.parameters) for bucket in reducers.buckets_of(committee)
+    ]
+    assert reducers.largest_of(committee) == {key: max(sizes)}
+    assert reducers.largest_of(None) == {}
+
+
 class _Groups(dict[GroupKey, "_Groups"]):
     """Stands for groups whose sums are never waited for."""
 
@@ -119,6 +137,7 @@ class _Groups(dict[GroupKey, "_Groups"]):
         return object()
 
 
+@pytest.mark.usefixtures("backward_on")
 def test_of_several_chunks_those_whose_backward_passes_are_over_are_summed_while_the_last_one_runs() -> None:
     """The last to run is the first layers' chunk; what it does not touch is final before."""
     names = ("late", "both", "early")

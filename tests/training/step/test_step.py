@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from oobleck.control.protocol import CommitRecord, Fence, PlanUpdate
 from oobleck.control.steps import CommitState, Compute, GroupKey, Interrupted
@@ -79,7 +81,9 @@ class Device(DeviceWork):
 
     def __init__(self, *, is_stuck: bool = False) -> None:
         super().__init__(torch.device("cuda", 0))
-        self.is_stuck = is_stuck
+        self.can_end = threading.Event()
+        if not is_stuck:
+            self.can_end.set()
         self.num_pieces = 0
         self.is_marked = threading.Event()
 
@@ -91,11 +95,9 @@ class Device(DeviceWork):
         yield
         self.num_pieces += 1
 
-    def mark(self) -> None:
+    def mark(self) -> Callable[[], None]:
         self.is_marked.set()
-
-    def is_done(self) -> bool:
-        return not self.is_stuck
+        return lambda: cast("None", self.can_end.wait(20))
 
     def seconds(self) -> float:
         return 1e-9 * self.num_pieces
@@ -173,6 +175,7 @@ def test_a_device_that_does_not_end_is_waited_for_until_the_pipeline_is_stopped(
     with pytest.raises(Interrupted):
         worker.run()
     fencing.join()
+    device.can_end.set()
 
 
 def test_what_a_device_took_is_told_by_its_own_clock():
@@ -215,6 +218,42 @@ def test_weights_are_cast_once_a_step_for_all_microbatches_in_flight(dtype: torc
     assert len(casts) == 2 * structure.num_blocks, "c_fc and c_proj of each block, for two microbatches"
 
 
+class Casts(TorchDispatchMode):
+    """Counts how often each weight is cast."""
+
+    def __init__(self, model: StageModel) -> None:
+        super().__init__()
+        self._names = {parameter.data_ptr(): name for name, parameter in model.parameters.items()}
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and (name := self._names.get(args[0].data_ptr())) is not None:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("backward_on")
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_weight_is_cast_once_a_step_wherever_backward_passes_run(recomputes: bool):
+    """Where they recompute activations, the end of their autocast must not drop the casts of the forward passes."""
+    structure = structure_of("llama")
+    model = StageModel(
+        structure,
+        dtype=torch.float32,
+        device="cpu",
+        autocast=torch.bfloat16,
+        activation_checkpointing=recomputes,
+    )
+    model.adopt(0, structure.num_layers, {})
+    model.initialize(range(structure.num_layers), seed=0)
+    worker = OneWorker(None, model)
+    for _ in range(2):  # whatever is remembered of the first step
+        with Casts(model) as casts:
+            worker.run()
+        matrices = {name for name in model.parameters if "proj" in name}
+        assert {name: count for name, count in casts.counts.items() if name in matrices} == dict.fromkeys(matrices, 1)
+
+
 def test_casting_once_changes_no_bit():
     gradients = []
     for autocast in (contextlib.nullcontext, None):
@@ -254,10 +293,11 @@ class Arrived:
         return True
 
 
-def test_a_step_keeps_nothing_of_what_its_group_keeps_while_it_is_sent():
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_a_step_keeps_nothing_of_what_its_group_keeps_while_it_is_sent(autocast: torch.dtype | None):
     """With many microbatches, what was sent of each would add up on the GPU until the step ends."""
     structure = structure_of("gpt2")
-    model = StageModel(structure, dtype=torch.float32, device="cpu")
+    model = StageModel(structure, dtype=torch.float32, device="cpu", autocast=autocast)
     model.adopt(0, structure.num_layers - 1, {})
     model.initialize(range(structure.num_layers - 1), seed=0)
     worker = OneWorker(None, model)
