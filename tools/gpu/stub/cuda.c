@@ -87,6 +87,19 @@ int machine_device(int device) {
 
 int current_device(void) { return current; }
 
+// Whoever asks for devices has loaded torch, and is given its operations (`on_host.cpp`) before it uses any.
+static void load_operations(void) {
+  Dl_info own;
+  char path[4096];
+  if (!dlsym(RTLD_DEFAULT, "THPVariable_Wrap") && !dlopen("libtorch_python.so", RTLD_LAZY | RTLD_NOLOAD)) return;
+  dladdr((void*)load_operations, &own);
+  snprintf(path, sizeof path, "%.*s/libonhost.so", (int)(strrchr(own.dli_fname, '/') - own.dli_fname), own.dli_fname);
+  if (!dlopen(path, RTLD_NOW | RTLD_LOCAL)) {
+    fprintf(stderr, "the stub device: %s\n", dlerror());
+    abort();
+  }
+}
+
 static cudaError_t fault_of(int device) {
   if (!owner) owner = getpid();
   if (owner != getpid()) return cudaErrorInitializationError;
@@ -94,7 +107,9 @@ static cudaError_t fault_of(int device) {
 }
 
 API cudaGetDeviceCount(int* count) {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
   if (!owner) owner = getpid();
+  pthread_once(&once, load_operations);
   int devices[MAX_DEVICES];
   *count = visible(devices);
   if (owner != getpid()) return fail(cudaErrorInitializationError);

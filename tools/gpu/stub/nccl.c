@@ -292,6 +292,7 @@ static ncclResult_t state_of(ncclComm_t comm) {
   return joined == comm->size ? ncclSuccess : ncclInProgress;
 }
 API ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* error) {
+  if (!comm) return ncclInvalidArgument;
   pthread_mutex_lock(&lock);
   if (comm->error == ncclInProgress) comm->error = state_of(comm);
   if (row_of(comm->device)->links_broken) comm->error = ncclRemoteError;
@@ -324,6 +325,7 @@ static void leave(ncclComm_t comm) {
   pthread_mutex_unlock(&lock);
 }
 API ncclCommAbort(ncclComm_t comm) {
+  if (!comm) return ncclSuccess;
   const char *ms = getenv("CUDA_STUB_ABORT_MS"), *waits = getenv("CUDA_STUB_ABORT_WAITS");
   reached(ABORTS, comm->device);
   pthread_mutex_lock(&lock);
@@ -335,8 +337,13 @@ API ncclCommAbort(ncclComm_t comm) {
   leave(comm);
   return ncclSuccess;
 }
-API ncclCommFinalize(ncclComm_t comm) { wait_for_device(comm->device); return ncclSuccess; }
-API ncclCommDestroy(ncclComm_t comm) { wait_for_device(comm->device); leave(comm); return ncclSuccess; }
+API ncclCommFinalize(ncclComm_t comm) { if (comm) wait_for_device(comm->device); return ncclSuccess; }
+API ncclCommDestroy(ncclComm_t comm) {
+  if (!comm) return ncclSuccess;
+  wait_for_device(comm->device);
+  leave(comm);
+  return ncclSuccess;
+}
 API ncclCommCount(const ncclComm_t comm, int* size) { *size = comm->size; return ncclSuccess; }
 API ncclCommUserRank(const ncclComm_t comm, int* rank) { *rank = comm->rank; return ncclSuccess; }
 API ncclCommCuDevice(const ncclComm_t comm, int* device) { *device = comm->device; return ncclSuccess; }

@@ -1,0 +1,135 @@
+"""What members do: functions of a pipe to the test, a directory in which all meet, and their own arguments."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from oobleck.control.steps import Interrupted
+from oobleck.planner import WorkerId
+from oobleck.training.comm.nccl import NcclGroup
+from oobleck.training.comm.nccl_groups import TorchNccl
+
+COUNT = 300_000
+"""Elements of a sum: more than the stub's links hold at once."""
+
+
+def join(directory: Path, name: str, rank: int, size: int, *, device: int, is_way: bool = False) -> NcclGroup:
+    """Join a group as the project's workers do, over a store in the directory."""
+    own = torch.device("cuda", device)
+    torch.cuda.set_device(own)
+    store = dist.FileStore(str(directory / f"store-{name}"), size)
+    group = TorchNccl("127.0.0.1").join(name, store, rank, size, is_way=is_way)
+    return NcclGroup(name, WorkerId(node=f"n{rank}", device=0), own, group, store)
+
+
+def outcome_of(call: Callable[[], object]) -> str:
+    """Return the name of what a call raises, or an empty text."""
+    try:
+        call()
+    except (Interrupted, RuntimeError) as error:
+        return type(error).__name__
+    return ""
+
+
+def sees_devices(pipe: Connection, _directory: Path) -> None:
+    count = torch.cuda.device_count()
+    pipe.send([str(torch.cuda.get_device_properties(each).uuid) for each in range(count)])
+    pinned = torch.arange(8.0).pin_memory()
+    on_last = pinned.to(f"cuda:{count - 1}", non_blocking=True)
+    torch.cuda.synchronize(on_last.device)
+    pipe.send((pinned.is_pinned(), on_last.device.index, on_last.tolist()))
+
+
+def trains(pipe: Connection, _directory: Path, device: str) -> None:
+    """Train a small model, and say its losses."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+    inputs, labels = torch.randn(32, 8), torch.randint(4, (32,))
+    model, inputs, labels = model.double().to(device), inputs.double().to(device), labels.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(10):
+        loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        pipe.send(loss.item())
+
+
+def launches_a_kernel(pipe: Connection, _directory: Path) -> None:
+    pipe.send(outcome_of(lambda: torch.cuda._sleep(1)))
+
+
+def forks_after_use(pipe: Connection, _directory: Path) -> None:
+    """Use a device, fork, and use it there."""
+    import ctypes
+    import os
+
+    torch.zeros(1, device="cuda")
+    if (child := os.fork()) == 0:
+        runtime = ctypes.CDLL(None)
+        os._exit(runtime.cudaSetDevice(0))
+    pipe.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+def sums(pipe: Connection, directory: Path, ranks: list[int], size: int) -> None:
+    """Take part in a sum with several devices of this process, each by a thread of its own."""
+
+    def run(rank: int) -> None:
+        group = join(directory, "sum", rank, size, device=rank)
+        values = torch.arange(COUNT, dtype=torch.float64, device=group.device) * (rank + 1)
+        group.all_reduce(values).finish()
+        torch.cuda.synchronize(group.device)
+        expected = torch.arange(COUNT, dtype=torch.float64) * (size * (size + 1) // 2)
+        pipe.send((rank, bool(torch.equal(values.cpu(), expected))))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def sends(pipe: Connection, directory: Path, rank: int, count: int) -> None:
+    """Send messages, or receive them and say their totals."""
+    group = join(directory, "way", rank, 2, device=rank, is_way=True)
+    for number in range(count):
+        tensor = torch.arange(COUNT, dtype=torch.bfloat16, device=group.device) + number
+        if rank == 0:
+            group.send(tensor).finish()
+        else:
+            room = torch.zeros_like(tensor)
+            group.receive(room).finish()
+            torch.cuda.synchronize(group.device)
+            pipe.send(bool(torch.equal(room, tensor)))
+
+
+def waits_in_a_sum(pipe: Connection, directory: Path, rank: int) -> None:
+    """Take part in one sum, and wait in the next until told to end it; say what came of it, and how long it took."""
+    group = join(directory, "sum", rank, 2, device=rank)
+    values = torch.ones(COUNT, device=group.device)
+    group.all_reduce(values).finish()
+    pipe.send("connected")
+    if pipe.recv() == "wait":
+        began_s = time.monotonic()
+        work = group.all_reduce(values)
+
+        def fence() -> None:
+            pipe.recv()
+            group.abort()
+
+        threading.Thread(target=fence, daemon=True).start()
+        said = outcome_of(work.finish)
+        pipe.send((said, time.monotonic() - began_s))
+        group.abort()
+        while any(thread.name.startswith("abort") for thread in threading.enumerate()):
+            time.sleep(0.001)
+        torch.cuda.synchronize(group.device)
+        pipe.send((time.monotonic() - began_s, values[:3].tolist(), values[-3:].tolist()))
