@@ -129,7 +129,77 @@ def waits_in_a_sum(pipe: Connection, directory: Path, rank: int) -> None:
         said = outcome_of(work.finish)
         pipe.send((said, time.monotonic() - began_s))
         group.abort()
-        while any(thread.name.startswith("abort") for thread in threading.enumerate()):
-            time.sleep(0.001)
+        wait_for_aborts()
         torch.cuda.synchronize(group.device)
         pipe.send((time.monotonic() - began_s, values[:3].tolist(), values[-3:].tolist()))
+
+
+def has_its_groups_aborted(pipe: Connection, directory: Path, rounds: int) -> None:
+    """Poll sums of two groups while both are aborted, again and again; say how long no Python thread ran meanwhile."""
+    longest_s = 0.0
+
+    def beat() -> None:
+        nonlocal longest_s
+        last_s = time.monotonic()
+        while True:
+            time.sleep(0.001)
+            now_s = time.monotonic()
+            longest_s, last_s = max(longest_s, now_s - last_s), now_s
+
+    threading.Thread(target=beat, daemon=True).start()
+    for number in range(rounds):
+        groups = [join_with_peer(directory, f"{number}{name}") for name in "AB"]
+        sums = [group.all_reduce(torch.zeros(8, device=group.device)) for group in groups for _ in range(3)]
+        polling = [threading.Thread(target=outcome_of, args=(each.finish,), daemon=True) for each in sums]
+        for thread in polling:
+            thread.start()
+        time.sleep(0.05)
+        longest_s = 0.0
+        for group in groups:
+            group.abort()
+        for thread in polling:
+            thread.join()
+        wait_for_aborts()
+        pipe.send(longest_s)
+
+
+def posts_after_an_error(pipe: Connection, directory: Path) -> None:
+    """Post a sum after the peer of an earlier one was lost; say how long that takes, and to let go of its tensors."""
+    group = join_with_peer(directory, "sum")
+    group.all_reduce(torch.zeros(8, device=group.device))
+    pipe.send("waits")
+    pipe.recv()
+    time.sleep(0.5)  # the watchdog looks every 100 ms
+    began_s = time.monotonic()
+    threading.Timer(0.5, group.abort).start()
+    outcome_of(lambda: group.all_reduce(torch.zeros(8, device=group.device)))
+    pipe.send(time.monotonic() - began_s)
+    group.abort()
+    wait_for_aborts()
+    pipe.send(time.monotonic() - began_s)
+
+
+def join_with_peer(directory: Path, name: str) -> NcclGroup:
+    """Join a group of two with a thread of this process, which takes part in one sum and never again."""
+    stays: list[object] = []
+
+    def take_part() -> None:
+        peer = join(directory, name, 1, 2, device=1)
+        peer.all_reduce(torch.zeros(8, device=peer.device)).finish()
+        stays.append(peer)
+
+    peer = threading.Thread(target=take_part)
+    peer.start()
+    group = join(directory, name, 0, 2, device=0)
+    group.all_reduce(torch.zeros(8, device=group.device)).finish()
+    peer.join()
+    _PEERS.extend(stays)
+    return group
+
+
+_PEERS: list[object] = []
+
+
+def wait_for_aborts() -> None:
+    while any(thread.name.startswith("abort") for thread in threading.enumerate()):
+        time.sleep(0.001)
