@@ -149,7 +149,7 @@ def has_its_groups_aborted(pipe: Connection, directory: Path, rounds: int) -> No
     threading.Thread(target=beat, daemon=True).start()
     for number in range(rounds):
         groups = [join_with_peer(directory, f"{number}{name}") for name in "AB"]
-        sums = [group.all_reduce(torch.zeros(8, device=group.device)) for group in groups for _ in range(3)]
+        sums = [group.all_reduce(torch.zeros(8, device=group.device)) for group in groups for _ in range(6)]
         polling = [threading.Thread(target=outcome_of, args=(each.finish,), daemon=True) for each in sums]
         for thread in polling:
             thread.start()

@@ -13,7 +13,7 @@ _ABORT_S = 0.3
 def test_no_poll_stops_all_threads_while_communicators_are_aborted(members: Members) -> None:
     # A poll that is let in before an abort waits for it with the GIL, and the abort of the other communicator, which it
     # waits for, never begins: frozen for ever.
-    rounds = 12
+    rounds = 16
     member = members.start(roles.has_its_groups_aborted, rounds, CUDA_STUB_ABORT_MS=str(round(_ABORT_S * 1e3)))
     stopped_s = [member.hear(within_s=20.0) for _ in range(rounds)]
     # A busy machine stops a process for long now and then, and all rounds stop as long as an abort takes.

@@ -1,0 +1,180 @@
+"""`oobleck up` over the stub: torch's CUDA, NCCL between workers with a device each, and one of them lost at any moment.
+
+CUDA_STUB_SEEDS is the number of losses, each of a seed of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shlex
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.elastic import ENDLESS, Reference, assert_all_is_right, each_loss, stopped
+from tests.e2e.harness import GPT2, Runner, Up, send_signal, started_at, worker_pids
+from tests.e2e.node_processes import Nodes
+from tools.gpu.stub import device as stub
+
+from .members import wait_until
+
+_DEVICES = 4
+_JOB = f"{GPT2}dropout: false\n"  # devices drop by numbers of their own
+_LEASE_S = 10
+_BUSY_S = 60.0
+"""What a busy machine may add to any wait."""
+
+# When a step, a save or a plan comes to the moment is the stub's to tell. A commit follows the last of a step's sums.
+_MOMENTS = {
+    "before a send": ("sends", 0),
+    "while it receives": ("receives", 500),
+    "in a sum of the last backward pass": ("sums", 0),
+    "in the commit": ("has_summed", 3_000),
+    "in the forward pass": ("computes", 0),
+    "while communicators form": ("connects", 0),
+    "in a save": ("copies_out", 0),
+    "while others are aborted": ("aborts", 0),
+}
+_PROVOKED = ("connects", "aborts")
+"""Moments of a recovery: another worker is killed for them."""
+_ACTS = ("kill", "freeze", "break_links", "break_device")
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What happens to which device's worker, and when."""
+
+    device: int
+    act: str
+    when: str
+    after: int
+
+    @classmethod
+    def of(cls, seed: int) -> Loss:
+        chance = random.Random(seed)
+        # All pairs come in turn, so that few seeds have many.
+        acts, moments = len(_ACTS), list(_MOMENTS)
+        when = moments[seed // acts % len(moments)]
+        return cls(chance.randrange(_DEVICES), _ACTS[seed % acts], when, chance.randint(1, 20))
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Nodes of one device each, on the stub."""
+
+    runner: Runner
+    nodes: Nodes
+    control: stub.Control
+
+    @contextmanager
+    def up(self, *options: str) -> Iterator[Up]:
+        job = str(self.runner.job_file(_JOB))
+        given = ("--job", job, "--no-check", "--set", "device=cuda", "--set", f"control.lease_s={_LEASE_S}", *options)
+        with self.runner.up(*given, nodes=("--dial-in", "127.0.0.1:0", "--nodes", str(_DEVICES))) as up:
+            file = shlex.split(up.wait_for(": oobleck node ").split(": oobleck node ")[1])[0]
+            for device in range(_DEVICES):
+                self.nodes.start(_node(device), file, f"{_node(device)} devices={device}")
+            yield up
+        self.nodes.close()
+
+    def counts(self, moment: str) -> list[int]:
+        return [self.control.get(device, moment) for device in range(_DEVICES)]
+
+
+def _node(device: int) -> str:
+    return f"node{device}"
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    directory = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in stub.environment(directory, devices=_DEVICES).items():
+            patch.setenv(name, value)
+        runner = Runner(directory)
+        yield runner
+        runner.close()
+
+
+@pytest.fixture
+def cluster(runner: Runner, tmp_path: Path) -> Iterator[Cluster]:
+    nodes = Nodes(runner, tmp_path)
+    yield Cluster(runner, nodes, stub.Control(runner.directory))
+    nodes.close()
+
+
+@pytest.fixture(scope="module")
+def reference(runner: Runner) -> Reference:
+    """Losses of one process, on the CPU."""
+    return each_loss(runner.job_file(_JOB), runner.directory / "cache")
+
+
+def _saves(directory: Path) -> tuple[str, ...]:
+    return ("--set", f"checkpoint={{enabled: true, save_steps: 5, directory: {directory}}}")
+
+
+def test_a_run_over_nccl_has_the_losses_of_one_process(cluster: Cluster, reference: Reference, tmp_path: Path) -> None:
+    with cluster.up("--steps", str(ENDLESS), *_saves(tmp_path / "saved")) as up:
+        up.wait_for_checkpoint(10)
+        up.wait_for_steps(3)
+        outcome = stopped(cluster.runner, up)
+    assert_all_is_right(outcome, reference)
+    for moment in ("connects", "sums", "sends", "receives", "copies_in", "copies_out", "computes"):
+        assert min(cluster.counts(moment)) > 0, moment
+    assert not outcome.recoveries
+
+
+def test_whenever_a_worker_is_lost_no_other_is_and_nothing_of_an_abort_is_used(
+    cluster: Cluster, reference: Reference, tmp_path: Path
+) -> None:
+    with cluster.up("--steps", str(ENDLESS), *_saves(tmp_path / "saved")) as up:
+        up.wait_for_step(3)
+        for seed in range(int(os.environ.get("CUDA_STUB_SEEDS", "20"))):
+            loss = Loss.of(seed)
+            began_s = time.monotonic()
+            _suffer(cluster, up, loss)
+            print(f"seed {seed}: {loss}: {time.monotonic() - began_s:.1f} s", flush=True)
+        outcome = stopped(cluster.runner, up)
+    assert_all_is_right(outcome, reference, loses_steps=None)
+
+
+def _suffer(cluster: Cluster, up: Up, loss: Loss) -> None:
+    """Let a worker be lost, and wait until all train again."""
+    before = _workers(cluster)
+    moment, delay_us = _MOMENTS[loss.when]
+    other = (loss.device + 1) % _DEVICES
+    touched = {loss.device}
+    if moment in _PROVOKED:
+        cluster.control.arm(loss.device, loss.act, moment)
+        send_signal(worker_pids(cluster.runner)[_node(other)], signal.SIGKILL)
+        touched.add(other)
+    else:
+        cluster.control.arm(loss.device, loss.act, moment, after=loss.after, delay_us=delay_us)
+    wait_until(lambda: not cluster.control.armed, within_s=_BUSY_S)
+    fired_s = time.monotonic()
+    time.sleep(0.2)
+    cluster.control.set(loss.device, "links_broken", 0)
+    cluster.control.set(loss.device, "device_error", 0)
+    up.wait_for_steps(2)
+    assert time.monotonic() - fired_s < _LEASE_S + _BUSY_S, loss
+    wait_until(lambda: len(_in_plan(cluster)) == _DEVICES, within_s=_BUSY_S)
+    up.wait_for_steps(1)
+    after = _workers(cluster)
+    lost = {node for node in before if before[node] != after[node]}
+    assert lost <= set(map(_node, touched)), (loss, lost)
+
+
+def _workers(cluster: Cluster) -> dict[str, tuple[int, str | None]]:
+    return {node: (pid, started_at(pid)) for node, pid in worker_pids(cluster.runner).items()}
+
+
+def _in_plan(cluster: Cluster) -> set[str]:
+    """The nodes that train under the newest plan."""
+    plan = [entry["plan"] for entry in cluster.runner.journal() if entry["@type"] == "PlanAdopted"][-1]
+    return {node for pipeline in plan["pipelines"] for node in pipeline["nodes"]}
