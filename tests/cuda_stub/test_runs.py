@@ -1,4 +1,4 @@
-"""`oobleck up` over the stub: torch's CUDA, NCCL between workers with a device each, and one of them lost at any moment.
+"""`oobleck up` over the stub: torch's CUDA, NCCL between workers with a device each, one of them lost at any moment.
 
 CUDA_STUB_SEEDS is the number of losses, each of a seed of its own.
 """
@@ -26,8 +26,8 @@ from .members import wait_until
 
 _DEVICES = 4
 _JOB = f"{GPT2}dropout: false\n"  # devices drop by numbers of their own
-_LEASE_S = 10
-_BUSY_S = 60.0
+_LEASE_S = 15
+_BUSY_S = 120.0
 """What a busy machine may add to any wait."""
 
 # When a step, a save or a plan comes to the moment is the stub's to tell. A commit follows the last of a step's sums.
@@ -75,7 +75,10 @@ class Cluster:
     @contextmanager
     def up(self, *options: str) -> Iterator[Up]:
         job = str(self.runner.job_file(_JOB))
-        given = ("--job", job, "--no-check", "--set", "device=cuda", "--set", f"control.lease_s={_LEASE_S}", *options)
+        control = (f"control.lease_s={_LEASE_S}", f"control.start_timeout_s={10 * _BUSY_S}")
+        given = ("--job", job, "--no-check", *options)
+        for setting in ("device=cuda", *control):
+            given += ("--set", setting)
         with self.runner.up(*given, nodes=("--dial-in", "127.0.0.1:0", "--nodes", str(_DEVICES))) as up:
             file = shlex.split(up.wait_for(": oobleck node ").split(": oobleck node ")[1])[0]
             for device in range(_DEVICES):

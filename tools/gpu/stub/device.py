@@ -14,7 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -59,9 +59,7 @@ def build() -> Path:
     return _BUILT
 
 
-def _compile(
-    name: str, sources: tuple[str, ...] | list[str], command: list[str], libraries: list[str] | None = None
-) -> None:
+def _compile(name: str, sources: Sequence[str], command: Sequence[str], libraries: Sequence[str] = ()) -> None:
     target, paths = _BUILT / name, [_HERE / source for source in sources]
     newest = max(path.stat().st_mtime for path in (*paths, _HERE / "stub.h", Path(__file__)))
     if target.exists() and target.stat().st_mtime > newest:
@@ -69,19 +67,21 @@ def _compile(
     _BUILT.mkdir(exist_ok=True)
     # Under a name of its own until it is whole: another process may be loading the old one.
     part = target.with_suffix(f".{os.getpid()}")
-    subprocess.run([*command, *map(str, paths), "-o", str(part), *(libraries or [])], check=True)
+    subprocess.run([*command, *map(str, paths), "-o", str(part), *libraries], check=True)
     part.rename(target)
 
 
 def environment(directory: Path, *, devices: int, **settings: str) -> Mapping[str, str]:
-    """Return the variables of processes on the stub; those that meet over NCCL have the same `directory`."""
+    """Return the variables of processes on the stub: those that meet over NCCL share a `directory`.
+
+    `settings` are the stub's other variables, without their CUDA_STUB_ (README.md).
+    """
     built = build()
     return {
         "LD_PRELOAD": str(built / "libcudastub.so"),
         "LD_LIBRARY_PATH": str(built),
         "CUDA_STUB_DIR": str(directory),
         "CUDA_STUB_DEVICES": str(devices),
-        # Each is read in vain while torch looks for devices that are not there.
         **{f"CUDA_STUB_{name.upper()}": value for name, value in settings.items()},
     }
 
