@@ -61,7 +61,7 @@ def build() -> Path:
 
 def _compile(name: str, sources: Sequence[str], command: Sequence[str], libraries: Sequence[str] = ()) -> None:
     target, paths = _BUILT / name, [_HERE / source for source in sources]
-    newest = max(path.stat().st_mtime for path in (*paths, _HERE / "stub.h", Path(__file__)))
+    newest = max(path.stat().st_mtime for path in (*paths, _HERE / "stub.h"))
     if target.exists() and target.stat().st_mtime > newest:
         return
     _BUILT.mkdir(exist_ok=True)
