@@ -203,3 +203,47 @@ _PEERS: list[object] = []
 def wait_for_aborts() -> None:
     while any(thread.name.startswith("abort") for thread in threading.enumerate()):
         time.sleep(0.001)
+
+
+def steps(pipe: Connection, directory: Path, rank: int, size: int) -> None:
+    """Take steps with neighbours until a fence: messages along the ranks, then sums; say which sums were right.
+
+    A fence is answered before anything is aborted. Last of all it says how the steps ended, or that they did not.
+    """
+    groups: list[NcclGroup] = []
+    said = ["stuck"]
+
+    def taken(name: str, own: int, members: int, *, is_way: bool = False) -> NcclGroup:
+        groups.append(join(directory, name, own, members, device=rank, is_way=is_way))
+        return groups[-1]
+
+    def take() -> None:
+        before = taken(f"way{rank}", 1, 2, is_way=True) if rank > 0 else None
+        after = taken(f"way{rank + 1}", 0, 2, is_way=True) if rank < size - 1 else None
+        everyone = taken("sum", rank, size)
+        for number in range(10_000):
+            hidden = torch.full((COUNT,), float(number), device=everyone.device)
+            if before is not None:
+                before.receive(hidden.zero_()).finish()
+            if after is not None:
+                after.send(hidden + 1.0).finish()
+            totals = [hidden * scale for scale in (1.0, 2.0)]
+            for each in [everyone.all_reduce(total) for total in totals]:
+                each.finish()
+            torch.cuda.current_stream(everyone.device).synchronize()
+            expected = number * size + size * (size - 1) // 2
+            right = [bool(total.eq(expected * scale).all()) for total, scale in zip(totals, (1, 2), strict=True)]
+            pipe.send(("step", all(right)))
+
+    def run() -> None:
+        said[0] = outcome_of(take)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    pipe.recv()
+    pipe.send(("fenced", True))
+    for group in groups:
+        group.abort()
+    pipe.recv()
+    thread.join(1.0)
+    pipe.send(("ended", said[0]))
