@@ -83,8 +83,8 @@ def _play(
     os._exit(0)
 
 
-def wait_until(condition: Callable[[], object], *, within_s: float = PATIENCE_S) -> None:
+def wait_until(condition: Callable[[], object], *, within_s: float = PATIENCE_S, poll_s: float = 0.01) -> None:
     until_s = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < until_s, "it has not come to that in time"
-        time.sleep(0.002)
+        time.sleep(poll_s)
