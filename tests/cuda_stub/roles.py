@@ -212,6 +212,11 @@ def steps(pipe: Connection, directory: Path, rank: int, size: int) -> None:
     """
     groups: list[NcclGroup] = []
     said = ["stuck"]
+    writing = threading.Lock()  # two threads write to the pipe
+
+    def say(word: str, value: object) -> None:
+        with writing:
+            pipe.send((word, value))
 
     def taken(name: str, own: int, members: int, *, is_way: bool = False) -> NcclGroup:
         groups.append(join(directory, name, own, members, device=rank, is_way=is_way))
@@ -233,7 +238,7 @@ def steps(pipe: Connection, directory: Path, rank: int, size: int) -> None:
             torch.cuda.current_stream(everyone.device).synchronize()
             expected = number * size + size * (size - 1) // 2
             right = [bool(total.eq(expected * scale).all()) for total, scale in zip(totals, (1, 2), strict=True)]
-            pipe.send(("step", all(right)))
+            say("step", all(right))
 
     def run() -> None:
         said[0] = outcome_of(take)
@@ -241,9 +246,9 @@ def steps(pipe: Connection, directory: Path, rank: int, size: int) -> None:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     pipe.recv()
-    pipe.send(("fenced", True))
+    say("fenced", True)
     for group in groups:
         group.abort()
     pipe.recv()
     thread.join(1.0)
-    pipe.send(("ended", said[0]))
+    say("ended", said[0])

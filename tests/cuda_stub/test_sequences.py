@@ -18,8 +18,8 @@ from .members import Member, Members, wait_until
 _SIZE = 3
 _MOMENTS = ("connects", "sends", "receives", "sums", "has_summed", "computes")
 _ACTS = ("kill", "freeze", "break_links", "break_device")
-_ANSWER_S = 5.0
-"""A fence is answered in milliseconds; a survivor that stands still does not answer at all."""
+_ANSWER_S, _END_S = 5.0, 20.0
+"""On a busy machine. A fence is answered in milliseconds, and by a survivor that stands still not at all."""
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("CUDA_STUB_SEEDS", "20"))))
@@ -42,10 +42,10 @@ def test_survivors_answer_a_fence_and_use_no_part_of_a_sum(seed: int, tmp_path: 
         for member in survivors:
             member.say("fence")
         for member in survivors:
-            _hear_of_steps(member)
+            _hear_after_steps(member, "fenced", within_s=_ANSWER_S)
         for member in survivors:
             member.say("end")
-        ends = [_hear(member)[1] for member in survivors]
+        ends = [_hear_after_steps(member, "ended", within_s=_END_S) for member in survivors]
         # One that is in torch until its peers connect stays there: the thread is left behind.
         is_connected = all(members.control.get(rank, "sums") for rank in range(_SIZE))
         allowed = {"Interrupted", "DistBackendError", *([] if is_connected else ["stuck"])}
@@ -54,14 +54,10 @@ def test_survivors_answer_a_fence_and_use_no_part_of_a_sum(seed: int, tmp_path: 
         members.close()
 
 
-def _hear_of_steps(member: Member) -> None:
-    """Hear of right steps until the fence's answer."""
-    until_s = time.monotonic() + _ANSWER_S
-    while (said := _hear(member))[0] != "fenced":
+def _hear_after_steps(member: Member, word: str, *, within_s: float) -> object:
+    """Hear of steps, all of them right, until a word; return what comes with it."""
+    until_s = time.monotonic() + within_s
+    while (said := member.hear(within_s=within_s))[0] != word:
         assert said == ("step", True)
         assert time.monotonic() < until_s
-
-
-def _hear(member: Member) -> tuple[str, object]:
-    said: tuple[str, object] = member.hear(within_s=20.0)
-    return said
+    return said[1]
