@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
+import subprocess
+from pathlib import Path
 
 import pytest
+
+from tools.gpu.stub import device as stub
 
 from . import roles
 from .members import Members, wait_until
@@ -84,3 +89,21 @@ def test_a_member_does_what_it_is_armed_for_at_the_moment(members: Members) -> N
     assert lost.process.exitcode == -signal.SIGKILL
     assert control.armed == []
     assert control.get(1, "sums") == 2
+
+
+def test_no_two_threads_race_in_the_stub(tmp_path: Path) -> None:
+    program = tmp_path / "races"
+    sources = [Path(stub.__file__).parent / source for source in stub.SOURCES]
+    command = ["gcc", "-std=gnu11", "-g", "-O1", "-fsanitize=thread", *stub.headers(), *map(str, sources)]
+    built = subprocess.run(
+        [*command, str(Path(__file__).with_name("races.c")), "-o", str(program), "-lpthread", "-ldl"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "cannot find" in built.stderr:
+        pytest.skip("gcc has no thread sanitizer here")
+    assert built.returncode == 0, built.stderr
+    variables = {**os.environ, "CUDA_STUB_DIR": str(tmp_path), "CUDA_STUB_DEVICES": "2"}
+    done = subprocess.run([str(program)], capture_output=True, text=True, env=variables, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr

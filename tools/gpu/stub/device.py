@@ -18,11 +18,10 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["ACTS", "MOMENTS", "Control", "build", "environment", "why_not"]
-
 _HERE = Path(__file__).parent
 _BUILT = _HERE / "build"
-_SOURCES = ("control.c", "cuda.c", "nccl.c")
+SOURCES = ("control.c", "cuda.c", "nccl.c")
+"""Those of the library that is preloaded."""
 
 # As in `stub.h`.
 MOMENTS = ("connects", "sums", "sends", "receives", "copies_out", "copies_in", "computes", "has_summed", "aborts")
@@ -45,18 +44,26 @@ def why_not() -> str | None:
 
 def build() -> Path:
     """Build what is older than its sources; return where it lies. Raises CalledProcessError."""
-    site = Path(sysconfig.get_path("purelib"))
-    torch, nvidia = site / "torch", site / "nvidia"
-    # The runtime's own headers come first. Triton has those that they include.
-    cuda = [f"-I{nvidia / 'cu13/include'}", f"-I{site / 'triton/backends/nvidia/include'}"]
+    torch, cuda = _site() / "torch", headers()
     c = ["gcc", "-std=gnu11", "-O1", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden"]
     cpp = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-Wall"]
-    headers = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}", *cuda]
+    of_torch = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}", *cuda]
     libraries = [f"-L{torch / 'lib'}", "-lc10_cuda", "-ltorch_cpu", "-lc10"]
     _compile("libcuda.so.1", ["driver.c"], c)
-    _compile("libcudastub.so", _SOURCES, [*c, *cuda, f"-I{nvidia / 'nccl/include'}"], ["-lpthread", "-ldl"])
-    _compile("libonhost.so", ["on_host.cpp"], [*cpp, *headers], libraries)
+    _compile("libcudastub.so", SOURCES, [*c, *cuda], ["-lpthread", "-ldl"])
+    _compile("libonhost.so", ["on_host.cpp"], [*cpp, *of_torch], libraries)
     return _BUILT
+
+
+def headers() -> list[str]:
+    """Return the compiler's options for the headers of CUDA and NCCL that came with torch."""
+    # The runtime's own come first. Triton has those that they include.
+    folders = ("nvidia/cu13/include", "triton/backends/nvidia/include", "nvidia/nccl/include")
+    return [f"-I{_site() / folder}" for folder in folders]
+
+
+def _site() -> Path:
+    return Path(sysconfig.get_path("purelib"))
 
 
 def _compile(name: str, sources: Sequence[str], command: Sequence[str], libraries: Sequence[str] = ()) -> None:
