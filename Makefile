@@ -16,6 +16,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUNS := $(VENV)/.runs
 LOCK_VENV := .venv-lock
+STUB_VENV := .venv-cuda-stub
+STUB_STAMP := $(STUB_VENV)/.installed
 SITE := site
 SELECT ?= not slow
 PYTEST := $(BIN)/python -m pytest --durations=15 --durations-min=1
@@ -23,7 +25,11 @@ ALONE = $(shell grep --recursive --files-with-matches --include='test_*.py' 'mar
 DECISIONS := tests/control tests/planner tests/schedule tests/sim
 BESIDE := $(MAKE) --no-print-directory --jobs=2 --output-sync=target
 
-.PHONY: demo test test-all test-slow test-runs test-decisions test-tools test-others docs lint types format lock clean
+# Seeds of disturbed runs: `make test-cuda-stub SEEDS=200`.
+SEEDS ?= 20
+export CUDA_STUB_SEEDS ?= $(SEEDS)
+
+.PHONY: demo test test-all test-slow test-cuda-stub test-runs test-decisions test-tools test-others docs lint types format lock clean
 
 # A demo of its own name, which never goes on from an earlier one.
 demo: $(RUNS)
@@ -40,6 +46,10 @@ test-all: test test-slow
 test-slow: $(STAMP)
 	$(BESIDE) SELECT="slow and not alone" DECISIONS= test-runs test-others test-tools
 	$(PYTEST) -m "slow and alone" $(ALONE)
+
+# Torch's CUDA build without a GPU, over tools/gpu/stub. Its environment takes 5 GB.
+test-cuda-stub: $(STUB_STAMP)
+	$(STUB_VENV)/bin/python -m pytest --durations=15 --durations-min=1 tests/cuda_stub
 
 test-runs: $(STAMP)
 	$(PYTEST) -m "$(SELECT)" tests/e2e
@@ -82,6 +92,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
 	@touch $(RUNS) $@
 
+# `===` takes no build with a label of its own (+cpu), which would be preferred where there is one.
+$(STUB_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(STUB_VENV)
+	$(STUB_VENV)/bin/python -m pip install --quiet --no-compile --no-cache-dir --disable-pip-version-check \
+		--constraint constraints.txt 'torch===2.13.0' hypothesis psutil pytest pytest-timeout pytest-trio --editable .
+	@touch $@
+
 # Versions without the builds' own labels (+cpu), which other machines may not have. What torch asks for beside itself
 # for GPUs it names by version already; nvidia-ml-py is asked for by us.
 lock:
@@ -95,4 +112,4 @@ lock:
 	rm -rf $(LOCK_VENV)
 
 clean:
-	rm -rf $(VENV) $(LOCK_VENV) $(SITE) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LOCK_VENV) $(STUB_VENV) tools/gpu/stub/build $(SITE) .mypy_cache .ruff_cache .pytest_cache .hypothesis
