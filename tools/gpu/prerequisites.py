@@ -99,7 +99,9 @@ def missing(machine: Machine) -> Mapping[Need, str]:
     elif not machine.has_python_headers:
         found[Need.COMPILER] = "there is no Python.h, which Triton needs; install python3-dev"
     if lacking := [name for name in _OF_TESTS if name not in machine.packages]:
-        found[Need.TESTS] = f"{', '.join(lacking)} cannot be imported; pip install 'oobleck-train[test]', or use --wheels"
+        found[Need.TESTS] = (
+            f"{', '.join(lacking)} cannot be imported; pip install 'oobleck-train[test]', or use --wheels"
+        )
     if "pynvml" not in machine.packages:
         found[Need.NVML] = "pynvml cannot be imported; pip install nvidia-ml-py, or use --wheels"
     return found
