@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -27,13 +27,17 @@ from .pictures import PictureOptions, write_output
 from .trace import read_trace
 
 if TYPE_CHECKING:
-    from oobleck.sim.costs import Costs, Outcome
+    from oobleck.sim.costs import Outcome
     from oobleck.sim.sweep import SweepSettings
     from oobleck.sim.trace import Trace
     from oobleck.ui.run_panels import RunPanel
 
 _MODES = ("sweep", "cluster")
 _MAX_SPARES = 1_024
+
+
+def _interval_s(text: str) -> float | None:
+    return None if text == "auto" else duration_s(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +50,19 @@ class SimOptions:
         "Use the trace's first N nodes, or add healthy ones to reach N; of several kinds: A100:16,A40:16x4.",
     )
     policy: str = option(
-        "--policy", "NAMES", "oobleck, restart, varuna, bamboo, recycle; or several: a,b.", default="oobleck"
+        "--policy",
+        "NAMES",
+        "oobleck, restart, varuna, bamboo, recycle, torchft, recover, checkpointless, hotswap, decoupled-diloco; "
+        "or several: a,b.",
+        default="oobleck",
     )
-    checkpoint_interval: float = option(
+    checkpoint_interval: float | None = option(
         "--checkpoint-interval",
-        "TIME",
-        "Time between checkpoints.",
-        default=1800.0,
-        parser=duration_s,
-        show_default="30m",
+        "TIME|auto",
+        "Time between checkpoints; auto: Young and Daly's for the trace and the cost of a checkpoint.",
+        default=None,
+        parser=_interval_s,
+        show_default="auto",
     )
     spares: int = option(
         "--spares", "S", "Additional nodes that stand by.", default=0, parser=inputs.whole(0, _MAX_SPARES)
@@ -92,7 +100,11 @@ class SimOptions:
         default="sweep",
     )
     costs_file: Path | None = option("--costs", "FILE", "Costs that replace the defaults, as a JSON object of numbers.")
-    cost: list[str] | None = option("--cost", "NAME=VALUE", "One such cost, as in form_s=5. May be repeated.")
+    cost: list[str] | None = option(
+        "--cost",
+        "NAME=VALUE",
+        "One such cost for all policies, as in form_s=5, or for one: varuna.node_start_s=60. May be repeated.",
+    )
     summary: Path | None = option("--summary", "FILE", "Write the summary as JSON (by policy, if there are several).")
     pictures: PictureOptions
     as_json: JsonOption = False
@@ -104,6 +116,7 @@ def sim(options: SimOptions) -> None:
 
     Policy `oobleck` runs the real decision code; the others are models of published systems. No process is started.
     """
+    from oobleck.sim.costs import with_changes
     from oobleck.sim.trace import with_spares
     from oobleck.ui.pictures import run_trace, sim_svg
 
@@ -116,7 +129,9 @@ def sim(options: SimOptions) -> None:
     settings = _settings(options, counts)
     if settings.kinds and names != ["oobleck"]:
         raise UsageError("--policy: models of other systems know one kind of nodes; leave them, or the kinds, out")
-    outcomes = [_play(name, trace, settings, mode=options.mode, quiet=options.as_json) for name in names]
+    changes = _cost_changes(options.costs_file, options.cost or ())
+    settings_of = {name: replace(settings, costs=with_changes(settings.costs, changes, policy=name)) for name in names}
+    outcomes = [_play(name, trace, settings_of[name], mode=options.mode, quiet=options.as_json) for name in names]
     panels = [_panel(outcome, trace) for outcome in outcomes]
     if options.summary is not None:
         write_output(options.summary, _summaries(outcomes))
@@ -152,7 +167,7 @@ def _settings(options: SimOptions, counts: tuple[inputs.KindCount, ...]) -> Swee
     profile = kinds[0].profile if kinds else profile_of(planning)
     schedule = inputs.parse_schedule_name(options.schedule)
     check_batch(planning.global_batch, profile.microbatch_size)
-    if options.checkpoint_interval <= 0:
+    if options.checkpoint_interval is not None and options.checkpoint_interval <= 0:
         raise UsageError("--checkpoint-interval is 0; it must be longer")
     reductions = options.reductions
     if reductions != "auto" and not re.fullmatch(r"0*[1-9][0-9]{0,4}", reductions):
@@ -167,7 +182,6 @@ def _settings(options: SimOptions, counts: tuple[inputs.KindCount, ...]) -> Swee
         reductions_per_step="auto" if reductions == "auto" else int(reductions),
         schedule=schedule,
         num_chunks=planning.chunks,
-        costs=_parse_costs(options.costs_file, options.cost or ()),
         checkpoint_interval_s=options.checkpoint_interval,
         scaling=inputs.parse_scaling(options.scaling, ScalingSpec()),
         max_steps=options.steps,
@@ -175,31 +189,40 @@ def _settings(options: SimOptions, counts: tuple[inputs.KindCount, ...]) -> Swee
     )
 
 
-def _parse_costs(file: Path | None, changes: Sequence[str]) -> Costs:
-    """Return the costs, changed by a file and then by each NAME=VALUE. Raises UserError."""
-    from oobleck.sim.costs import Costs, costs_from_json
+def _cost_changes(file: Path | None, changes: Sequence[str]) -> Mapping[str, float]:
+    """Return the costs that a file changes, and then each NAME=VALUE or POLICY.NAME=VALUE. Raises UserError."""
+    from oobleck.sim.costs import changes_from_json
+    from oobleck.sim.policies import POLICIES
 
-    costs = Costs()
+    known: dict[str, float] = {}
     if file is not None:
-        costs = costs_from_json(read_input(file, "costs"), costs, source=str(file))
+        known = changes_from_json(read_input(file, "costs"), policies=tuple(POLICIES), source=str(file))
     for change in changes:
-        costs = _changed(costs, change)
-    return costs
+        name, value = _changed(change, tuple(POLICIES))
+        known[name] = value
+    return known
 
 
-def _changed(costs: Costs, change: str) -> Costs:
+def _changed(change: str, policies: Sequence[str]) -> tuple[str, float]:
+    from oobleck.sim.costs import Costs, with_changes
+
     name, is_given, value = change.partition("=")
-    known = [part.name for part in fields(costs)]
-    if name not in known:
-        near = get_close_matches(name, known, n=1, cutoff=0.0)
-        raise UsageError(f"--cost names {shown(name)}; did you mean {near[0]!r}?")
+    known = [part.name for part in fields(Costs)]
+    policy, dot, own = name.rpartition(".")
+    if dot and policy not in policies:
+        raise UsageError(f"--cost {shown(name)} names policy {policy!r}; it must be one of {', '.join(policies)}")
+    if own not in known:
+        near = get_close_matches(own, known, n=1, cutoff=0.0)
+        raise UsageError(f"--cost names {shown(own)}; did you mean {near[0]!r}?")
     try:
-        return replace(costs, **{name: float(value)})
+        number = float(value)
+        with_changes(Costs(), {own: number}, policy="")
     except ValueError:
         problem = f"is {shown(value)}" if is_given else "has no value"
         raise UsageError(f"--cost {name} {problem}; write a number, such as {name}=5") from None
     except ConfigError as error:
         raise UsageError(f"--cost {error}") from None
+    return name, number
 
 
 def _names(policy: str) -> list[str]:

@@ -15,12 +15,12 @@ from .analytic_workers import CommittedSteps
 
 
 class RunLog:
-    def __init__(self, *, checkpoint_interval_s: float, checkpoint_read_s: float) -> None:
+    def __init__(self, *, checkpoint_interval_s: float) -> None:
         self.entries: list[journal.JournalEntry] = []
         self.connected: set[str] = set()  # nodes without an entry that they are gone
         self.newest_step = 0  # the newest step ever committed, lost ones included
         self._checkpoint_interval_s = checkpoint_interval_s
-        self._checkpoint_read_s = checkpoint_read_s
+        self.checkpoint_read_s = 0.0  # of the newest restart
         self._past_generations = 0
         self._generation = 0
         self.past_steps = 0  # those before the current coordinator's checkpoint, which it does not count
@@ -114,7 +114,7 @@ class RunLog:
                 action=journal.Action.CHECKPOINT,
                 detect_s=0.0,
                 decide_s=0.0,
-                transfer_s=self._checkpoint_read_s,
+                transfer_s=self.checkpoint_read_s,
                 stall_s=entry.t_s - self._ended_s,
                 bytes_moved=0,
                 layers_moved=entry.num_layers,
