@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
@@ -27,12 +27,13 @@ from .pictures import PictureOptions, write_output
 from .trace import read_trace
 
 if TYPE_CHECKING:
+    from oobleck.sim import Repeated
     from oobleck.sim.costs import Outcome
     from oobleck.sim.sweep import SweepSettings
     from oobleck.sim.trace import Trace
     from oobleck.ui.run_panels import RunPanel
 
-_MODES = ("sweep", "cluster")
+_MAX_REPEAT = 1_000
 _MAX_SPARES = 1_024
 
 
@@ -99,6 +100,13 @@ class SimOptions:
         "sweep: from event to event; cluster: the real master and agents on virtual nodes.",
         default="sweep",
     )
+    repeat: int = option(
+        "--repeat",
+        "N",
+        "Play N traces, this one and others drawn like it, and show means with 95 % confidence intervals.",
+        default=1,
+        parser=inputs.whole(1, _MAX_REPEAT),
+    )
     costs_file: Path | None = option("--costs", "FILE", "Costs that replace the defaults, as a JSON object of numbers.")
     cost: list[str] | None = option(
         "--cost",
@@ -119,25 +127,28 @@ def sim(options: SimOptions) -> None:
     from oobleck.sim.costs import with_changes
     from oobleck.sim.trace import with_spares
     from oobleck.ui.pictures import run_trace, sim_svg
+    from oobleck.ui.run_panels import panel_of
 
     names = _names(options.policy)
-    if options.mode not in _MODES:
-        raise UsageError(f"--mode is {options.mode!r}; it must be {' or '.join(_MODES)}")
+    mode = _mode(options.mode)
     options.pictures.check()
-    trace, counts = _on_nodes(read_trace(options.failures), options.nodes)
-    trace = with_spares(trace, options.spares, activation_s=options.spare_start)
+    given, counts = _on_nodes(read_trace(options.failures), options.nodes)
+    trace = with_spares(given, options.spares, activation_s=options.spare_start)
     settings = _settings(options, counts)
     if settings.kinds and names != ["oobleck"]:
         raise UsageError("--policy: models of other systems know one kind of nodes; leave them, or the kinds, out")
     changes = _cost_changes(options.costs_file, options.cost or ())
-    settings_of = {name: replace(settings, costs=with_changes(settings.costs, changes, policy=name)) for name in names}
-    outcomes = [_play(name, trace, settings_of[name], mode=options.mode, quiet=options.as_json) for name in names]
-    panels = [_panel(outcome, trace) for outcome in outcomes]
+    each = [replace(settings, costs=with_changes(settings.costs, changes, policy=name)) for name in names]
+    outcomes = [
+        _play(name, trace, own, mode=mode, quiet=options.as_json) for name, own in zip(names, each, strict=True)
+    ]
+    repeated = _repeated(options, given, outcomes, each) if options.repeat > 1 else []
+    panels = [panel_of(outcome, trace) for outcome in outcomes]
     if options.summary is not None:
         write_output(options.summary, _summaries(outcomes))
     title = f"Throughput through {options.failures.name}"
     options.pictures.write(lambda: sim_svg(panels, title=title), lambda: run_trace(panels))
-    _show(outcomes, panels, as_json=options.as_json)
+    _show(outcomes, panels, repeated, as_json=options.as_json)
 
 
 def _on_nodes(trace: Trace, nodes: str | None) -> tuple[Trace, tuple[inputs.KindCount, ...]]:
@@ -236,33 +247,49 @@ def _names(policy: str) -> list[str]:
     return names
 
 
-def _play(name: str, trace: Trace, settings: SweepSettings, *, mode: str, quiet: bool) -> Outcome:
-    from oobleck.sim.policies import POLICIES, PolicySettings
+def _mode(text: str) -> Literal["sweep", "cluster"]:
+    match text:
+        case "sweep" | "cluster":
+            return text
+        case _:
+            raise UsageError(f"--mode is {text!r}; it must be sweep or cluster")
+
+
+def _repeated(
+    options: SimOptions, trace: Trace, firsts: list[Outcome], settings: Sequence[SweepSettings]
+) -> list[Repeated]:
+    """Return the outcomes of each policy on a trace and on those drawn like it."""
+    from oobleck.sim import Repeated
+    from oobleck.sim.trace import generate, model_of, with_spares
+
+    try:
+        model = model_of(trace)
+    except ConfigError as error:
+        raise UsageError(f"--repeat: {error}") from None
+    traces = []
+    for seed in range(1, options.repeat):
+        drawn = generate(model, num_nodes=len(trace.nodes), duration_s=trace.duration_s, seed=seed)
+        kinds = {node: trace.kinds[old] for node, old in zip(drawn.nodes, trace.nodes, strict=True) if trace.kinds}
+        traces.append(with_spares(replace(drawn, kinds=kinds), options.spares, activation_s=options.spare_start))
+    return [
+        Repeated(
+            policy=first.policy,
+            outcomes=(
+                first,
+                *(_play(first.policy, each, own, mode=_mode(options.mode), quiet=options.as_json) for each in traces),
+            ),
+        )
+        for first, own in zip(firsts, settings, strict=True)
+    ]
+
+
+def _play(
+    name: str, trace: Trace, settings: SweepSettings, *, mode: Literal["sweep", "cluster"], quiet: bool
+) -> Outcome:
+    from oobleck.sim import simulate
 
     with _progress(name, trace.duration_s, quiet=quiet) as report:
-        if name == "oobleck" and mode == "cluster":
-            return _play_cluster(trace, settings, report)
-        return POLICIES[name](trace, PolicySettings(job=settings, report=report))
-
-
-def _play_cluster(trace: Trace, settings: SweepSettings, report: Callable[[float], None]) -> Outcome:
-    from oobleck.sim.cluster import run_cluster
-    from oobleck.sim.costs import outcome_of_journal
-    from oobleck.sim.sweep import most_steps
-
-    run = run_cluster(
-        trace,
-        job=settings.job(most_steps(trace, settings), is_timed=True),
-        profile=settings.profile,
-        seed=settings.seed,
-        devices_per_node=settings.devices_per_node,
-        kinds=settings.kinds,
-        costs=settings.costs,
-        observe=lambda entry: report(entry.t_s),
-    )
-    return outcome_of_journal(
-        run.entries, policy="oobleck", about="Oobleck: the real master and agents on virtual nodes"
-    )
+        return simulate(trace, settings, name, mode=mode, report=report)
 
 
 @contextmanager
@@ -280,47 +307,25 @@ def _progress(name: str, duration_s: float, *, quiet: bool) -> Iterator[Callable
         yield lambda now_s: progress.update(task, completed=now_s)
 
 
-def _panel(outcome: Outcome, trace: Trace) -> RunPanel:
-    from oobleck.ui.run_panels import Band, RunPanel
-
-    # A job may continue after the trace's end, which the picture leaves out.
-    bands = [
-        Band(
-            start_s=each.start_s,
-            stop_s=min(each.stop_s, trace.duration_s),
-            activity=each.activity.value,
-            samples_per_s=each.samples_per_s,
-        )
-        for each in outcome.stretches
-        if each.start_s < trace.duration_s
-    ]
-    return RunPanel(
-        name=outcome.policy,
-        about=outcome.about,
-        duration_s=trace.duration_s,
-        bands=bands,
-        num_nodes=trace.counts,
-        samples_per_s=outcome.samples_per_s,
-        summary=outcome.summary,
-    )
-
-
 def _summaries(outcomes: list[Outcome]) -> str:
     if len(outcomes) == 1:
         return outcomes[0].summary.to_json() + "\n"
     return json.dumps({each.policy: json.loads(each.summary.to_json()) for each in outcomes}, indent=2) + "\n"
 
 
-def _show(outcomes: list[Outcome], panels: list[RunPanel], *, as_json: bool) -> None:
+def _show(outcomes: list[Outcome], panels: list[RunPanel], repeated: list[Repeated], *, as_json: bool) -> None:
     if as_json:
-        typer.echo(_summaries(outcomes), nl=False)
+        means = {each.policy: each.to_dict() for each in repeated}
+        typer.echo(json.dumps(means, indent=2) if repeated else _summaries(outcomes), nl=bool(repeated))
         return
     from rich.console import Console
 
-    from oobleck.ui.sim_report import sim_report
+    from oobleck.ui.sim_report import repeated_report, sim_report
     from oobleck.ui.summary_table import summary_table
 
     console = Console()
     if len(outcomes) == 1:
         console.print(summary_table(outcomes[0].summary))
     console.print(sim_report(panels, width=console.width))
+    if repeated:
+        console.print(repeated_report(repeated))

@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--repair-h", type=float, help="hours until a lost node is back; never, if left out")
     given = parse_arguments(parser, nodes=64, days=2.0)
     repairs = ((1.0, given.repair_h * _HOUR_S),) if given.repair_h else ()
-    model = FailureModel(mean_time_to_failure_s=given.mtbf_h * _HOUR_S * given.nodes, batches={1: 1.0}, repairs=repairs)
+    model = FailureModel(mean_lifetime_s=given.mtbf_h * _HOUR_S * given.nodes, batches={1: 1.0}, repairs=repairs)
     trace = generate(model, num_nodes=given.nodes, duration_s=given.days * 24 * _HOUR_S, seed=0)
     profile = estimate_profile(
         model_shape("gpt3-6.7b"),

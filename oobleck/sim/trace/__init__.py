@@ -25,6 +25,7 @@ from .events import (
 )
 from .facts import facts_of
 from .generate import PRESETS, FailSlow, FailureModel, generate
+from .redraw import model_of
 from .resize import of_nodes, with_kinds, with_nodes, with_spares
 from .state import ClusterState
 from .trace import Trace
@@ -60,6 +61,7 @@ __all__ = [
     "event_types",
     "facts_of",
     "generate",
+    "model_of",
     "of_nodes",
     "trace_from_json",
     "trace_to_json",

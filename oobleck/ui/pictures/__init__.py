@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .chrome_trace import chrome_trace, run_trace
 from .report_html import report_html
-from .sim_svg import sim_svg
+from .sim_svg import outcomes_svg, sim_svg
 from .timeline_svg import timeline_svg
 
-__all__ = ["chrome_trace", "report_html", "run_trace", "sim_svg", "timeline_svg"]
+__all__ = ["chrome_trace", "outcomes_svg", "report_html", "run_trace", "sim_svg", "timeline_svg"]
