@@ -31,7 +31,7 @@ from oobleck.sim.policies.stop_and_go import Rules, play
 from oobleck.sim.policies.throughput import Plans, Throughput
 from oobleck.sim.sweep import SweepSettings, sweep
 from oobleck.sim.trace import Trace, convert
-from tools.bars import bars_svg
+from oobleck.ui.pictures import bars_svg
 
 MODELS = ("BERT-L", "GPT-2", "GPT-3M", "2.7B", "6.7B")
 TRACES = ("6h", "3h", "1h", "30m", "10m", "GCP", "P3")
