@@ -206,7 +206,11 @@ class ExecutionPlan:
     @cached_property
     def worker_ids(self) -> tuple[WorkerId, ...]:
         """Every worker that trains, sorted; a worker's index here is its rank."""
-        return tuple(sorted(chain.from_iterable([each.worker_ids for each in self.pipelines])))
+        of_nodes: dict[str, list[WorkerId]] = {node: [] for node in self.nodes}
+        for worker_id in chain.from_iterable([each.worker_ids for each in self.pipelines]):
+            of_nodes[worker_id.node].append(worker_id)
+        # Names are sorted already, which is quicker than to compare thousands of pairs.
+        return tuple(chain.from_iterable([ids if len(ids) == 1 else sorted(ids) for ids in of_nodes.values()]))
 
     @cached_property
     def _located(self) -> Mapping[WorkerId, tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import replace
 from itertools import chain
 from math import inf
@@ -202,7 +202,7 @@ class JobRun:
             return
         self._answered = generation
         plan = self.crew.plan
-        at_work = frozenset(plan.nodes) if plan is not None else frozenset()
+        at_work: Set[str] = plan.pipeline_of.keys() if plan is not None else frozenset()
         well = self.nodes.well
         idle = [
             WorkerId(node=node, device=device)
