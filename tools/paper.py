@@ -207,7 +207,7 @@ _OURS_WORDS = (
     "Share of the ideal without overhead, which at every moment has the system's own throughput for the nodes",
     "present. Before the arrow: the original's rules on the published throughputs. After it: the decisions of our",
     "coordinator and planner, on profiles that are estimated for the same models on A40s (`oobleck sim`, sweep mode).",
-    "Recoveries and commits have the costs of the simulator's model of the protocol: commits take",
+    "Recoveries and commits have the costs of the simulator's model of the protocol, with groups of NCCL: commits take",
     "0.7 ms of each step of 30 nodes, which is 0.07 % of GPT-2's.",
 )
 _MEMORY_WORDS = (

@@ -67,7 +67,8 @@ class RunLog:
 
     def save(self, stretch: CommittedSteps) -> None:
         """Note the newest step that is in a checkpoint."""
-        saved_s = stretch.end_s // self._checkpoint_interval_s * self._checkpoint_interval_s
+        number = stretch.end_s // self._checkpoint_interval_s
+        saved_s = number * self._checkpoint_interval_s if number else 0.0
         # Steps that ended after the newest checkpoint are not in it.
         since = int((stretch.end_s - saved_s) / stretch.step_s) + 1
         if since <= stretch.last_step - stretch.first_step + 1:

@@ -51,11 +51,14 @@ class SweepSettings:
         return sum(layer.state_bytes for layer in self.profile.layers)
 
     def interval_s(self, trace: Trace, *, at_least: int = 1) -> float:
-        """Return the seconds between checkpoints of a system that needs one when `at_least` nodes are lost at once."""
+        """Return the seconds between checkpoints of a system that needs one when `at_least` nodes are lost at once.
+
+        Infinity where that never happens.
+        """
         if self.checkpoint_interval_s is not None:
             return self.checkpoint_interval_s
         saving_s = self.costs.saving_s(max(count for _, count in trace.counts), self.state_bytes)
-        return min(daly_interval_s(saving_s, mean_time_to_loss_s(trace, at_least=at_least)), trace.duration_s)
+        return daly_interval_s(saving_s, mean_time_to_loss_s(trace, at_least=at_least))
 
     @property
     def num_microbatches(self) -> int:
