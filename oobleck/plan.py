@@ -6,13 +6,14 @@ The wire carries these values too. The planner chooses plans, and the schedule o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, chain, pairwise, starmap
 from typing import NamedTuple
 
 from oobleck.errors import ConfigError
+from oobleck.json_table import JsonTable
 
 
 class WorkerId(NamedTuple):
@@ -205,7 +206,11 @@ class ExecutionPlan:
     @cached_property
     def worker_ids(self) -> tuple[WorkerId, ...]:
         """Every worker that trains, sorted; a worker's index here is its rank."""
-        return tuple(sorted(chain.from_iterable([each.worker_ids for each in self.pipelines])))
+        of_nodes: dict[str, list[WorkerId]] = {node: [] for node in self.nodes}
+        for worker_id in chain.from_iterable([each.worker_ids for each in self.pipelines]):
+            of_nodes[worker_id.node].append(worker_id)
+        # Names are sorted already, which is quicker than to compare thousands of pairs.
+        return tuple(chain.from_iterable([ids if len(ids) == 1 else sorted(ids) for ids in of_nodes.values()]))
 
     @cached_property
     def _located(self) -> Mapping[WorkerId, tuple[int, int]]:
@@ -242,6 +247,56 @@ class ExecutionPlan:
     def locate(self, worker_id: WorkerId) -> tuple[int, int] | None:
         """Return (pipeline index, stage index) of a worker, or None for a spare."""
         return self._located.get(worker_id)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the plan as plain values, for JSON."""
+        return {
+            "pipelines": [
+                {
+                    "nodes": list(pipeline.nodes),
+                    "num_microbatches": pipeline.num_microbatches,
+                    "stages": [
+                        {name: getattr(stage, name) for name in _STAGE_FIELDS} for stage in pipeline.template.stages
+                    ],
+                }
+                for pipeline in self.pipelines
+            ],
+            "spares": list(self.spares),
+        }
+
+    @classmethod
+    def from_dict(cls, values: object) -> ExecutionPlan:
+        """Read what `to_dict` wrote. Raises ConfigError that names the place."""
+        table = JsonTable(values, "the plan")
+        table.check_keys(("pipelines", "spares"))
+        # Equal templates are one object, as the planner makes them.
+        templates: dict[tuple[StageTemplate, ...], PipelineTemplate] = {}
+        pipelines = []
+        for index, raw in enumerate(table.list("pipelines")):
+            own = JsonTable(raw, f"pipeline {index}")
+            own.check_keys(("nodes", "num_microbatches", "stages"))
+            stages = tuple(
+                _stage_from(JsonTable(stage, f"pipeline {index}, stage {number}"))
+                for number, stage in enumerate(own.list("stages"))
+            )
+            if stages not in templates:
+                templates[stages] = PipelineTemplate(stages=stages)
+            pipelines.append(
+                Pipeline(
+                    template=templates[stages],
+                    nodes=own.texts("nodes"),
+                    num_microbatches=own.integer("num_microbatches"),
+                )
+            )
+        return cls(pipelines=tuple(pipelines), spares=table.texts("spares"))
+
+
+_STAGE_FIELDS = tuple(part.name for part in fields(StageTemplate))
+
+
+def _stage_from(table: JsonTable) -> StageTemplate:
+    table.check_keys(_STAGE_FIELDS)
+    return StageTemplate(**{name: table.integer(name) for name in _STAGE_FIELDS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,12 +15,14 @@ import pytest
 
 import oobleck.planner
 import oobleck.schedule
+import oobleck.sim
 import oobleck.sim.cluster
+import oobleck.sim.costs
 import oobleck.sim.sweep
 import oobleck.sim.trace
 
 DOCS = Path(__file__).parents[1] / "docs"
-PUBLIC = (oobleck.planner, oobleck.schedule, oobleck.sim.trace, oobleck.sim.sweep)
+PUBLIC = (oobleck.planner, oobleck.schedule, oobleck.sim, oobleck.sim.costs, oobleck.sim.trace, oobleck.sim.sweep)
 
 # What a page loads by itself: scripts, styles, fonts, pictures. Links that a reader may follow are none of these.
 LOADED = re.compile(

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "errors": set(),
     "job": {"errors"},
     "json_table": {"errors"},
-    "plan": {"errors"},
+    "plan": {"errors", "json_table"},
     "planner": _VALUES,
     "schedule": _VALUES | {"planner"},
     "control": _VALUES | {"planner", "schedule"},
@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "runtime": _WORLD | {"host", "storage"},
     "transformers": _PURE | {"host", "training"},
     "sim": _WORLD,
-    "ui": _PURE | {"host"},
+    "ui": _PURE | {"host", "sim"},
     "cli": _WORLD | {"host", "storage", "runtime", "sim", "ui"},
     "__main__": {"cli"},
     "__init__": {"cli", "host"},  # cli once a run is started: a test below holds that nothing of it is loaded before

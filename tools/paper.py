@@ -31,7 +31,7 @@ from oobleck.sim.policies.stop_and_go import Rules, play
 from oobleck.sim.policies.throughput import Plans, Throughput
 from oobleck.sim.sweep import SweepSettings, sweep
 from oobleck.sim.trace import Trace, convert
-from tools.bars import bars_svg
+from oobleck.ui.pictures import bars_svg
 
 MODELS = ("BERT-L", "GPT-2", "GPT-3M", "2.7B", "6.7B")
 TRACES = ("6h", "3h", "1h", "30m", "10m", "GCP", "P3")
@@ -60,6 +60,9 @@ class Table:
     def step_s(self, num_nodes: int) -> float | None:
         rate = self._rates.get(min(num_nodes, self._most), 0.0)
         return self._batch_size / rate if rate else None
+
+    def num_used(self, num_nodes: int) -> int:
+        return num_nodes
 
 
 _BATCH = dict(zip(MODELS, (8192, 1024, 819, 512, 1024), strict=True))
@@ -204,7 +207,7 @@ _OURS_WORDS = (
     "Share of the ideal without overhead, which at every moment has the system's own throughput for the nodes",
     "present. Before the arrow: the original's rules on the published throughputs. After it: the decisions of our",
     "coordinator and planner, on profiles that are estimated for the same models on A40s (`oobleck sim`, sweep mode).",
-    "Recoveries and commits have the costs of the simulator's model of the protocol: commits take",
+    "Recoveries and commits have the costs of the simulator's model of the protocol, with groups of NCCL: commits take",
     "0.7 ms of each step of 30 nodes, which is 0.07 % of GPT-2's.",
 )
 _MEMORY_WORDS = (

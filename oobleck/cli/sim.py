@@ -6,12 +6,12 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
@@ -27,13 +27,18 @@ from .pictures import PictureOptions, write_output
 from .trace import read_trace
 
 if TYPE_CHECKING:
-    from oobleck.sim.costs import Costs, Outcome
+    from oobleck.sim import Repeated
+    from oobleck.sim.costs import Outcome
     from oobleck.sim.sweep import SweepSettings
     from oobleck.sim.trace import Trace
     from oobleck.ui.run_panels import RunPanel
 
-_MODES = ("sweep", "cluster")
+_MAX_REPEAT = 1_000
 _MAX_SPARES = 1_024
+
+
+def _interval_s(text: str) -> float | None:
+    return None if text == "auto" else duration_s(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +51,19 @@ class SimOptions:
         "Use the trace's first N nodes, or add healthy ones to reach N; of several kinds: A100:16,A40:16x4.",
     )
     policy: str = option(
-        "--policy", "NAMES", "oobleck, restart, varuna, bamboo, recycle; or several: a,b.", default="oobleck"
+        "--policy",
+        "NAMES",
+        "oobleck, restart, varuna, bamboo, recycle, torchft, recover, checkpointless, hotswap, decoupled-diloco; "
+        "or several: a,b.",
+        default="oobleck",
     )
-    checkpoint_interval: float = option(
+    checkpoint_interval: float | None = option(
         "--checkpoint-interval",
-        "TIME",
-        "Time between checkpoints.",
-        default=1800.0,
-        parser=duration_s,
-        show_default="30m",
+        "TIME|auto",
+        "Time between checkpoints; auto: Young and Daly's for the trace and the cost of a checkpoint.",
+        default=None,
+        parser=_interval_s,
+        show_default="auto",
     )
     spares: int = option(
         "--spares", "S", "Additional nodes that stand by.", default=0, parser=inputs.whole(0, _MAX_SPARES)
@@ -91,8 +100,19 @@ class SimOptions:
         "sweep: from event to event; cluster: the real master and agents on virtual nodes.",
         default="sweep",
     )
+    repeat: int = option(
+        "--repeat",
+        "N",
+        "Play N traces, this one and others drawn like it, and show means with 95 % confidence intervals.",
+        default=1,
+        parser=inputs.whole(1, _MAX_REPEAT),
+    )
     costs_file: Path | None = option("--costs", "FILE", "Costs that replace the defaults, as a JSON object of numbers.")
-    cost: list[str] | None = option("--cost", "NAME=VALUE", "One such cost, as in form_s=5. May be repeated.")
+    cost: list[str] | None = option(
+        "--cost",
+        "NAME=VALUE",
+        "One such cost for all policies, as in form_s=5, or for one: varuna.node_start_s=60. May be repeated.",
+    )
     summary: Path | None = option("--summary", "FILE", "Write the summary as JSON (by policy, if there are several).")
     pictures: PictureOptions
     as_json: JsonOption = False
@@ -104,25 +124,31 @@ def sim(options: SimOptions) -> None:
 
     Policy `oobleck` runs the real decision code; the others are models of published systems. No process is started.
     """
+    from oobleck.sim.costs import with_changes
     from oobleck.sim.trace import with_spares
     from oobleck.ui.pictures import run_trace, sim_svg
+    from oobleck.ui.run_panels import panel_of
 
     names = _names(options.policy)
-    if options.mode not in _MODES:
-        raise UsageError(f"--mode is {options.mode!r}; it must be {' or '.join(_MODES)}")
+    mode = _mode(options.mode)
     options.pictures.check()
-    trace, counts = _on_nodes(read_trace(options.failures), options.nodes)
-    trace = with_spares(trace, options.spares, activation_s=options.spare_start)
+    given, counts = _on_nodes(read_trace(options.failures), options.nodes)
+    trace = with_spares(given, options.spares, activation_s=options.spare_start)
     settings = _settings(options, counts)
     if settings.kinds and names != ["oobleck"]:
         raise UsageError("--policy: models of other systems know one kind of nodes; leave them, or the kinds, out")
-    outcomes = [_play(name, trace, settings, mode=options.mode, quiet=options.as_json) for name in names]
-    panels = [_panel(outcome, trace) for outcome in outcomes]
+    changes = _cost_changes(options.costs_file, options.cost or ())
+    each = [replace(settings, costs=with_changes(settings.costs, changes, policy=name)) for name in names]
+    outcomes = [
+        _play(name, trace, own, mode=mode, quiet=options.as_json) for name, own in zip(names, each, strict=True)
+    ]
+    repeated = _repeated(options, given, outcomes, each) if options.repeat > 1 else []
+    panels = [panel_of(outcome, trace) for outcome in outcomes]
     if options.summary is not None:
         write_output(options.summary, _summaries(outcomes))
     title = f"Throughput through {options.failures.name}"
     options.pictures.write(lambda: sim_svg(panels, title=title), lambda: run_trace(panels))
-    _show(outcomes, panels, as_json=options.as_json)
+    _show(outcomes, panels, repeated, as_json=options.as_json)
 
 
 def _on_nodes(trace: Trace, nodes: str | None) -> tuple[Trace, tuple[inputs.KindCount, ...]]:
@@ -152,7 +178,7 @@ def _settings(options: SimOptions, counts: tuple[inputs.KindCount, ...]) -> Swee
     profile = kinds[0].profile if kinds else profile_of(planning)
     schedule = inputs.parse_schedule_name(options.schedule)
     check_batch(planning.global_batch, profile.microbatch_size)
-    if options.checkpoint_interval <= 0:
+    if options.checkpoint_interval is not None and options.checkpoint_interval <= 0:
         raise UsageError("--checkpoint-interval is 0; it must be longer")
     reductions = options.reductions
     if reductions != "auto" and not re.fullmatch(r"0*[1-9][0-9]{0,4}", reductions):
@@ -167,7 +193,6 @@ def _settings(options: SimOptions, counts: tuple[inputs.KindCount, ...]) -> Swee
         reductions_per_step="auto" if reductions == "auto" else int(reductions),
         schedule=schedule,
         num_chunks=planning.chunks,
-        costs=_parse_costs(options.costs_file, options.cost or ()),
         checkpoint_interval_s=options.checkpoint_interval,
         scaling=inputs.parse_scaling(options.scaling, ScalingSpec()),
         max_steps=options.steps,
@@ -175,31 +200,40 @@ def _settings(options: SimOptions, counts: tuple[inputs.KindCount, ...]) -> Swee
     )
 
 
-def _parse_costs(file: Path | None, changes: Sequence[str]) -> Costs:
-    """Return the costs, changed by a file and then by each NAME=VALUE. Raises UserError."""
-    from oobleck.sim.costs import Costs, costs_from_json
+def _cost_changes(file: Path | None, changes: Sequence[str]) -> Mapping[str, float]:
+    """Return the costs that a file changes, and then each NAME=VALUE or POLICY.NAME=VALUE. Raises UserError."""
+    from oobleck.sim.costs import changes_from_json
+    from oobleck.sim.policies import POLICIES
 
-    costs = Costs()
+    known: dict[str, float] = {}
     if file is not None:
-        costs = costs_from_json(read_input(file, "costs"), costs, source=str(file))
+        known = changes_from_json(read_input(file, "costs"), policies=tuple(POLICIES), source=str(file))
     for change in changes:
-        costs = _changed(costs, change)
-    return costs
+        name, value = _changed(change, tuple(POLICIES))
+        known[name] = value
+    return known
 
 
-def _changed(costs: Costs, change: str) -> Costs:
+def _changed(change: str, policies: Sequence[str]) -> tuple[str, float]:
+    from oobleck.sim.costs import Costs, with_changes
+
     name, is_given, value = change.partition("=")
-    known = [part.name for part in fields(costs)]
-    if name not in known:
-        near = get_close_matches(name, known, n=1, cutoff=0.0)
-        raise UsageError(f"--cost names {shown(name)}; did you mean {near[0]!r}?")
+    known = [part.name for part in fields(Costs)]
+    policy, dot, own = name.rpartition(".")
+    if dot and policy not in policies:
+        raise UsageError(f"--cost {shown(name)} names policy {policy!r}; it must be one of {', '.join(policies)}")
+    if own not in known:
+        near = get_close_matches(own, known, n=1, cutoff=0.0)
+        raise UsageError(f"--cost names {shown(own)}; did you mean {near[0]!r}?")
     try:
-        return replace(costs, **{name: float(value)})
+        number = float(value)
+        with_changes(Costs(), {own: number}, policy="")
     except ValueError:
         problem = f"is {shown(value)}" if is_given else "has no value"
         raise UsageError(f"--cost {name} {problem}; write a number, such as {name}=5") from None
     except ConfigError as error:
         raise UsageError(f"--cost {error}") from None
+    return name, number
 
 
 def _names(policy: str) -> list[str]:
@@ -213,33 +247,49 @@ def _names(policy: str) -> list[str]:
     return names
 
 
-def _play(name: str, trace: Trace, settings: SweepSettings, *, mode: str, quiet: bool) -> Outcome:
-    from oobleck.sim.policies import POLICIES, PolicySettings
+def _mode(text: str) -> Literal["sweep", "cluster"]:
+    match text:
+        case "sweep" | "cluster":
+            return text
+        case _:
+            raise UsageError(f"--mode is {text!r}; it must be sweep or cluster")
+
+
+def _repeated(
+    options: SimOptions, trace: Trace, firsts: list[Outcome], settings: Sequence[SweepSettings]
+) -> list[Repeated]:
+    """Return the outcomes of each policy on a trace and on those drawn like it."""
+    from oobleck.sim import Repeated
+    from oobleck.sim.trace import generate, model_of, with_spares
+
+    try:
+        model = model_of(trace)
+    except ConfigError as error:
+        raise UsageError(f"--repeat: {error}") from None
+    traces = []
+    for seed in range(1, options.repeat):
+        drawn = generate(model, num_nodes=len(trace.nodes), duration_s=trace.duration_s, seed=seed)
+        kinds = {node: trace.kinds[old] for node, old in zip(drawn.nodes, trace.nodes, strict=True) if trace.kinds}
+        traces.append(with_spares(replace(drawn, kinds=kinds), options.spares, activation_s=options.spare_start))
+    return [
+        Repeated(
+            policy=first.policy,
+            outcomes=(
+                first,
+                *(_play(first.policy, each, own, mode=_mode(options.mode), quiet=options.as_json) for each in traces),
+            ),
+        )
+        for first, own in zip(firsts, settings, strict=True)
+    ]
+
+
+def _play(
+    name: str, trace: Trace, settings: SweepSettings, *, mode: Literal["sweep", "cluster"], quiet: bool
+) -> Outcome:
+    from oobleck.sim import simulate
 
     with _progress(name, trace.duration_s, quiet=quiet) as report:
-        if name == "oobleck" and mode == "cluster":
-            return _play_cluster(trace, settings, report)
-        return POLICIES[name](trace, PolicySettings(job=settings, report=report))
-
-
-def _play_cluster(trace: Trace, settings: SweepSettings, report: Callable[[float], None]) -> Outcome:
-    from oobleck.sim.cluster import run_cluster
-    from oobleck.sim.costs import outcome_of_journal
-    from oobleck.sim.sweep import most_steps
-
-    run = run_cluster(
-        trace,
-        job=settings.job(most_steps(trace, settings), is_timed=True),
-        profile=settings.profile,
-        seed=settings.seed,
-        devices_per_node=settings.devices_per_node,
-        kinds=settings.kinds,
-        costs=settings.costs,
-        observe=lambda entry: report(entry.t_s),
-    )
-    return outcome_of_journal(
-        run.entries, policy="oobleck", about="Oobleck: the real master and agents on virtual nodes"
-    )
+        return simulate(trace, settings, name, mode=mode, report=report)
 
 
 @contextmanager
@@ -257,47 +307,25 @@ def _progress(name: str, duration_s: float, *, quiet: bool) -> Iterator[Callable
         yield lambda now_s: progress.update(task, completed=now_s)
 
 
-def _panel(outcome: Outcome, trace: Trace) -> RunPanel:
-    from oobleck.ui.run_panels import Band, RunPanel
-
-    # A job may continue after the trace's end, which the picture leaves out.
-    bands = [
-        Band(
-            start_s=each.start_s,
-            stop_s=min(each.stop_s, trace.duration_s),
-            activity=each.activity.value,
-            samples_per_s=each.samples_per_s,
-        )
-        for each in outcome.stretches
-        if each.start_s < trace.duration_s
-    ]
-    return RunPanel(
-        name=outcome.policy,
-        about=outcome.about,
-        duration_s=trace.duration_s,
-        bands=bands,
-        num_nodes=trace.counts,
-        samples_per_s=outcome.samples_per_s,
-        summary=outcome.summary,
-    )
-
-
 def _summaries(outcomes: list[Outcome]) -> str:
     if len(outcomes) == 1:
         return outcomes[0].summary.to_json() + "\n"
     return json.dumps({each.policy: json.loads(each.summary.to_json()) for each in outcomes}, indent=2) + "\n"
 
 
-def _show(outcomes: list[Outcome], panels: list[RunPanel], *, as_json: bool) -> None:
+def _show(outcomes: list[Outcome], panels: list[RunPanel], repeated: list[Repeated], *, as_json: bool) -> None:
     if as_json:
-        typer.echo(_summaries(outcomes), nl=False)
+        means = {each.policy: each.to_dict() for each in repeated}
+        typer.echo(json.dumps(means, indent=2) if repeated else _summaries(outcomes), nl=bool(repeated))
         return
     from rich.console import Console
 
-    from oobleck.ui.sim_report import sim_report
+    from oobleck.ui.sim_report import repeated_report, sim_report
     from oobleck.ui.summary_table import summary_table
 
     console = Console()
     if len(outcomes) == 1:
         console.print(summary_table(outcomes[0].summary))
     console.print(sim_report(panels, width=console.width))
+    if repeated:
+        console.print(repeated_report(repeated))

@@ -158,7 +158,7 @@ def _model(options: GenerateOptions) -> FailureModel:
         raise UsageError("how often do nodes fail? give either --preset NAME or --mtbf TIME")
     if mtbf is not None:
         words = f"one loss in {mtbf:g} s on average"
-        return FailureModel(mean_time_to_failure_s=mtbf * options.nodes, batches={1: 1.0}, source=words)
+        return FailureModel(mean_lifetime_s=mtbf * options.nodes, batches={1: 1.0}, source=words)
     if preset is None or preset not in PRESETS:
         raise UsageError(f"--preset is {preset!r}; it must be one of {', '.join(PRESETS)}")
     return PRESETS[preset]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
-from oobleck.errors import PlanningError
-from oobleck.plan import ExecutionPlan, LayerTransfer, PipelineTemplate
+from oobleck.errors import ConfigError, PlanningError, shown
+from oobleck.json_table import JsonTable
+from oobleck.plan import ExecutionPlan, LayerTransfer, PipelineTemplate, WorkerId
 
 from .profiles import NetworkProfile, Profile
 
@@ -103,3 +104,54 @@ class Decision:
     predicted_step_s: float
     redundant: bool
     """At least f + 1 copies of each layer are on different nodes."""
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the decision as plain values, for JSON."""
+        own = {part.name: getattr(self, part.name) for part in fields(self)}
+        moves = [
+            {
+                "layer": each.layer,
+                "source": list(each.source),
+                "target": list(each.target),
+                "part": each.part,
+                "num_parts": each.num_parts,
+            }
+            for each in self.transfers
+        ]
+        return {**own, "plan": self.plan.to_dict(), "transfers": moves}
+
+    @classmethod
+    def from_dict(cls, values: object) -> Decision:
+        """Read what `to_dict` wrote. Raises ConfigError that names the place."""
+        table = JsonTable(values, "the decision")
+        table.check_keys([part.name for part in fields(cls)])
+        return cls(
+            plan=ExecutionPlan.from_dict(table.items["plan"]),
+            action=table.text("action"),
+            reason=table.text("reason"),
+            transfers=tuple(
+                _transfer_from(JsonTable(each, f"transfer {index}"))
+                for index, each in enumerate(table.list("transfers"))
+            ),
+            predicted_step_s=table.number("predicted_step_s"),
+            redundant=table.flag("redundant"),
+        )
+
+
+def _transfer_from(table: JsonTable) -> LayerTransfer:
+    table.check_keys([part.name for part in fields(LayerTransfer)])
+    return LayerTransfer(
+        layer=table.integer("layer"),
+        source=_worker_from(table, "source"),
+        target=_worker_from(table, "target"),
+        part=table.integer("part"),
+        num_parts=table.integer("num_parts"),
+    )
+
+
+def _worker_from(table: JsonTable, key: str) -> WorkerId:
+    match table.list(key):
+        case [str() as node, int() as device]:
+            return WorkerId(node, device)
+        case other:
+            raise ConfigError(f"{table.where}: {key} is {shown(other)}; it must be a node's name and a device's number")

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from oobleck.control.journal import Summary
+from oobleck.sim.costs import Outcome
+from oobleck.sim.trace import Trace
 
 ACTIVITIES: Mapping[str, tuple[str, str]] = {
     "training": ("training", "#4c78a8"),
@@ -39,6 +41,29 @@ class RunPanel:
     samples_per_s: float
     """Committed samples, divided by the whole time."""
     summary: Summary
+
+
+def panel_of(outcome: Outcome, trace: Trace) -> RunPanel:
+    """Return the course of a simulated run; a job may continue after the trace's end, which is left out."""
+    bands = [
+        Band(
+            start_s=each.start_s,
+            stop_s=min(each.stop_s, trace.duration_s),
+            activity=each.activity.value,
+            samples_per_s=each.samples_per_s,
+        )
+        for each in outcome.stretches
+        if each.start_s < trace.duration_s
+    ]
+    return RunPanel(
+        name=outcome.policy,
+        about=outcome.about,
+        duration_s=trace.duration_s,
+        bands=bands,
+        num_nodes=trace.counts,
+        samples_per_s=outcome.samples_per_s,
+        summary=outcome.summary,
+    )
 
 
 def column_means(points: Sequence[tuple[float, float]], duration_s: float, columns: int) -> list[float]:

@@ -8,6 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from oobleck.sim import Repeated
+
 from .formatting import count_text, duration_text, percent_text
 from .run_panels import RunPanel, column_means
 
@@ -34,6 +36,17 @@ def sim_report(panels: Sequence[RunPanel], *, width: int) -> RenderableType:
         rates = [(band.start_s, band.samples_per_s) for band in panel.bands]
         charts += step_chart(rates, panel.duration_s, width=min(width, 100), unit="samples/s", top=top)
     return Group(table, *charts)
+
+
+def repeated_report(repeated: Sequence[Repeated]) -> RenderableType:
+    """Draw the means of several policies over several traces."""
+    table = Table(title=f"{len(repeated[0].outcomes)} traces: means and 95 % confidence intervals", pad_edge=False)
+    table.add_column("policy", no_wrap=True)
+    for header in ("samples/s", "goodput", "lost"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for each in repeated:
+        table.add_row(each.policy, str(each.samples_per_s), str(each.goodput), str(each.steps_lost))
+    return table
 
 
 def _elsewhere(panel: RunPanel) -> str:

@@ -87,7 +87,7 @@ ELSEWHERE = (
         r"python tools/mutations.py( --end-to-end| --verify)?",
         "takes ten minutes; tests/tools/test_mutations.py sees that it fits the code",
     ),
-    (r"python tools/(paper|recovery_states|recovery_timeline|pictures).py.*", "tests/tools has a test of each"),
+    (r"python tools/(compare|paper|recovery_states|recovery_timeline|pictures).py.*", "tests/tools has a test of each"),
 )
 """What is not run by this file or on a run of tests/e2e, and why, or who runs it."""
 
@@ -130,7 +130,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("fault_trace.json").write_text(json.dumps(faults))
     Path("p3-trace.csv").write_text("5000,add,a\n5000,add,b\n65000,remove,a\n125000,add,c\n")
     for name in ("trace.json", "t.json"):
-        assert main(shlex.split(f"trace generate --nodes 6 --duration 20m --preset spot-p3 -o {name}")) == ExitCode.DONE
+        assert main(shlex.split(f"trace generate --nodes 6 --duration 4h --preset spot-p3 -o {name}")) == ExitCode.DONE
     return tmp_path
 
 

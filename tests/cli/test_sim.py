@@ -8,6 +8,7 @@ import pytest
 
 from oobleck.cli.main import main
 from oobleck.planner import profile_to_json
+from oobleck.sim.policies import POLICIES
 from oobleck.sim.trace import Joined, Lost, Trace, trace_to_json
 from oobleck.ui.run_panels import ACTIVITIES
 from tests.planner.drawing import uniform_profile
@@ -49,9 +50,9 @@ def test_a_run_ends_with_the_summary_that_real_runs_have(
 
 
 def test_several_policies_are_compared_in_one_run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*arguments, "--policy", "oobleck,restart,varuna,bamboo,recycle", "--json"]) == 0
+    assert main([*arguments, "--policy", ",".join(POLICIES), "--json"]) == 0
     summaries = json.loads(capsys.readouterr().out)
-    assert list(summaries) == ["oobleck", "restart", "varuna", "bamboo", "recycle"]
+    assert list(summaries) == list(POLICIES)
     assert all(summary.keys() >= SCHEMA for summary in summaries.values())
     assert summaries["oobleck"]["samples_committed"] > summaries["restart"]["samples_committed"]
 
@@ -155,9 +156,45 @@ def test_costs_can_be_set_one_by_one_and_by_a_file(
     assert stall_s("--costs", str(file)) >= 5
 
 
+def test_a_cost_is_one_policys_or_that_of_a_kind(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stalls_s(*options: str) -> list[float]:
+        assert main([*arguments, "--policy", "restart,varuna", "--json", *options]) == 0
+        summaries = json.loads(capsys.readouterr().out)
+        return [summaries[name]["recoveries"][0]["stall_s"] for name in ("restart", "varuna")]
+
+    usual_s = stalls_s()
+    assert usual_s[0] == usual_s[1]  # the same mechanism costs the same
+    assert stalls_s("--cost", "checkpoint_read_s=20") == [pytest.approx(each + 10) for each in usual_s]
+    assert stalls_s("--cost", "varuna.checkpoint_read_s=30") == [usual_s[0], pytest.approx(usual_s[1] + 20)]
+    file = tmp_path / "costs.json"
+    file.write_text('{"checkpoint_read_s": 20, "varuna.checkpoint_read_s": 30}')
+    assert stalls_s("--costs", str(file)) == [pytest.approx(usual_s[0] + 10), pytest.approx(usual_s[1] + 20)]
+
+
+def test_repeats_have_means_with_intervals(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, "--policy", "oobleck,restart", "--json"]) == 0
+    single = json.loads(capsys.readouterr().out)
+    assert main([*arguments, "--policy", "oobleck,restart", "--repeat", "3", "--json"]) == 0
+    means = json.loads(capsys.readouterr().out)
+    for policy in ("oobleck", "restart"):
+        values = means[policy]["samples_per_s"]["values"]
+        assert len(values) == 3
+        assert values[0] == single[policy]["samples_committed"] / 3600  # the first is the trace as it is
+        assert means[policy]["samples_per_s"]["mean"] == pytest.approx(sum(values) / 3)
+        assert means[policy]["samples_per_s"]["half_width"] > 0
+    assert main([*arguments, "--repeat", "2"]) == 0
+    assert "2 traces: means and 95 % confidence intervals" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
+        (["--cost", "varuna.form=5"], "--cost names 'form'; did you mean 'form_s'?"),
+        (["--cost", "varuna2.form_s=5"], "names policy 'varuna2'; it must be one of oobleck, restart"),
+        (["--cost", "num_learners=1.5"], "--cost num_learners is 1.5; it must be a whole number"),
+        (["--repeat", "0"], "a whole number from 1 to 1,000"),
         (["--cost", "form=5"], "--cost names 'form'; did you mean 'form_s'?"),
         (["--cost", "form_s"], "--cost form_s has no value; write a number, such as form_s=5"),
         (["--cost", "form_s=5s"], "--cost form_s is '5s'; write a number, such as form_s=5"),

@@ -115,7 +115,7 @@ def simulate(trace: Trace, journal: Sequence[dict[str, Any]], *, phase: float) -
     """Return the steps that are trained, and the recoveries, when the trace begins with this share of a step done."""
     (measured,) = (entry["profile_json"] for entry in journal if entry["@type"] == "ProfileKnown")
     start_s = longest_s(journal, "NodeAdded")
-    costs = Costs(node_start_s=start_s, worker_start_s=longest_s(journal, "WorkerDown"))
+    costs = Costs(node_start_s=start_s, worker_start_s=longest_s(journal, "WorkerDown"), checkpoint_write_s=0.0)
     settings = SweepSettings(profile=profile_from_json(measured), global_batch_size=16, num_pipelines=2, costs=costs)
     step_s = next(entry["predicted_step_s"] for entry in journal if entry["@type"] == "PlanAdopted")
     began_s = start_s + phase * step_s  # training begins once nodes are there

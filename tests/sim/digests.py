@@ -28,7 +28,7 @@ def _golden() -> Iterator[tuple[str, str]]:
 
 
 def _cluster() -> Iterator[tuple[str, str]]:
-    model = FailureModel(mean_time_to_failure_s=200.0, batches={1: 3, 2: 1}, repairs=((1.0, 20.0),))
+    model = FailureModel(mean_lifetime_s=200.0, batches={1: 3, 2: 1}, repairs=((1.0, 20.0),))
     for seed in _SEEDS:
         trace = generate(model, num_nodes=6, duration_s=60.0, seed=seed)
         yield f"cluster mode {seed}", _play(trace, Setting(num_nodes=6), seed)
@@ -47,7 +47,7 @@ def _play(trace: Trace, setting: Setting, seed: int) -> str:
 
 def _sweep() -> Iterator[tuple[str, str]]:
     model = FailureModel(
-        mean_time_to_failure_s=72_000.0,
+        mean_lifetime_s=72_000.0,
         batches={1: 1, 3: 1},
         repairs=((1.0, 4000.0),),
         fail_slow=FailSlow(rate_per_node_hour=0.1, mean_duration_s=600.0, least_factor=1.1, most_factor=2.0),

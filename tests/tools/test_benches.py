@@ -46,6 +46,7 @@ SMOKES: dict[str, tuple[str, ...]] = {
     "control_plane.py": ("| none | steps", "| none | takeover", "| embedded | loss", "| embedded | takeover"),
     "fastest_plan.py": ("random N=64: ", "3 random profiles: chosen plans take 0.", "; 0 of them over 1 %"),
     "fit_costs.py": ("| encode_byte_s | ", "64: "),
+    "in_turns.py": (" s (",),
     "journal.py": ("160 nodes, a step every 60 s", "| 0.5 | 719 | 7 |"),
     "kinds.py": ("| two kinds | ", "| one kind | ", "| gain | | "),
     "mixed.py": (

@@ -38,13 +38,13 @@ def make_trace(num_nodes: int, duration_s: float) -> Trace:
     return Trace(duration_s=duration_s, nodes=nodes, start=nodes, events=tuple(events))
 
 
-def play(trace: Trace) -> ClusterRun:
+def play(trace: Trace, batch_size: int) -> ClusterRun:
     profile = estimate_profile(model_shape("gpt2-medium"), device_sheet("A40"), microbatch_size=2, sequence_length=1024)
     job = JobSpec(
         tag="bench",
         control=ControlSpec(heartbeat_interval_s=1.0, lease_s=5.0),
         max_steps=1_000_000,
-        global_batch_size=4096,
+        global_batch_size=batch_size,
         microbatch_size=2,
     )
     return run_cluster(trace, job=job, profile=profile)
@@ -55,12 +55,13 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=16)
     parser.add_argument("--hours", type=float, default=1.0)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=4096, help="samples a step: 416 take 3 s on 16 nodes")
     arguments = parse_arguments(parser, nodes=4, hours=0.25, runs=1)
     trace = make_trace(arguments.nodes, 3600 * arguments.hours)
     times_s = []
     for _ in range(arguments.runs):
         began_s = time.process_time()
-        played = play(trace)
+        played = play(trace, arguments.batch)
         times_s.append(time.process_time() - began_s)
     summary = played.summary
     print(

@@ -119,6 +119,7 @@ class Membership:
         self._kinds: dict[str, str] = {}
         # What follows from the members is remembered until one of them changes: thousands of them, asked for often.
         self._counting: dict[str, frozenset[int] | None] = {}
+        self._clock_offsets_s: dict[str, float] = {}
         self._addresses: dict[str, tuple[tuple[int, WorkerAddress], ...]] = {}
         self._in_state: dict[tuple[MemberState, ...], tuple[Member, ...]] = {}
         self._without_part: dict[int, tuple[str, ...]] = {}
@@ -159,6 +160,7 @@ class Membership:
         states = {each.state for each in (self._members.get(name), member) if each is not None}
         self._members[name] = member
         self._counting[name] = _counting(member)
+        self._clock_offsets_s[name] = member.clock_offset_s
         self._addresses[name] = _addresses(member)
         # Members of other states are the same as before: what was remembered of these stays.
         for asked in [asked for asked in self._in_state if not states.isdisjoint(asked)]:
@@ -274,11 +276,11 @@ class Membership:
         counting, heard_s = self._counting, self._heard_s
         heard = []
         for worker_id in worker_ids:  # this runs for thousands of nodes at every step of a recovery
-            node = worker_id.node
+            node, device = worker_id
             if (devices := counting[node]) is not None:
                 if heard_s[node] < now_s:
                     heard_s[node] = now_s
-                if worker_id.device in devices:
+                if device in devices:
                     heard.append(worker_id)
         return heard
 
@@ -313,6 +315,11 @@ class Membership:
     def kinds(self) -> Mapping[str, str]:
         """The kind of every node that ever was in the job."""
         return self._kinds
+
+    @property
+    def clock_offsets_s(self) -> Mapping[str, float]:
+        """By node: what its clock's times lack of the master's."""
+        return self._clock_offsets_s
 
     @property
     def are_all_ready(self) -> bool:

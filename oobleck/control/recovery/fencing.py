@@ -261,8 +261,9 @@ def _explained(state: states.Fencing, finding: states.Finding, now_s: float) -> 
 def _of_asked(state: states.Deciding) -> dict[WorkerId, Status]:
     # In the order in which they were asked, so that the order of arrival changes no decision.
     asked, statuses = state.recovery.asked, state.statuses
-    known = statuses.copied() if isinstance(statuses, Gathered) else statuses
-    return dict(zip(asked, map(known.__getitem__, asked), strict=True))
+    if isinstance(statuses, Gathered):
+        return statuses.in_order(asked)
+    return {worker_id: statuses[worker_id] for worker_id in asked}
 
 
 # --- the network -----------------------------------------------------------------------------------------------------

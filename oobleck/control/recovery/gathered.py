@@ -44,6 +44,10 @@ class Gathered(Mapping[K, V], Generic[K, V]):
         """Return a dict: quicker than item by item if all are looked at."""
         return dict(self._own())
 
+    def in_order(self, keys: Collection[K]) -> dict[K, V]:
+        """Return a dict of these keys, in their order: quicker than item by item."""
+        return dict(zip(keys, map(self._own().__getitem__, keys), strict=True))
+
     def __getitem__(self, key: K) -> V:
         return self._own()[key]
 

@@ -43,8 +43,8 @@ def _stall_s(recovery: Recovery, resumed: Mapping[WorkerId, Resumed], members: M
     if not resumed:
         return 0.0
     # In a simulation thousands share one report: each message counts once for each clock.
-    ahead_s = [members[worker_id.node].clock_offset_s for worker_id in resumed]
-    reports = dict(zip(zip(ahead_s, map(id, resumed.values()), strict=True), resumed.values(), strict=True))
+    offsets_s = members.clock_offsets_s
+    reports = {(offsets_s[worker_id.node], id(message)): message for worker_id, message in resumed.items()}
     ended_s = min(message.resumed_s + ahead_s for (ahead_s, _), message in reports.items())
     busy_s = sorted(
         {

@@ -59,6 +59,8 @@ class Lineage:
     def since_restored(self, statuses: Mapping[WorkerId, Status]) -> Mapping[WorkerId, Status]:
         """Ignore what workers hold from before the run went back to a checkpoint."""
         since = self.restored_generation
+        if not since:
+            return statuses
         return {
             worker_id: status if status.adopted >= since else _emptied(status) for worker_id, status in statuses.items()
         }

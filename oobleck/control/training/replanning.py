@@ -243,6 +243,8 @@ class Replanning:
 
     def _held(self, after: Aftermath, finish: int | None) -> dict[WorkerId, frozenset[int]]:
         held = _held(after, finish)
+        if not self._distrusted:
+            return held
         return held | {
             worker_id: held[worker_id] - layers for worker_id, layers in self._distrusted.items() if worker_id in held
         }

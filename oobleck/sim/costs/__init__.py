@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .model import Costs, costs_from_json
+from .checkpoints import daly_interval_s, mean_time_to_loss_s
+from .model import Costs, changes_from_json, costs_for, with_changes
 from .node_kinds import NodeKinds
 from .outcome import Activity, Outcome, Stretch, outcome_of_journal
 from .step_times import StepTimes, costs_on
@@ -14,7 +15,11 @@ __all__ = [
     "Outcome",
     "StepTimes",
     "Stretch",
-    "costs_from_json",
+    "changes_from_json",
+    "costs_for",
     "costs_on",
+    "daly_interval_s",
+    "mean_time_to_loss_s",
     "outcome_of_journal",
+    "with_changes",
 ]

@@ -1,4 +1,4 @@
-"""The costs of losses, plans, starts and commits in both modes of simulation, by the numbers of workers and nodes.
+"""The costs of losses, plans, starts, commits and checkpoints in both modes of simulation, and of other systems.
 
 The time of a recovery is the sum of
 
@@ -12,7 +12,8 @@ The time of a recovery is the sum of
     copying        the bytes of the busiest link over the profile's bandwidth (planner.what_if.transfer_s)
     warming up     `warm_up_s`: the first step under a new plan, on top of an ordinary one
 
-and whole pipelines make progress until the end of "finishing". `committing_s` is a part of each step.
+and whole pipelines make progress until the end of "finishing". `committing_s` is a part of each step. Where several
+systems do the same (start processes, write and read checkpoints), one number serves them all.
 
 Each cost is made of named, settable numbers. The master's are those of `tools/bench/scale.py` (GPT-2 medium, pipelines
 of 8 workers, a slow processor), which `tools/bench/fit_costs.py` fits and checks. They leave out the time of an
@@ -22,11 +23,14 @@ update's bytes on the master's own link.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 
 from oobleck.errors import ConfigError
 from oobleck.json_table import JsonTable, parse_json
+from oobleck.planner import KNOWN_DEVICES, Profile, sheet_of_product
+
+_WHOLE = ("swap_spares", "num_learners")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +64,8 @@ class Costs:
 
     # Forming.
     form_s: float = 0.015
-    """Forming groups of any size (tools/bench/recovery.py, four local nodes). A recovery that finishes the step does so
-    twice: for the step, and for the next plan, whose layers have other owners."""
+    """Forming groups of any size with Gloo (tools/bench/recovery.py, four local nodes). A recovery that finishes the
+    step does so twice: for the step, and for the next plan, whose layers have other owners. `costs_for` has NCCL's."""
     form_link_s: float = 1.4e-4
     """A worker's time for a link to one member of a new group (128 ranks of Gloo: 2.3 s for 16,256 of them)."""
     form_links: float = 8.0
@@ -83,14 +87,46 @@ class Costs:
     worker_start_s: float = 0.05
     """A fork of a warm process."""
     warm_up_s: float = 0.0
+
+    # Checkpoints, written and read by all nodes, each its share of the state.
+    checkpoint_write_s: float = 1.2
+    """Training waits for each, in addition to the bytes (DLRover's flash checkpoint, GPT-2 1.5B with Megatron)."""
     checkpoint_read_s: float = 10.0
-    """Reading the newest checkpoint, when all copies of a layer are lost: an assumption."""
+    """When a job restarts from one, in addition to the bytes: an assumption."""
+    checkpoint_bytes_per_s: float = 1e9
+    """Of each node, in both directions; 0: bytes take no time (Llama 3: 2 TB/s for 2,048 nodes)."""
+
+    # Other systems (see `oobleck.sim.policies`).
+    failover_s: float = 30.0
+    """Bamboo: a neighbour takes over, or a node joins (the SOSP'23 artifact)."""
+    reroute_s: float = 1.0
+    """ReCycle: peers take a lost node's work; the new plan is looked up (an assumption in ReCycle's favour)."""
+    in_process_s: float = 120.0
+    """HyperPod, checkpointless: all processes restart in place, with a peer's state (AWS: "under 2 minutes")."""
+    swap_s: float = 20.0
+    """Hot swap: a spare takes a lost node's place (TrainMover: 20 s on 1,024 GPUs; DeadPool: under 40 s on 512)."""
+    swap_spares: float = 2.0
+    """Hot swap: nodes that stand by: an assumption."""
+    discard_s: float = 10.1
+    """torchft: after the step that a loss spoils (torchft 0.2.0, four replicas, its default timeouts)."""
+    rejoin_s: float = 24.0
+    """torchft: until a replica that lost a node trains again (PyTorch's blog, run 1: 29.6 of 30, a loss a minute)."""
+    repair_s: float = 2.0
+    """ReCoVer: survivors repair their groups inside the step (NCCL's shrink: 1.4 to 2.0 s on 1,024 GPUs)."""
+    fewest_replicas: float = 0.5
+    """ReCoVer: the share of replicas below which its operator restarts the job (the authors lose half of them)."""
+    num_learners: float = 8.0
+    """Decoupled DiLoCo: independent learners (the paper's usual number)."""
+    learner_pause_s: float = 23.5
+    """Decoupled DiLoCo: a learner's stop for a change of its nodes (the paper's 80 % of 2.4 million chips)."""
 
     def __post_init__(self) -> None:
         for part in fields(self):
             value = getattr(self, part.name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{part.name} is {value!r}; it must be a number of at least 0")
+            if part.name in _WHOLE and value != int(value):
+                raise ConfigError(f"{part.name} is {value!r}; it must be a whole number")
 
     def asking_s(self, num_workers: int) -> float:
         """Return the seconds from a fence to the last survivor's answer; O(N)."""
@@ -119,12 +155,52 @@ class Costs:
         """Return the seconds until the workers of nodes that start together are ready."""
         return self.node_start_s + self.node_start_node_s * (num_nodes - 1)
 
+    def saving_s(self, num_nodes: int, state_bytes: int) -> float:
+        """Return the seconds for which training waits for a checkpoint of a state that all nodes write together."""
+        return self.checkpoint_write_s + self._bytes_s(num_nodes, state_bytes)
 
-def costs_from_json(text: str, base: Costs, *, source: str) -> Costs:
-    """Return `base` with the costs of a file, a JSON object of numbers. Raises ConfigError that names the key."""
+    def reading_s(self, num_nodes: int, state_bytes: int) -> float:
+        """Return the seconds in which all nodes together read a checkpoint."""
+        return self.checkpoint_read_s + self._bytes_s(num_nodes, state_bytes)
+
+    def restarting_s(self, num_nodes: int, state_bytes: int) -> float:
+        """Return the seconds from a stopped job to training from its newest checkpoint, in new processes."""
+        return self.starting_s(num_nodes) + self.reading_s(num_nodes, state_bytes)
+
+    def _bytes_s(self, num_nodes: int, num_bytes: int) -> float:
+        return num_bytes / (num_nodes * self.checkpoint_bytes_per_s) if self.checkpoint_bytes_per_s else 0.0
+
+
+# NVIDIA/nccl#2094: eight H100s take 3.03 s, of which 1.22 s load kernels and 0.24 s allocate, once a process. Other
+# sources agree: 2.0 s for each of eight V100s' communicators (#534), 1.4 to 2.0 s to shrink one of 1,024 GPUs.
+_NCCL_FORM_S = 1.6
+
+
+def costs_for(profile: Profile) -> Costs:
+    """Return the default costs on the devices of a profile: groups are formed by NCCL on GPUs, by Gloo elsewhere."""
+    device = profile.device
+    sheet = KNOWN_DEVICES.get(device.name.lower()) or sheet_of_product(device.name)
+    is_gpu = device.communication_bytes > 0 or (sheet is not None and not sheet.is_host)
+    return replace(Costs(), form_s=_NCCL_FORM_S) if is_gpu else Costs()
+
+
+def changes_from_json(text: str, *, policies: Collection[str], source: str) -> dict[str, float]:
+    """Read a file of costs, a JSON object of numbers by NAME or POLICY.NAME. Raises ConfigError that names the key."""
     try:
         table = JsonTable(parse_json(text), "the file")
-        table.check_keys((), [part.name for part in fields(Costs)])
-        return replace(base, **{name: table.number(name) for name in table.items})
+        names = [part.name for part in fields(Costs)]
+        table.check_keys((), [*names, *(f"{policy}.{name}" for policy in policies for name in names)])
+        changes = {name: table.number(name) for name in table.items}
+        for policy in ("", *policies):
+            with_changes(Costs(), changes, policy=policy)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
+    return changes
+
+
+def with_changes(base: Costs, changes: Mapping[str, float], *, policy: str) -> Costs:
+    """Return the costs of one policy: those of a kind (NAME) are changed for all, POLICY.NAME for this one alone."""
+    shared = {name: value for name, value in changes.items() if "." not in name}
+    prefix = f"{policy}."
+    own = {name.removeprefix(prefix): value for name, value in changes.items() if name.startswith(prefix)}
+    return replace(base, **{**shared, **own})

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from oobleck.control.journal import JournalEntry, PlanAdopted, StepDone, StepsDone, Summary, summarize
+from oobleck.errors import ConfigError, PeerError
+from oobleck.wire import from_builtins, to_builtins
 
 
 class Activity(StrEnum):
@@ -45,6 +47,20 @@ class Outcome:
     def samples_per_s(self) -> float:
         """Committed samples over the whole time."""
         return self.summary.samples_committed / self.summary.elapsed_s if self.summary.elapsed_s else 0.0
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the outcome as plain values, for JSON, with its journal."""
+        written = to_builtins(self)
+        assert isinstance(written, dict), "a dataclass is written as a map"
+        return written
+
+    @classmethod
+    def from_dict(cls, values: object) -> Outcome:
+        """Read what `to_dict` wrote. Raises ConfigError that names the place."""
+        try:
+            return from_builtins(cls, values)
+        except PeerError as error:
+            raise ConfigError(f"the outcome: {error}") from None
 
 
 def outcome_of_journal(journal: Iterable[JournalEntry], *, policy: str, about: str) -> Outcome:

@@ -34,6 +34,13 @@ class PolicyRun(ABC):
         self._up_s = start_s  # when training begins or resumes
 
     def play(self, *, policy: str, about: str, throughput: Throughput, seed: int) -> Outcome:
+        """Play the trace, and return the accounts as an outcome."""
+        self.play_through()
+        best_s = throughput.step_s(max(count for _, count in self._trace.counts))
+        max_steps = int(self._trace.duration_s / best_s) if best_s else 0
+        return self.ledger.outcome(policy=policy, about=about, seed=seed, max_steps=max_steps)
+
+    def play_through(self) -> None:
         """Play the trace; O(events · nodes that change)."""
         for happening in happenings(self._trace):
             self._move_to(happening.t_s)
@@ -43,9 +50,6 @@ class PolicyRun(ABC):
             self._here.update(dict.fromkeys(happening.joined))
             self._happen(happening)
         self._move_to(self._trace.duration_s)
-        best_s = throughput.step_s(max(count for _, count in self._trace.counts))
-        max_steps = int(self._trace.duration_s / best_s) if best_s else 0
-        return self.ledger.outcome(policy=policy, about=about, seed=seed, max_steps=max_steps)
 
     @abstractmethod
     def pace_s(self) -> float | None:

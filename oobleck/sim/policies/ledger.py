@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 
 from oobleck.control.journal import RecoverySummary, StepTime, Summary, TimeSplit
 from oobleck.sim.costs import Activity, Outcome, Stretch
@@ -115,6 +116,53 @@ class Ledger:
             plan=None,
         )
         return Outcome(policy=policy, about=about, summary=summary, stretches=tuple(self._stretches))
+
+    def add(self, other: Ledger, share: float) -> None:
+        """Add another run's times and steps, which count as a share of this run's."""
+        for activity, seconds in other._seconds.items():
+            self._seconds[activity] += share * seconds
+        self._recoveries += other._recoveries
+        self._step_times += other._step_times
+        self.steps += share * other.steps
+        self.steps_lost += share * other.steps_lost
+
+    @property
+    def stretches(self) -> tuple[Stretch, ...]:
+        return tuple(self._stretches)
+
+    def close(self, stretches: Iterable[Stretch], now_s: float) -> None:
+        """Replace what was done over time, and put the recoveries in order."""
+        self._stretches, self.now_s = list(stretches), now_s
+        self._recoveries.sort(key=lambda recovery: recovery.t_s)
+
+
+def merged(ledgers: Sequence[Ledger], *, batch_size: int, tokens_per_sample: int) -> Ledger:
+    """Return the accounts of runs beside each other, each with an equal part of every step; O(s log s) stretches."""
+    whole = Ledger(batch_size=batch_size, tokens_per_sample=tokens_per_sample)
+    for ledger in ledgers:
+        whole.add(ledger, 1 / len(ledgers))
+    changes = sorted(
+        (edge_s, sign, stretch.samples_per_s / len(ledgers), stretch.activity)
+        for ledger in ledgers
+        for stretch in ledger.stretches
+        for edge_s, sign in ((stretch.start_s, 1), (stretch.stop_s, -1))
+    )
+    stretches: list[Stretch] = []
+    rate, doing, before_s = 0.0, Counter[Activity](), 0.0
+    for edge_s, sign, own_rate, activity in changes:
+        if edge_s > before_s:
+            busiest = max((each for each in Activity if doing[each]), key=_by_progress)
+            stretches.append(Stretch(start_s=before_s, stop_s=edge_s, activity=busiest, samples_per_s=max(0.0, rate)))
+            before_s = edge_s
+        rate += sign * own_rate
+        doing[activity] += sign
+    whole.close(stretches, before_s)
+    return whole
+
+
+def _by_progress(activity: Activity) -> bool:
+    """Rank activities: runs beside each other train if one of them does."""
+    return activity is Activity.TRAINING
 
 
 def _step_time(times: list[tuple[float, float]]) -> StepTime | None:

@@ -29,20 +29,23 @@ ABOUT = "ReCycle (SOSP'24): peers of the same stage take over a lost node's micr
 _FORWARD_SHARE = 1 / 3
 
 
-def play(trace: Trace, job: SweepSettings, *, reroute_s: float, restart_s: float) -> Outcome:
-    """Play a trace, with a pause of `reroute_s` for a loss that peers take over, and of `restart_s` for others."""
+def play(trace: Trace, job: SweepSettings) -> Outcome:
+    """Play a trace; a loss that peers take over costs `reroute_s`, another one a restart from a checkpoint."""
     grids = Grids(job)
-    run = _Run(trace, job, grids, reroute_s=reroute_s, restart_s=restart_s)
+    run = _Run(trace, job, grids)
     return run.play(policy="recycle", about=ABOUT, throughput=grids, seed=job.seed)
 
 
 class _Run(PolicyRun):
-    def __init__(self, trace: Trace, job: SweepSettings, grids: Grids, *, reroute_s: float, restart_s: float) -> None:
+    def __init__(self, trace: Trace, job: SweepSettings, grids: Grids) -> None:
         ledger = Ledger(batch_size=job.global_batch_size, tokens_per_sample=job.profile.sequence_length)
-        super().__init__(trace, ledger, start_s=job.costs.node_start_s)
+        super().__init__(trace, ledger, start_s=job.costs.starting_s(len(trace.start)))
         self._grids = grids
-        self._reroute_s, self._restart_s = reroute_s, restart_s
-        self._checkpoint_every_s = job.checkpoint_interval_s
+        self._reroute_s = job.costs.reroute_s
+        self._restart_s = job.costs.restarting_s(len(trace.nodes), job.state_bytes)
+        self._checkpoint_every_s = job.interval_s(trace, at_least=2)
+        saving_s = job.costs.saving_s(len(trace.nodes), job.state_bytes)
+        self._saving_share = saving_s / (self._checkpoint_every_s + saving_s)
         self._saved_s = self._up_s
         self._done = 0.0  # steps since the newest checkpoint
         self._build()
@@ -75,13 +78,15 @@ class _Run(PolicyRun):
         return self._whole_s * max(1.0, rerouted / fault_free) * self._slowest
 
     def _train(self, t_s: float, length_s: float, step_s: float) -> None:
-        self._done += length_s / step_s
+        checkpoint_s = self._saving_share * length_s
+        steps = (length_s - checkpoint_s) / step_s
+        self._done += steps
         if self._checkpoint_every_s > 0 and t_s - self._saved_s >= self._checkpoint_every_s:
             since_s = (t_s - self._saved_s) % self._checkpoint_every_s
             self._saved_s = t_s - since_s
             # Only steps since the newest checkpoint can be lost.
             self._done = min(self._done, since_s / step_s)
-        self.ledger.train(t_s, steps=length_s / step_s, step_s=step_s, checkpoint_s=0.0)
+        self.ledger.train(t_s, steps=steps, step_s=step_s, checkpoint_s=checkpoint_s)
 
     def _happen(self, happening: MembershipChange) -> None:
         trained = self.pace_s() is not None

@@ -1,35 +1,18 @@
-"""The policies by name, with their constants and sources.
-
-| constant | value | source |
-|---|---|---|
-| start of a new process, from a lost node to training again (restart) | 60 s | a warm standby takes about 1 min |
-| Varuna: restart | 30 s + state / 0.16 GB/s | fits what the SOSP'23 artifact measured for five models (76 to 701 s) |
-| Varuna: checkpoint, training waits | 10 s + state / 1 GB/s | the same (11 to 120 s) |
-| Bamboo: failover to the node that holds a copy | 30 s | the SOSP'23 artifact |
-| Bamboo: rebuilding pipelines from a checkpoint | as Varuna's restart | the SOSP'23 artifact (76 to 450 s) |
-| ReCycle: rerouting | 1 s | a new plan is looked up, not computed |
-
-The state is that of the profile's parameters and optimizer, at most 16 bytes a parameter.
-"""
+"""The policies by name. Their constants, with sources, are in `oobleck.sim.costs.Costs`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from oobleck.sim.costs import Outcome, outcome_of_journal
+from oobleck.errors import ConfigError
+from oobleck.sim.costs import Outcome, mean_time_to_loss_s, outcome_of_journal
 from oobleck.sim.sweep import SweepSettings, sweep
 from oobleck.sim.trace import Trace
 
-from . import recycle
+from . import learners, recycle, replicas
 from .stop_and_go import Rules, adjacent_in_grid, play
-from .throughput import Grids, Plans, Throughput, redundant_profile
-
-_PROCESS_START_S = 60.0
-_RESTART_FIXED_S, _RESTART_BYTES_PER_S = 30.0, 0.16e9
-_CHECKPOINT_FIXED_S, _CHECKPOINT_BYTES_PER_S = 10.0, 1e9
-_FAILOVER_S = 30.0
-_REROUTE_S = 1.0
+from .throughput import Grids, Plans, RedundantGrids, Throughput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +20,6 @@ class PolicySettings:
     job: SweepSettings
     report: Callable[[float], None] = lambda _: None
     """Receives the simulated seconds as progress."""
-
-    @property
-    def state_bytes(self) -> int:
-        return sum(layer.state_bytes for layer in self.job.profile.layers)
-
-    @property
-    def restart_s(self) -> float:
-        return _RESTART_FIXED_S + self.state_bytes / _RESTART_BYTES_PER_S
 
 
 def _oobleck(trace: Trace, settings: PolicySettings) -> Outcome:
@@ -54,54 +29,118 @@ def _oobleck(trace: Trace, settings: PolicySettings) -> Outcome:
     )
 
 
-def _rules(job: SweepSettings, name: str, about: str, throughput: Throughput, pause_s: float) -> Rules:
+def _rules(
+    trace: Trace, job: SweepSettings, name: str, about: str, throughput: Throughput, *, at_least: int = 1
+) -> Rules:
+    """Return the rules of a system that restarts from a checkpoint when `at_least` nodes are lost at once."""
+    costs, num_nodes, state_bytes = job.costs, len(trace.nodes), job.state_bytes
     return Rules(
         name=name,
         about=about,
         throughput=throughput,
         batch_size=job.global_batch_size,
         tokens_per_sample=job.profile.sequence_length,
-        start_s=job.costs.node_start_s,
-        pause_s=pause_s,
-        checkpoint_every_s=job.checkpoint_interval_s,
+        start_s=costs.starting_s(len(trace.start)),
+        pause_s=costs.restarting_s(num_nodes, state_bytes),
+        checkpoint_every_s=job.interval_s(trace, at_least=at_least),
+        checkpoint_s=costs.saving_s(num_nodes, state_bytes),
+        joins_at_once=True,
+        join_pause_s=costs.saving_s(num_nodes, state_bytes) + costs.restarting_s(num_nodes, state_bytes),
+        join_horizon_s=mean_time_to_loss_s(trace),
     )
 
 
 def _restart(trace: Trace, settings: PolicySettings) -> Outcome:
     job = settings.job
     about = "Checkpoint and restart: all stop at a loss and continue from the newest checkpoint with those left"
-    rules = _rules(job, "restart", about, Plans(job), _PROCESS_START_S + job.costs.checkpoint_read_s)
-    return play(trace, rules, seed=job.seed)
+    return play(trace, _rules(trace, job, "restart", about, Plans(job)), seed=job.seed)
 
 
 def _varuna(trace: Trace, settings: PolicySettings) -> Outcome:
     job = settings.job
     about = "Varuna (EuroSys'22): a grid of equal pipelines is chosen again at each loss, from the newest checkpoint"
-    rules = replace(
-        _rules(job, "varuna", about, Grids(job), settings.restart_s),
-        checkpoint_s=_CHECKPOINT_FIXED_S + settings.state_bytes / _CHECKPOINT_BYTES_PER_S,
-    )
-    return play(trace, rules, seed=job.seed)
+    return play(trace, _rules(trace, job, "varuna", about, Grids(job)), seed=job.seed)
 
 
 def _bamboo(trace: Trace, settings: PolicySettings) -> Outcome:
     job = settings.job
-    profile = redundant_profile(job.profile)
-    depth = Grids(job, profile=profile).depth(len(trace.start))
+    depth = RedundantGrids(job).depth(len(trace.start))
     about = "Bamboo (NSDI'23): every node computes its neighbour's layers too, and takes over when that is lost"
+    rules = _rules(trace, job, "bamboo", about, RedundantGrids(job, depth=depth), at_least=2)
     rules = replace(
-        _rules(job, "bamboo", about, Grids(job, profile=profile, depth=depth), _FAILOVER_S),
+        rules,
+        pause_s=job.costs.failover_s,
         rolls_back=adjacent_in_grid(depth or 1),
-        rollback_pause_s=settings.restart_s,
-        joins_at_once=True,
-        join_pause_s=_FAILOVER_S,
+        rollback_pause_s=rules.pause_s,
+        join_pause_s=job.costs.failover_s,
     )
     return play(trace, rules, seed=job.seed)
 
 
 def _recycle(trace: Trace, settings: PolicySettings) -> Outcome:
-    job = settings.job
-    return recycle.play(trace, job, reroute_s=_REROUTE_S, restart_s=_PROCESS_START_S + job.costs.checkpoint_read_s)
+    return recycle.play(trace, settings.job)
+
+
+def _checkpointless(trace: Trace, settings: PolicySettings) -> Outcome:
+    job, grids = settings.job, Grids(settings.job)
+    about = "HyperPod's checkpointless training: all processes restart in place, and peers hold the state"
+    rules = _rules(trace, job, "checkpointless", about, grids, at_least=2)
+    rules = replace(
+        rules,
+        pause_s=job.costs.in_process_s,
+        rolls_back=_loses_all_copies(grids),
+        rollback_pause_s=rules.pause_s,
+        join_pause_s=job.costs.in_process_s,
+    )
+    return play(trace, rules, seed=job.seed)
+
+
+def _hotswap(trace: Trace, settings: PolicySettings) -> Outcome:
+    job, grids = settings.job, Grids(settings.job)
+    about = "Hot swap (TrainMover OSDI'26, DeadPool): a spare takes a lost node's place; without one, as `restart`"
+    rules = _rules(trace, job, "hotswap", about, grids)
+    return play(trace, replace(rules, spares=int(job.costs.swap_spares), swap_s=job.costs.swap_s), seed=job.seed)
+
+
+def _loses_all_copies(grids: Grids) -> Callable[[Collection[str], Sequence[str]], bool]:
+    """Return a rule that is true when a stage's nodes are lost in all pipelines of a grid."""
+
+    def are_all_lost(lost: Collection[str], used: Sequence[str]) -> bool:
+        depth = grids.depth(len(used)) or 1
+        trained = used[: len(used) // depth * depth]
+        return any(all(node in lost for node in trained[stage::depth]) for stage in range(depth))
+
+    return are_all_lost
+
+
+def _torchft(trace: Trace, settings: PolicySettings) -> Outcome:
+    job, costs = settings.job, settings.job.costs
+    rules = replicas.ReplicaRules(
+        name="torchft",
+        about="torchft: a step that meets a loss is discarded, and its replica trains again when it is whole",
+        loss_s=costs.discard_s,
+        discards=True,
+        rejoin_s=costs.rejoin_s,
+    )
+    return replicas.play(trace, job, rules, Grids(job))
+
+
+def _recover(trace: Trace, settings: PolicySettings) -> Outcome:
+    job, costs = settings.job, settings.job.costs
+    if costs.fewest_replicas > 1:
+        raise ConfigError(f"fewest_replicas is {costs.fewest_replicas}; it is a share, of at most 1")
+    rules = replicas.ReplicaRules(
+        name="recover",
+        about="ReCoVer (2026): survivors finish the step with a constant batch; a replica that lost a node is dropped",
+        loss_s=costs.repair_s,
+        has_constant_batch=True,
+        fewest_share=costs.fewest_replicas,
+    )
+    return replicas.play(trace, job, rules, Grids(job))
+
+
+def _decoupled_diloco(trace: Trace, settings: PolicySettings) -> Outcome:
+    return learners.play(trace, settings.job)
 
 
 POLICIES: Mapping[str, Callable[[Trace, PolicySettings], Outcome]] = {
@@ -110,4 +149,9 @@ POLICIES: Mapping[str, Callable[[Trace, PolicySettings], Outcome]] = {
     "varuna": _varuna,
     "bamboo": _bamboo,
     "recycle": _recycle,
+    "torchft": _torchft,
+    "recover": _recover,
+    "checkpointless": _checkpointless,
+    "hotswap": _hotswap,
+    "decoupled-diloco": _decoupled_diloco,
 }

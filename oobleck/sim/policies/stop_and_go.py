@@ -18,6 +18,8 @@ from .happenings import MembershipChange, PolicyRun
 from .ledger import Ledger
 from .throughput import Throughput
 
+_NEARLY = 1e-9
+
 
 def _always(_lost: Collection[str], _used: Sequence[str]) -> bool:
     return True
@@ -57,13 +59,25 @@ class Rules:
     joins_at_once: bool = False
     """By default, nodes that join take part after the next loss."""
     join_pause_s: float = 0.0
+    join_horizon_s: float = inf
+    """Nodes that join take part at once if the steps become faster by more than the pause within this time."""
     max_nodes: int | None = None
+    spares: int = 0
+    """Nodes that stand by, as long as the others hold the model."""
+    swap_s: float | None = None
+    """The pause if idle nodes take the places of all that are lost, in which no step but that in flight is lost."""
 
 
 def play(trace: Trace, rules: Rules, *, seed: int = 0) -> Outcome:
     """Play a trace; O(events · nodes that change)."""
-    run = _Run(trace, rules)
-    return run.play(policy=rules.name, about=rules.about, throughput=rules.throughput, seed=seed)
+    return _Run(trace, rules).play(policy=rules.name, about=rules.about, throughput=rules.throughput, seed=seed)
+
+
+def run(trace: Trace, rules: Rules) -> Ledger:
+    """Play a trace, and return its accounts alone."""
+    played = _Run(trace, rules)
+    played.play_through()
+    return played.ledger
 
 
 class _Run(PolicyRun):
@@ -75,8 +89,17 @@ class _Run(PolicyRun):
         self._use()
 
     def _use(self) -> None:
-        self._used = tuple(self._here)[: self._rules.max_nodes]
+        self._used = tuple(self._here)[: self._num_used()]
         self._set_pace()
+
+    def _num_used(self) -> int:
+        """Return how many of the present nodes train, or wait for enough others."""
+        throughput = self._rules.throughput
+        number = min(len(self._here), self._rules.max_nodes or len(self._here))
+        trained = max(0, number - self._rules.spares)
+        if throughput.step_s(trained) is None:
+            trained = number
+        return throughput.num_used(trained)
 
     def _set_pace(self) -> None:
         usual_s = self._rules.throughput.step_s(len(self._used))
@@ -118,12 +141,21 @@ class _Run(PolicyRun):
             self._continue_after(done)
         if lost:
             self._fail(happening.t_s, lost)
-        elif happening.joined and (self._rules.joins_at_once or self._step_s is None):
+        elif happening.joined and (self._step_s is None or self._pays_to_join(self._step_s)):
             self._join(happening)
+
+    def _pays_to_join(self, step_s: float) -> bool:
+        faster_s = self._rules.throughput.step_s(self._num_used()) if self._rules.joins_at_once else None
+        if faster_s is None:
+            return False
+        gain = 1 - faster_s * self._slowest / step_s
+        return gain > _NEARLY and gain * self._rules.join_horizon_s > self._rules.join_pause_s
 
     def _fail(self, t_s: float, lost: set[str]) -> None:
         rules = self._rules
-        rolls_back = rules.rolls_back is not None and rules.rolls_back(lost, self._used)
+        idle = [node for node in self._here if node not in self._used]
+        is_swap = rules.swap_s is not None and len(idle) >= len(lost)
+        rolls_back = not is_swap and rules.rolls_back is not None and rules.rolls_back(lost, self._used)
         if self._step_s is not None:
             done = self._done()
             forgotten = done if rolls_back else rules.lost_share(done - floor(done))
@@ -132,7 +164,13 @@ class _Run(PolicyRun):
         pause_s = rules.pause_s
         if rolls_back and rules.rollback_pause_s is not None:
             pause_s = rules.rollback_pause_s
-        self._begin(t_s, pause_s)
+        if is_swap and rules.swap_s is not None:
+            pause_s = rules.swap_s
+            places = dict(zip(sorted(lost), idle, strict=False))
+            self._used = tuple(places.get(node, node) for node in self._used)
+            self._pause(t_s, pause_s)
+        else:
+            self._begin(t_s, pause_s)
         action = "checkpoint" if rolls_back else "reinstantiate"
         self.ledger.recovered(began_s=t_s, nodes=tuple(sorted(lost)), action=action, stall_s=pause_s)
 

@@ -59,10 +59,14 @@ class _Pending:
 class AnalyticWorkers:
     """All workers of the sweep mode. Times only go forward."""
 
-    def __init__(self, kinds: NodeKinds, *, num_samples: int, most_steps: int, costs: Costs) -> None:
+    def __init__(
+        self, kinds: NodeKinds, *, num_samples: int, most_steps: int, costs: Costs, saving_share: float = 0.0
+    ) -> None:
+        """Take the seconds for which checkpoints stop each second of training as `saving_share`."""
         self.max_steps = most_steps
         self._num_samples = num_samples
         self._costs = costs
+        self._saving_share = saving_share
         self._pace = StepTimes(kinds.profile, profile_of=kinds.own_profile_of)
         self.plan: ExecutionPlan | None = None  # in force; None before the first, and after all state was lost
         self._schedules: tuple[ScheduleKind, ...] = ()  # one for each pipeline of the plan
@@ -236,14 +240,16 @@ class AnalyticWorkers:
 
     def _set_pace(self, plan: ExecutionPlan) -> None:
         committing_s = self._costs.committing_s(len(plan.worker_ids))
-        self.step_s = self._rest_s = self._pace.step_s(plan, self.factors, self._schedules) + committing_s
+        # Checkpoints are few, so each step has its share of them.
+        saving = 1 + self._saving_share
+        self.step_s = self._rest_s = saving * self._pace.step_s(plan, self.factors, self._schedules) + committing_s
         if self._partial.microbatches:
             shares = shares_of(plan, self._partial.microbatches)
             ends_s = (
                 self._pace.compute_s(pipeline, len(share), self.factors, kind)
                 for pipeline, share, kind in zip(plan.pipelines, shares, self._schedules, strict=True)
             )
-            self._rest_s = max(ends_s) + self._pace.reduce_s(plan) + committing_s
+            self._rest_s = saving * (max(ends_s) + self._pace.reduce_s(plan)) + committing_s
 
     def _sections_committed(self) -> int:
         plan = self.plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import replace
 from itertools import chain
 from math import inf
@@ -36,9 +36,8 @@ class JobRun:
         self._trace = trace
         self._settings = settings
         self.costs = settings.costs
-        self.log = RunLog(
-            checkpoint_interval_s=settings.checkpoint_interval_s, checkpoint_read_s=settings.costs.checkpoint_read_s
-        )
+        interval_s = settings.interval_s(trace, at_least=settings.fault_threshold + 1)
+        self.log = RunLog(checkpoint_interval_s=interval_s)
         self._job = settings.job(most_steps(trace, settings))
         self._planner = settings.planner_of(trace)
         self.kinds = settings.nodes_of(trace)
@@ -47,6 +46,7 @@ class JobRun:
             num_samples=settings.global_batch_size,
             most_steps=settings.max_steps or _NO_LIMIT,
             costs=settings.costs,
+            saving_share=self.costs.saving_s(len(trace.nodes), settings.state_bytes) / interval_s,
         )
         self.agenda = Agenda()
         self.nodes = NodeStates(trace.nodes, trace.start)
@@ -202,7 +202,7 @@ class JobRun:
             return
         self._answered = generation
         plan = self.crew.plan
-        at_work = frozenset(plan.nodes) if plan is not None else frozenset()
+        at_work: Set[str] = plan.pipeline_of.keys() if plan is not None else frozenset()
         well = self.nodes.well
         idle = [
             WorkerId(node=node, device=device)
@@ -302,7 +302,8 @@ class JobRun:
         self._wanted_kinds.clear()
         self._coordinator = Coordinator(job, tuple(map(self.kinds.spec, nodes)), started_at="", python_version=_PYTHON)
         self._coordinator.start(self.agenda.now_s)
-        read_s = self.costs.checkpoint_read_s if self.log.newest_step else 0.0
+        read_s = self.costs.reading_s(len(nodes), self._settings.state_bytes) if self.log.newest_step else 0.0
+        self.log.checkpoint_read_s = read_s
         coordinator = self._coordinator
 
         def connect() -> None:

@@ -15,12 +15,12 @@ from .analytic_workers import CommittedSteps
 
 
 class RunLog:
-    def __init__(self, *, checkpoint_interval_s: float, checkpoint_read_s: float) -> None:
+    def __init__(self, *, checkpoint_interval_s: float) -> None:
         self.entries: list[journal.JournalEntry] = []
         self.connected: set[str] = set()  # nodes without an entry that they are gone
         self.newest_step = 0  # the newest step ever committed, lost ones included
         self._checkpoint_interval_s = checkpoint_interval_s
-        self._checkpoint_read_s = checkpoint_read_s
+        self.checkpoint_read_s = 0.0  # of the newest restart
         self._past_generations = 0
         self._generation = 0
         self.past_steps = 0  # those before the current coordinator's checkpoint, which it does not count
@@ -67,7 +67,8 @@ class RunLog:
 
     def save(self, stretch: CommittedSteps) -> None:
         """Note the newest step that is in a checkpoint."""
-        saved_s = stretch.end_s // self._checkpoint_interval_s * self._checkpoint_interval_s
+        number = stretch.end_s // self._checkpoint_interval_s
+        saved_s = number * self._checkpoint_interval_s if number else 0.0
         # Steps that ended after the newest checkpoint are not in it.
         since = int((stretch.end_s - saved_s) / stretch.step_s) + 1
         if since <= stretch.last_step - stretch.first_step + 1:
@@ -114,7 +115,7 @@ class RunLog:
                 action=journal.Action.CHECKPOINT,
                 detect_s=0.0,
                 decide_s=0.0,
-                transfer_s=self._checkpoint_read_s,
+                transfer_s=self.checkpoint_read_s,
                 stall_s=entry.t_s - self._ended_s,
                 bytes_moved=0,
                 layers_moved=entry.num_layers,

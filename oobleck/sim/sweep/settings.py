@@ -8,11 +8,12 @@ from typing import Literal
 from oobleck.control.training import planner_for, schedules_for
 from oobleck.job import MAX_STEPS, ControlSpec, DataSpec, JobSpec, ScalingSpec, ScheduleName
 from oobleck.planner import NodeKind, Planner, Profile
-from oobleck.sim.costs import Costs, NodeKinds, StepTimes
+from oobleck.sim.costs import Costs, NodeKinds, StepTimes, costs_for, daly_interval_s, mean_time_to_loss_s
 from oobleck.sim.trace import Trace
 
 # No heartbeats are sent in a sweep, which itself times the notice of a silence; the trace says when nodes are back.
 _UNTIMED = ControlSpec(lease_s=1e9, rejoin_after_s=0)
+_BY_DEVICE = Costs()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +31,34 @@ class SweepSettings:
     schedule: ScheduleName = "1f1b"
     num_chunks: int = 2
     """The chunks of each stage in interleaved pipelines."""
-    costs: Costs = field(default_factory=Costs)
-    checkpoint_interval_s: float = 1800.0
-    """Training continues while checkpoints are written."""
+    costs: Costs = _BY_DEVICE
+    """By default those of the profile's device: on a GPU, NCCL forms groups."""
+    checkpoint_interval_s: float | None = None
+    """None: Daly's for the trace and the cost of a checkpoint."""
     scaling: ScalingSpec = field(default_factory=ScalingSpec)
     max_steps: int | None = None
     """None: the job ends with the trace."""
     tag: str = "sim"
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.costs is _BY_DEVICE:
+            object.__setattr__(self, "costs", costs_for(self.profile))
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of a checkpoint."""
+        return sum(layer.state_bytes for layer in self.profile.layers)
+
+    def interval_s(self, trace: Trace, *, at_least: int = 1) -> float:
+        """Return the seconds between checkpoints of a system that needs one when `at_least` nodes are lost at once.
+
+        Infinity where that never happens.
+        """
+        if self.checkpoint_interval_s is not None:
+            return self.checkpoint_interval_s
+        saving_s = self.costs.saving_s(max(count for _, count in trace.counts), self.state_bytes)
+        return daly_interval_s(saving_s, mean_time_to_loss_s(trace, at_least=at_least))
 
     @property
     def num_microbatches(self) -> int:

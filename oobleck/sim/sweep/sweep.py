@@ -26,6 +26,8 @@ from .job_run import JobRun
 from .settings import SweepSettings
 
 _CONTROL = ControlSpec()
+_GARBAGE = 2_000_000
+"""New objects between two collections."""
 
 
 def sweep(
@@ -35,9 +37,9 @@ def sweep(
 
     `report` receives the simulated seconds as progress. Raises PlanningError where all nodes do not hold the model.
     """
-    # Collect cycles a hundredth as often: there are hardly any, and each collection traverses all plans so far.
+    # Collect cycles rarely: there are hardly any, and each collection traverses the newest plans, or all so far.
     before = gc.get_threshold()
-    gc.set_threshold(100 * before[0], *before[1:])
+    gc.set_threshold(_GARBAGE, *before[1:])
     try:
         return _play(trace, settings, report)
     finally:

@@ -79,7 +79,7 @@ class NodeStates:
     @property
     def well(self) -> Set[str]:
         """The members that the coordinator hears."""
-        return self.members.keys() - self.silent.keys()
+        return self.members.keys() - self.silent.keys() if self.silent else self.members.keys()
 
     def startable(self, now_s: float) -> list[str]:
         """Return the nodes on which a job can start; one with notice may stay in the end."""

@@ -25,7 +25,8 @@ from .events import (
 )
 from .facts import facts_of
 from .generate import PRESETS, FailSlow, FailureModel, generate
-from .resize import with_kinds, with_nodes, with_spares
+from .redraw import model_of
+from .resize import of_nodes, with_kinds, with_nodes, with_spares
 from .state import ClusterState
 from .trace import Trace
 from .trace_file import trace_from_json, trace_to_json
@@ -60,6 +61,8 @@ __all__ = [
     "event_types",
     "facts_of",
     "generate",
+    "model_of",
+    "of_nodes",
     "trace_from_json",
     "trace_to_json",
     "with_kinds",

@@ -41,7 +41,7 @@ class FailSlow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureModel:
-    mean_time_to_failure_s: float
+    mean_lifetime_s: float
     """For one node."""
     shape: float = 1.0
     """The shape of the Weibull distribution of lifetimes."""
@@ -55,8 +55,8 @@ class FailureModel:
     source: str = ""
 
     def __post_init__(self) -> None:
-        mean_s = self.mean_time_to_failure_s
-        _require(math.isfinite(mean_s) and mean_s > 0, "mean_time_to_failure_s", mean_s, "above 0")
+        mean_s = self.mean_lifetime_s
+        _require(math.isfinite(mean_s) and mean_s > 0, "mean_lifetime_s", mean_s, "above 0")
         _require(0.1 <= self.shape <= 10, "shape", self.shape, "0.1 to 10")
         sizes_fit = bool(self.batches) and min(self.batches) >= 1 and max(self.batches) <= MAX_NODES
         _require(sizes_fit, "batches", dict(self.batches), f"sizes from 1 to {MAX_NODES:,}")
@@ -87,14 +87,14 @@ _HARDWARE_REPAIRS = tuple(
 
 def _hardware(per_thousand_node_days: float, source: str) -> FailureModel:
     mean_s = 1000 * _DAY_S / per_thousand_node_days
-    return FailureModel(mean_time_to_failure_s=mean_s, batches=_TOGETHER, repairs=_HARDWARE_REPAIRS, source=source)
+    return FailureModel(mean_lifetime_s=mean_s, batches=_TOGETHER, repairs=_HARDWARE_REPAIRS, source=source)
 
 
 def _spot(per_node_hour: float, mean_away_h: float, source: str) -> FailureModel:
     # Only the mean of the absence is known: these are three quantiles of an exponential distribution with it.
     away = tuple((share, -math.log(1 - share) * mean_away_h * _HOUR_S) for share in (0.1, 0.5, 0.9))
     mean_s = _HOUR_S / per_node_hour
-    return FailureModel(mean_time_to_failure_s=mean_s, batches=_SPOT_BATCHES, repairs=away, source=source)
+    return FailureModel(mean_lifetime_s=mean_s, batches=_SPOT_BATCHES, repairs=away, source=source)
 
 
 PRESETS: Mapping[str, FailureModel] = {
@@ -119,7 +119,7 @@ class _Generator:
         _require(1 <= num_nodes <= MAX_NODES, "nodes", num_nodes, f"from 1 to {MAX_NODES:,}")
         _require(0 < duration_s <= MAX_SECONDS, "duration_s", duration_s, f"above 0, and at most {MAX_SECONDS:,.0f}")
         if model.repairs:  # at least about as many events as with the slowest repairs
-            cycle_s = model.mean_time_to_failure_s + model.repairs[-1][1]
+            cycle_s = model.mean_lifetime_s + model.repairs[-1][1]
             if 2 * num_nodes * duration_s / cycle_s > MAX_EVENTS:
                 raise _too_many(duration_s)
         self._model = model
@@ -159,7 +159,7 @@ class _Generator:
     def _begin_life(self, number: int, now_s: float) -> None:
         model = self._model
         # A failure takes several nodes on average, so each node begins fewer.
-        mean_s = model.mean_time_to_failure_s * model.mean_batch
+        mean_s = model.mean_lifetime_s * model.mean_batch
         # Below a shape of 1 failures cluster, as on LANL's systems (0.7 to 0.8; Schroeder and Gibson, DSN 2006).
         scale_s = mean_s / math.gamma(1 + 1 / model.shape)
         self._at(now_s + self._rng.weibullvariate(scale_s, model.shape), "fail", number)

@@ -30,18 +30,23 @@ def with_nodes(trace: Trace, num_nodes: int) -> Trace:
         if more and trace.kinds:
             raise ConfigError(f"the trace has {len(trace.nodes)} nodes of kinds; say of which kinds {num_nodes} are")
         return replace(trace, nodes=(*trace.nodes, *more), start=(*trace.start, *more))
-    kept = frozenset(trace.nodes[:num_nodes])
+    smaller = of_nodes(trace, trace.nodes[:num_nodes])
+    if max(count for _, count in smaller.counts) == 0:
+        raise ConfigError(f"none of the first {num_nodes} nodes of the trace is ever there")
+    return smaller
+
+
+def of_nodes(trace: Trace, nodes: Sequence[str]) -> Trace:
+    """Return what a trace holds about some of its nodes."""
+    kept = frozenset(nodes)
     start = tuple(node for node in trace.start if node in kept)
-    smaller = replace(
+    return replace(
         trace,
-        nodes=trace.nodes[:num_nodes],
+        nodes=tuple(nodes),
         start=start,
         events=tuple(_possible(trace.events, kept, start)),
         kinds={node: kind for node, kind in trace.kinds.items() if node in kept},
     )
-    if max(count for _, count in smaller.counts) == 0:
-        raise ConfigError(f"none of the first {num_nodes} nodes of the trace is ever there")
-    return smaller
 
 
 def _possible(events: tuple[TraceEvent, ...], kept: frozenset[str], start: tuple[str, ...]) -> Iterator[TraceEvent]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from oobleck.sim.costs import Outcome
+from oobleck.sim.trace import Trace
 from oobleck.ui.formatting import duration_text, percent_text
-from oobleck.ui.run_panels import ACTIVITIES, Band, RunPanel, column_means
+from oobleck.ui.run_panels import ACTIVITIES, Band, RunPanel, column_means, panel_of
 
 from . import axes
 
@@ -40,6 +42,11 @@ def sim_svg(panels: Sequence[RunPanel], *, title: str) -> str:
         top += _TITLE + _PLOT + _STRIP + _GAP
     parts += _legend(panels, top)
     return axes.svg_file(parts, height=height)
+
+
+def outcomes_svg(outcomes: Sequence[Outcome], trace: Trace, *, title: str) -> str:
+    """Draw simulated runs of one trace, and return the text of an SVG file."""
+    return sim_svg([panel_of(outcome, trace) for outcome in outcomes], title=title)
 
 
 class _Scales(NamedTuple):

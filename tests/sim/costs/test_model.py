@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from oobleck.control.journal import summarize
 from oobleck.errors import ConfigError
+from oobleck.planner import device_sheet, estimate_profile, model_shape
 from oobleck.sim.cluster.run import run_cluster
-from oobleck.sim.costs.model import Costs, costs_from_json
+from oobleck.sim.costs.model import Costs, changes_from_json, costs_for, with_changes
 from oobleck.sim.sweep.settings import SweepSettings
 from oobleck.sim.sweep.sweep import sweep
 from oobleck.sim.trace import Lost, Trace
@@ -46,15 +47,40 @@ def test_ten_thousand_workers_recover_in_about_the_time_of_few():
     assert COSTS.committing_s(10_000) < 0.005
 
 
+def read_changes(text: str) -> dict[str, float]:
+    return changes_from_json(text, policies=("restart", "varuna"), source="c.json")
+
+
 @pytest.mark.parametrize("name", [part.name for part in fields(Costs)])
 def test_every_cost_can_be_set_by_a_file_and_is_a_number_of_at_least_0(name: str):
-    assert getattr(costs_from_json(f'{{"{name}": 7.5}}', COSTS, source="c.json"), name) == 7.5
+    assert getattr(with_changes(COSTS, read_changes(f'{{"{name}": 7}}'), policy="restart"), name) == 7
+    own = read_changes(f'{{"varuna.{name}": 9, "{name}": 8}}')
+    assert [getattr(with_changes(COSTS, own, policy=policy), name) for policy in ("varuna", "restart")] == [9, 8]
     with pytest.raises(ConfigError, match=rf"c\.json: {name} is -1\.0"):
-        costs_from_json(f'{{"{name}": -1}}', COSTS, source="c.json")
+        read_changes(f'{{"{name}": -1}}')
+    with pytest.raises(ConfigError, match=rf"{name} is -1\.0"):
+        read_changes(f'{{"varuna.{name}": -1}}')
     with pytest.raises(ConfigError, match=rf"{name} is 'much'"):
-        costs_from_json(f'{{"{name}": "much"}}', COSTS, source="c.json")
+        read_changes(f'{{"{name}": "much"}}')
     with pytest.raises(ConfigError, match=f"{name} is inf"):
-        costs_from_json(f'{{"{name}": 1e999}}', COSTS, source="c.json")
+        read_changes(f'{{"{name}": 1e999}}')
+
+
+def test_a_number_of_nodes_is_whole():
+    with pytest.raises(ConfigError, match=r"swap_spares is 1\.5; it must be a whole number"):
+        read_changes('{"swap_spares": 1.5}')
+
+
+def test_groups_are_formed_by_nccl_where_the_profile_is_of_gpus():
+    on = {
+        name: estimate_profile(model_shape("gpt2"), device_sheet(name), microbatch_size=1, sequence_length=64)
+        for name in ("A100", "CPU")
+    }
+    assert costs_for(on["CPU"]) == COSTS
+    assert costs_for(on["A100"]) == replace(COSTS, form_s=1.6)
+    settings = SweepSettings(profile=on["A100"], global_batch_size=8)
+    assert settings.costs.form_s == 1.6
+    assert replace(settings, costs=Costs()).costs == COSTS  # costs that are given stay as they are
 
 
 @pytest.mark.parametrize(
@@ -68,14 +94,15 @@ def test_every_cost_can_be_set_by_a_file_and_is_a_number_of_at_least_0(name: str
 )
 def test_a_bad_file_is_named_with_the_key(text: str, problem: str):
     with pytest.raises(ConfigError, match=problem):
-        costs_from_json(text, COSTS, source="c.json")
+        read_changes(text)
 
 
 NODES = tuple(f"node{index}" for index in range(4))
 PROFILE = uniform_profile(4, memory_bytes=80, seconds=0.5)
 TRACE = Trace(duration_s=600.0, nodes=NODES, start=NODES, events=(Lost(t_s=200.0, node="node1"),))
-ALIGNED = replace(COSTS, node_start_s=3.952, node_start_node_s=0.0)
-"""Virtual nodes are up after as long, so that the loss meets the same part of a step in both modes."""
+ALIGNED = replace(COSTS, node_start_s=3.952, node_start_node_s=0.0, checkpoint_write_s=0.0)
+"""Virtual nodes are up after as long, so that the loss meets the same part of a step in both modes; the cluster mode
+writes no checkpoints."""
 
 
 def stalls_s_and_steps(costs: Costs) -> tuple[tuple[float, float], tuple[int, int]]:

@@ -11,7 +11,7 @@ from oobleck.sim.costs.model import Costs
 from oobleck.sim.costs.outcome import Activity, Outcome
 from oobleck.sim.policies.registry import POLICIES, PolicySettings
 from oobleck.sim.policies.stop_and_go import Rules, adjacent_in_grid, play
-from oobleck.sim.policies.throughput import Grids, Plans, redundant_profile
+from oobleck.sim.policies.throughput import Grids, Plans, RedundantGrids, redundant_profile
 from oobleck.sim.sweep.settings import SweepSettings
 from oobleck.sim.trace import Joined, Lost, Slowed, Trace, TraceEvent, WorkerCrashed
 from tests.examples import examples
@@ -22,7 +22,7 @@ from tools.paper import Table
 JOB = SweepSettings(
     profile=uniform_profile(4, memory_bytes=80, seconds=0.5),
     global_batch_size=8,
-    costs=Costs(node_start_s=0),
+    costs=Costs(node_start_s=0, node_start_node_s=0),
     checkpoint_interval_s=100,
 )
 TABLE = Table({2: 2.0, 3: 3.0, 4: 4.0}, batch_size=8)
@@ -75,6 +75,24 @@ def test_nodes_that_join_wait_for_the_next_loss_or_take_part_at_once() -> None:
     assert at_once.samples_per_s == pytest.approx((400 + 3 * 90 + 4 * 795) / 1000, abs=0.02)
 
 
+def test_nodes_join_at_once_only_if_the_pause_repays_itself_before_the_next_loss() -> None:
+    events = (Lost(t_s=100, node="node0"), Joined(t_s=200, node="node0"))
+    rules = make_rules(rolls_back=None, joins_at_once=True, join_pause_s=5)
+    # Four nodes are a quarter faster than three.
+    for horizon_s, recoveries in ((19.0, 1), (21.0, 2)):
+        outcome = play(make_trace(*events), dataclasses.replace(rules, join_horizon_s=horizon_s))
+        assert len(outcome.summary.recoveries) == recoveries
+
+
+def test_a_spare_takes_a_lost_nodes_place_and_without_one_the_job_restarts() -> None:
+    events = (Lost(t_s=101, node="node0"), Lost(t_s=301, node="node2"))
+    outcome = play(make_trace(*events), make_rules(spares=1, swap_s=20, pause_s=70))
+    assert [recovery.stall_s for recovery in outcome.summary.recoveries] == [20, 70]
+    assert outcome.stretches[0].samples_per_s == outcome.stretches[2].samples_per_s  # three nodes each
+    swapped, restarted = outcome.summary.recoveries
+    assert (swapped.action, restarted.action) == ("reinstantiate", "checkpoint")
+
+
 def test_too_few_nodes_are_idle_until_there_are_enough() -> None:
     events = (
         Lost(t_s=100, node="node0"),
@@ -119,12 +137,20 @@ def test_a_grid_leaves_nodes_idle_where_plans_do_not() -> None:
     assert plan_s <= grid_s
 
 
-def test_redundancy_doubles_state_and_forward_passes() -> None:
+def test_redundant_passes_fill_bubbles_and_what_does_not_fit_is_paid() -> None:
     profile = JOB.profile
     redundant = redundant_profile(profile)
     assert redundant.layers[0].state_bytes == 2 * profile.layers[0].state_bytes
-    assert redundant.layers[0].forward_s[1] == 2 * profile.layers[0].forward_s[1]
-    assert redundant.layers[0].backward_s == profile.layers[0].backward_s
+    assert redundant.layers[0].forward_s == profile.layers[0].forward_s
+    # Four stages of a layer each: a stage waits for three microbatches, in which nine forward passes fit at B = 2 F.
+    roomy = dataclasses.replace(JOB, profile=uniform_profile(4, memory_bytes=800, seconds=0.5))
+    layer = roomy.profile.layers[0]
+    forward_s, backward_s = layer.forward_s[1], layer.backward_s[1]
+    fits = int(3 * (forward_s + backward_s) / forward_s)
+    grids, plain = RedundantGrids(roomy, depth=4), Grids(roomy, depth=4)
+    assert grids.pipelines_s(4, 1, fits) == pytest.approx(plain.pipelines_s(4, 1, fits))
+    assert grids.pipelines_s(4, 1, 10 * fits) == pytest.approx(10 * fits * (2 * forward_s + backward_s))
+    assert grids.pipelines_s(4, 1, 10 * fits) > 1.2 * plain.pipelines_s(4, 1, 10 * fits)
 
 
 def test_recycle_slows_by_what_its_peers_take_over_and_no_more() -> None:

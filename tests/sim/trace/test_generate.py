@@ -17,7 +17,7 @@ from oobleck.sim.trace.facts import facts_of
 from oobleck.sim.trace.generate import PRESETS, FailSlow, FailureModel, generate
 
 DAY_S = 86_400.0
-ALONE = FailureModel(mean_time_to_failure_s=10 * DAY_S, batches={1: 1.0})
+ALONE = FailureModel(mean_lifetime_s=10 * DAY_S, batches={1: 1.0})
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -25,7 +25,7 @@ def test_a_preset_loses_nodes_at_its_published_rate(name: str) -> None:
     model = PRESETS[name]
     days = 3 if name.startswith("spot") else 400
     facts = facts_of(generate(model, num_nodes=400, duration_s=days * DAY_S, seed=1))
-    assert facts.losses_per_node_hour == pytest.approx(3600 / model.mean_time_to_failure_s, rel=0.15)
+    assert facts.losses_per_node_hour == pytest.approx(3600 / model.mean_lifetime_s, rel=0.15)
     assert facts.source.startswith(model.source)
 
 
@@ -76,9 +76,7 @@ def test_every_loss_is_noticed_as_early_as_promised_or_as_the_node_is_there() ->
 
 def test_slow_nodes_become_well_again() -> None:
     slow = FailSlow(rate_per_node_hour=0.1, mean_duration_s=1800, least_factor=1.2, most_factor=1.5)
-    trace = generate(
-        replace(ALONE, mean_time_to_failure_s=1e9, fail_slow=slow), num_nodes=10, duration_s=10 * DAY_S, seed=7
-    )
+    trace = generate(replace(ALONE, mean_lifetime_s=1e9, fail_slow=slow), num_nodes=10, duration_s=10 * DAY_S, seed=7)
     factors = [event.factor for event in trace.events if isinstance(event, Slowed)]
     begun = [factor for factor in factors if factor != 1]
     assert all(1.2 <= factor <= 1.5 for factor in begun)
@@ -120,7 +118,7 @@ def test_another_process_with_another_hash_seed_draws_the_same() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mean_time_to_failure_s": 0}, "mean_time_to_failure_s is 0; it must be above 0"),
+        ({"mean_lifetime_s": 0}, "mean_lifetime_s is 0; it must be above 0"),
         ({"shape": 0}, "shape is 0"),
         ({"batches": {}}, "batches is {}"),
         ({"batches": {0: 1.0}}, "sizes from 1 to"),

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from xml.sax.saxutils import escape
 
-__all__ = ["bars_svg"]
-
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 1000, 460, 88, 104, 48
 _BAR, _BETWEEN = 40, 4
 _COLOURS = ("#bab0ac", "#f2a541", "#4c78a8", "#54a24b")
