@@ -201,7 +201,7 @@ async def test_agents_of_one_machine_share_the_next_server(directory: AgentDir) 
 async def test_a_server_of_a_run_with_other_variables_is_not_used(
     directory: AgentDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    servers = []
+    servers, workers = [], []
     for variables in ("", "one", "one", "two", ""):
         if variables:
             monkeypatch.setenv(RUN_ENVIRONMENT, variables)
@@ -213,8 +213,10 @@ async def test_a_server_of_a_run_with_other_variables_is_not_used(
             with trio.fail_after(30):
                 worker = await host.start(setup())
             servers.append(server_of(worker))
-            await worker.aclose()
+            workers.append(worker)  # which keeps the server
             nursery.cancel_scope.cancel()
+    for worker in workers:
+        await worker.aclose()
     kill_server(directory)
     assert [before != after for before, after in itertools.pairwise(servers)] == [True, False, True, True]
 
