@@ -129,6 +129,8 @@ async def _next_report(report: trio.lowlevel.FdStream) -> tuple[int, int, int] |
 class _Connection:
     def __init__(self, stream: trio.SocketStream, process: ProcessId | None) -> None:
         self.ended = trio.Event()
+        self.problem: str | None = None
+        """Why the server cannot serve, if it says so before it ends."""
         self._has_forked = False
         self._stream = stream
         self._process = process
@@ -176,11 +178,18 @@ class _Connection:
                                 note_end(pid, status)
                             case {"problem": problem}:
                                 await report(protocol.RanksCold(problem=str(problem)))
+                            case {"failed": problem}:
+                                self.problem = str(problem)
         self.ended.set()
 
-    def kill(self) -> None:
-        if self._process is not None:
+    async def end(self) -> None:
+        """Kill the server, unless it is ending by itself, which may tell more; return once it has ended."""
+        if self._process is not None and not self._process.is_stopped:
+            with trio.move_on_after(_REAPED_WITHIN_S):
+                await self.ended.wait()
+        if self._process is not None and not self.ended.is_set():
             self._process.send(signal.SIGKILL)
+        await self.ended.wait()
 
 
 class ForkServer:
@@ -231,7 +240,8 @@ class ForkServer:
                 await server.receive(self._report.send, self._note_end)
                 # Those who wait for `settled` from here on wait for the next server.
                 self._server, self.settled = None, trio.Event()
-                await self._report_end(await self._server_end())
+                end = await self._server_end()
+                await self._report_end(end if server.problem is None else protocol.NotStarted(problem=server.problem))
             self.settled.set()
 
     async def _follow(self, nursery: trio.Nursery) -> None:
@@ -292,8 +302,7 @@ class ForkServer:
                         unless_forked.pop_all()
                         self._forked.send_nowait(process)
                         return process, trio.SocketStream(ours)
-            server.kill()
-            await server.ended.wait()
+            await server.end()
         raise WorkersUnavailable(self._given_up)
 
     async def _connect(self) -> _Connection:

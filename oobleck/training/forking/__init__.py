@@ -9,7 +9,7 @@ Nothing here loads torch.
 
 from __future__ import annotations
 
-from .fork_server import ForkServer, serve
+from .fork_server import ForkServer, serve, tell_failure
 from .imports import quick_imports
 from .process_names import set_command_line, set_name
 from .supervisor import ENDS, NUM_DESCRIPTORS, SpareSupervisor, adopt_orphans, is_stopped, leave_ends_to_agents
@@ -26,4 +26,5 @@ __all__ = [
     "serve",
     "set_command_line",
     "set_name",
+    "tell_failure",
 ]

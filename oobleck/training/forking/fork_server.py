@@ -33,6 +33,7 @@ COLD = b"c"
 
 _IDLE_TIMEOUT_S = 20.0
 _PAUSE_S = 0.1
+_TELLING_S = 2.0
 
 
 class Forker(Protocol):
@@ -216,3 +217,12 @@ def serve(
             os.unlink(path)
             os.rmdir(os.path.dirname(path))
             os.rmdir(os.path.dirname(os.path.dirname(path)))
+
+
+def tell_failure(listener: socket.socket, problem: str) -> None:
+    """Tell the first client why this server cannot serve."""
+    listener.settimeout(_TELLING_S)
+    with contextlib.suppress(OSError):  # it has left
+        client, _ = listener.accept()
+        with client:
+            client.sendall((json.dumps({"failed": problem}) + "\n").encode())

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 
-from oobleck.training.forking import ENDS, leave_ends_to_agents, quick_imports, serve
+from oobleck.training.forking import ENDS, leave_ends_to_agents, quick_imports, serve, tell_failure
 
 
 def main() -> None:
@@ -18,8 +18,12 @@ def main() -> None:
     listener = socket.socket(fileno=int(sys.argv[1]))
     leave_ends_to_agents()
     # Imports only: a torch operation would start threads, and a process with threads cannot fork safely.
-    with quick_imports():
-        from oobleck.training.process.worker import run_worker
+    try:
+        with quick_imports():
+            from oobleck.training.process.worker import run_worker
+    except Exception as error:  # whatever a package does on import
+        tell_failure(listener, f"{type(error).__name__}: {error}")
+        raise
     # Forks share the pages of frozen objects, which no collection touches.
     gc.collect()
     gc.freeze()

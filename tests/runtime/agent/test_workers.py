@@ -293,3 +293,17 @@ async def test_a_server_that_cannot_be_started_is_given_up_with_the_reason(direc
             with pytest.raises(WorkersUnavailable, match=r"/nonexistent"):
                 await host.start(setup())
             nursery.cancel_scope.cancel()
+
+
+async def test_a_server_whose_imports_fail_is_given_up_with_the_reason(
+    directory: AgentDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "msgpack.py").write_text("raise ImportError('libmsgpack.so.9: cannot open shared object file')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    host = ForkingWorkerHost(directory)
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(host.run)
+            with pytest.raises(WorkersUnavailable, match=r"ImportError: libmsgpack\.so\.9: cannot open"):
+                await host.start(setup())
+            nursery.cancel_scope.cancel()
