@@ -15,9 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch.cuda._sanitizer import enable_cuda_sanitizer
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
 
+from oobleck.planner import WorkerId
+from oobleck.schedule import ScheduleKind
 from oobleck.training.comm.staging import CopyStreams, HostCopy
 from tools.gpu.checks import ROOT, Check, Numbers, exactly
 from tools.gpu.prerequisites import Need
@@ -62,10 +65,21 @@ def _copy(device: str) -> None:
             raise RuntimeError(f"copy {seed} is not what was copied")
 
 
+def _watch(_: WorkerId) -> None:
+    """Have torch watch this worker, as it would have from its import on."""
+    enable_cuda_sanitizer()  # type: ignore[no-untyped-call]
+
+
 def _main(device: str) -> None:
     _copy(device)
-    with tempfile.TemporaryDirectory() as directory:
-        trained = Bench(Path(directory)).train(_SIZE.job(device), _SIZE.plan(2))
+    # What workers are forked from must have no CUDA context, and torch makes one with the first operation it watches.
+    is_watched = os.environ.pop("TORCH_CUDA_SANITIZER", None) is not None
+    job, plan = _SIZE.job(device), _SIZE.plan(2)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        Bench(Path(directory)).workers(job, plan, _watch if is_watched else None) as workers,
+    ):
+        trained = workers.train(plan, ScheduleKind.ONE_F_ONE_B)
     if len(trained.records) != _SIZE.num_steps:
         raise RuntimeError(f"{len(trained.records)} of {_SIZE.num_steps} steps are committed")
 

@@ -6,16 +6,21 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import socket
 import sys
 
 from oobleck.training.forking import ENDS, leave_ends_to_agents, quick_imports, serve, tell_failure
 
+_SANITIZER = "TORCH_CUDA_SANITIZER"
+
 
 def main() -> None:
     """Serve until the last agent has left."""
     listener = socket.socket(fileno=int(sys.argv[1]))
+    # It has torch watch every operation, of which the first one makes a CUDA context, and imports make some.
+    sanitizer = os.environ.pop(_SANITIZER, None)
     leave_ends_to_agents()
     # Imports only: a torch operation would start threads, and a process with threads cannot fork safely.
     try:
@@ -29,6 +34,11 @@ def main() -> None:
     gc.freeze()
 
     def be_worker(sock: socket.socket) -> None:
+        if sanitizer is not None:
+            from torch.cuda._sanitizer import enable_cuda_sanitizer
+
+            os.environ[_SANITIZER] = sanitizer
+            enable_cuda_sanitizer()  # type: ignore[no-untyped-call]
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)  # the worker ignores them, but its own children must not
         run_worker(sock)
 
