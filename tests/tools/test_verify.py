@@ -226,6 +226,13 @@ def test_no_check_begins_after_its_time(capsys: pytest.CaptureFixture[str]) -> N
     assert kept == [1]
 
 
+def test_a_check_that_hangs_fails_in_time() -> None:
+    hanging = Check(tier="A", name="hanging", measure=lambda: {"set": threading.Event().wait()}, judge=lambda _: None)
+    result = run(hanging, num_gpus=1, missing={}, limit_s=0.1)
+    assert result.outcome == "failed"
+    assert result.detail == "TimeoutError: it has taken more than 0.1 s"
+
+
 WHOLE = Machine(
     cuda="13.0",
     num_gpus=1,

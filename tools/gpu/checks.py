@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -71,8 +73,11 @@ class Outcome(IntEnum):
         return cls.PASSED if verified else cls.NOTHING_VERIFIED
 
 
-def run(check: Check, *, num_gpus: int, missing: Mapping[Need, str]) -> Result:
-    """Measure and judge; what cannot be measured here says so. `missing` are prerequisites that are not met."""
+def run(check: Check, *, num_gpus: int, missing: Mapping[Need, str], limit_s: float = 300.0) -> Result:
+    """Measure and judge; what cannot be measured here says so, and what takes longer fails.
+
+    `missing` are prerequisites that are not met.
+    """
 
     def result(outcome: str, detail: str, seconds: float = 0.0, numbers: Numbers | None = None) -> Result:
         return Result(
@@ -94,7 +99,8 @@ def run(check: Check, *, num_gpus: int, missing: Mapping[Need, str]) -> Result:
     try:
         if (reason := check.why_not()) is not None:
             return result("not run", reason)
-        numbers = check.measure()
+        with _within(limit_s):
+            numbers = check.measure()
         problem = check.judge(numbers)
     except NotHere as reason:
         return result("not run", str(reason))
@@ -102,6 +108,22 @@ def run(check: Check, *, num_gpus: int, missing: Mapping[Need, str]) -> Result:
         problem = f"{type(error).__name__}: {error}"
     seconds = time.monotonic() - began_s
     return result("passed" if problem is None else "failed", problem or "", seconds, numbers)
+
+
+@contextmanager
+def _within(limit_s: float) -> Iterator[None]:
+    """Raise TimeoutError in the block, which the main thread must be in, once it has taken so long."""
+
+    def expire(_: int, __: object) -> None:
+        raise TimeoutError(f"it has taken more than {limit_s:g} s")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def exactly(**wanted: float) -> Callable[[Numbers], str | None]:

@@ -6,6 +6,7 @@ The same on a CPU, where tests run it.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -93,9 +94,14 @@ class RunPlace:
 
     def _run(self, *arguments: str) -> Run:
         base_dir, command = self.command(*arguments)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-        if done.returncode:
-            raise RuntimeError(f"oobleck {arguments[0]} ended with {done.returncode}: {done.stderr[-2000:]}")
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                _, told = process.communicate(timeout=_TIMEOUT_S)
+            except BaseException:
+                process.send_signal(signal.SIGINT)  # killed, it would leave its agents behind
+                raise
+        if process.returncode:
+            raise RuntimeError(f"oobleck {arguments[0]} ended with {process.returncode}: {told[-2000:]}")
         return self.read(base_dir)
 
 

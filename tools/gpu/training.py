@@ -33,12 +33,12 @@ from oobleck.planner import (
 from oobleck.planner.profiles import shape_from_config, training_flops
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.forecast import forecast
-from oobleck.training.checkpoint.digests import sum_of_words
 from oobleck.training.process.gpu_probe import measure_gpus
 from tools.bench.local_workers import LocalWorkers, Trained, fork_context
 from tools.bench.pipelining_job import StepTimes, train_alone, train_pipelined
 from tools.gpu.checks import Check, Numbers, within
 from tools.gpu.prerequisites import Need
+from tools.gpu.speed import digest_bytes_per_s
 
 __all__ = ["CHECKS", "WAYS", "Bench", "Size", "measure_memory", "measure_pipeline", "measure_speed", "measure_ways"]
 
@@ -279,17 +279,9 @@ def measure_speed(device: str, *, size: Size = _LARGE, dtype: str = "bfloat16", 
     shape = shape_from_config({**job.model.config, "model_type": "llama", "vocab_size": job.data.vocab_size})
     flops = training_flops(shape, num_samples=job.global_batch_size, sequence_length=size.length)
     flops_per_s = flops / min(ours)
-    digest_s = shape.num_params * _STATE_BYTES / _digest_bytes_per_s(device)
+    digest_s = shape.num_params * _STATE_BYTES / digest_bytes_per_s(device, _DIGESTED[device])
     share = digest_s / (10 * min(ours))
     return {"of_plain": _ratio(plain, ours), "step_s": min(ours), "digest_share": share, **_mfu(device, flops_per_s)}
-
-
-def _digest_bytes_per_s(device: str) -> float:
-    state = torch.randn(_DIGESTED[device], device=device)
-    int(sum_of_words(state))
-    began_s = time.perf_counter()
-    int(sum_of_words(state))
-    return state.nbytes / (time.perf_counter() - began_s)
 
 
 def _mfu(device: str, flops_per_s: float) -> Numbers:

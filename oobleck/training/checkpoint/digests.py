@@ -17,7 +17,6 @@ import torch
 _COLUMNS = 1 << 14
 _ROWS = 1 << 8
 _BASE = 0x9E3779B97F4A7C15  # an odd number; the sums of several tensors are digits to this base
-_BASE_SIGNED = _BASE - (1 << 64)
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
@@ -41,20 +40,20 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
 def sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of a tensor's words, each times an odd number for its place, as one int64 on the same device.
 
-    Needs additional memory for 4 million words. Does not wait for the device.
+    A word's number is that of its column times that of its row. Needs additional memory for 4 million words. Does not
+    wait for the device.
     """
     words = tensor.detach().contiguous().reshape(-1).view(_WORDS[tensor.element_size()])
-    columns, rows = _odd_numbers(_COLUMNS, 1, tensor.device), _odd_numbers(_ROWS + 1, 2, tensor.device)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for piece in torch.split(words, _COLUMNS * _ROWS):
-        num_whole = piece.numel() // _COLUMNS
-        whole, rest = piece[: num_whole * _COLUMNS].view(-1, _COLUMNS), piece[num_whole * _COLUMNS :]
-        of_rows = torch.cat([(whole * columns).sum(1), (rest * columns[: rest.numel()]).sum(0, keepdim=True)])
-        total = total * _BASE_SIGNED + (of_rows * rows[: of_rows.numel()]).sum()
-    return total
+    columns = _odd_numbers(_COLUMNS, 1, tensor.device)
+    num_whole = words.numel() // _COLUMNS
+    whole, rest = words[: num_whole * _COLUMNS].view(-1, _COLUMNS), words[num_whole * _COLUMNS :]
+    of_rows = [(piece * columns).sum(1) for piece in torch.split(whole, _ROWS)]
+    of_rows.append((rest * columns[: rest.numel()]).sum(0, keepdim=True))
+    rows = _odd_numbers(1 << num_whole.bit_length(), 2, tensor.device)
+    return (torch.cat(of_rows) * rows[: num_whole + 1]).sum()
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=64)
 def _odd_numbers(count: int, seed: int, device: torch.device) -> torch.Tensor:
     # A fixed seed gives all workers the same numbers. An odd number has an inverse modulo 2^64, so a single different
     # word always changes the sum.
