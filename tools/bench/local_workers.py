@@ -96,11 +96,15 @@ class LocalWorkers:
             )
             self._tell(worker_id, setup)
         self._addresses: dict[WorkerId, WorkerAddress] = {}
-        while self._addresses.keys() != set(worker_ids):
-            for worker_id, message in self._hear():
-                if isinstance(message, WorkerReady):
-                    assert message.address is not None
-                    self._addresses[worker_id] = message.address
+        try:
+            while self._addresses.keys() != set(worker_ids):
+                for worker_id, message in self._hear():
+                    if isinstance(message, WorkerReady):
+                        assert message.address is not None
+                        self._addresses[worker_id] = message.address
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __enter__(self) -> LocalWorkers:
         return self

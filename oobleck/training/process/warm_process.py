@@ -25,7 +25,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from oobleck.training.forking import NUM_DESCRIPTORS, SpareSupervisor, adopt_orphans, set_name
+from oobleck.training.forking import (
+    FORKABLE,
+    NUM_DESCRIPTORS,
+    SpareSupervisor,
+    adopt_orphans,
+    has_cuda_driver,
+    set_name,
+)
 
 from .generators import LIBRARIES, generator_states
 from .import_log import LogReader, Lookup
@@ -113,7 +120,7 @@ def _learn(sock: socket.socket, found: Iterator[Lookup], refused: frozenset[str]
         _forks.clear()
         # An import that fails here may have failed in the script as well, which went on. The environment is the one
         # that the script had made by then.
-        with _environment_changed(each.environment), suppress(Exception, SystemExit):
+        with _environment_changed({**FORKABLE, **each.environment}), suppress(Exception, SystemExit):
             importlib.import_module(each.name)
         if os.getpid() != own:  # the package has forked this process
             os._exit(0)
@@ -130,7 +137,7 @@ def _learn(sock: socket.socket, found: Iterator[Lookup], refused: frozenset[str]
 def _taint(before: Mapping[str, object]) -> str | None:
     """Return what the package did that a fork does not carry over; `before` is the state of generators before it."""
     torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
+    if has_cuda_driver() or (torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized()):
         return "makes a CUDA context"
     if threading.active_count() > 1:
         return "starts a thread"

@@ -20,13 +20,14 @@ import torch
 
 from oobleck.control import protocol
 from oobleck.control.steps import CommitState, Interrupted, PeerLost
-from oobleck.errors import PeerError
+from oobleck.errors import ConfigError, PeerError
 from oobleck.host.streams import shield_scripts
 from oobleck.planner import WorkerId, profile_to_json
 from oobleck.training import comm
 from oobleck.training.assembly import assemble
 from oobleck.training.checkpoint import LayerSaver
 from oobleck.training.data import ShardScanner
+from oobleck.training.forking import has_cuda_driver
 from oobleck.training.likeness import things_of_worker
 from oobleck.training.model import require_compiler, share_of
 from oobleck.training.step import Engine
@@ -117,6 +118,11 @@ class _Worker:
         self._link = link
         self._job = job
         self._worker_id = setup.worker_id
+        if job.device == "cuda" and has_cuda_driver():  # from the process that this one was forked from
+            raise ConfigError(
+                "device: a package that transformers imports here initializes CUDA on import, so no forked process can "
+                "use a GPU; `python -X importtime -c 'import transformers.generation'` lists what is imported"
+            )
         self._device = comm.choose_device(job.device, setup.local_device, gpu_id=setup.gpu_id)
         comm.use_device(self._device)
         self._waiter = comm.Waiter(self._device)

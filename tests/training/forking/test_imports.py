@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from oobleck.training.forking.imports import quick_imports
+from oobleck.training.forking.imports import has_cuda_driver, quick_imports
 
 _IMPORT = """if True:
     from oobleck.training.forking.imports import quick_imports
@@ -37,6 +38,26 @@ def test_collection_is_on_again_after_an_error():
     with pytest.raises(ModuleNotFoundError), quick_imports():
         importlib.import_module("no_such_module")
     assert gc.isenabled()
+
+
+def test_torch_asks_no_driver_meanwhile(monkeypatch: pytest.MonkeyPatch):
+    """A process that has initialized CUDA's driver cannot fork workers that use a GPU."""
+    variable = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    monkeypatch.delenv(variable, raising=False)
+    with quick_imports():
+        assert torch.cuda._nvml_based_avail()
+    assert variable not in os.environ
+    monkeypatch.setenv(variable, "0")
+    with quick_imports():
+        assert not torch.cuda._nvml_based_avail()
+    assert os.environ[variable] == "0"
+
+
+def test_a_driver_that_is_initialized_is_noticed(tmp_path: Path):
+    assert not has_cuda_driver()
+    with (tmp_path / "nvidia-uvm").open("w"):
+        assert has_cuda_driver()
+    assert not has_cuda_driver()
 
 
 def test_nothing_is_collected_meanwhile():

@@ -139,6 +139,7 @@ PACKAGES = {
     "forks_and_comes_back": "import os\nos.fork()\n",
     "daemon": "import subprocess\nsubprocess.run(['sh', '-c', 'setsid sleep 600 & exit 0'])\n",
     "threads": "import threading\nthreading.Thread(target=threading.Event().wait, args=(9,), daemon=True).start()\n",
+    "asks_cuda": "from pathlib import Path\nuvm = open(Path.home() / 'nvidia-uvm', 'w')\n",
     "seeds": "import random\nrandom.seed(0)\n",
     "closes": "import os\nos.closerange(3, 100)\n",
     "later": "VALUE = 1\n",
@@ -161,7 +162,12 @@ def driven(
     tmp_path: Path, site: Path, names: str, script: str = GIVE, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(Path(oobleck.__file__).parents[1]), str(site)])
-    environment |= {"PYTHONPATH": path, "PYTHONUSERBASE": str(tmp_path / "user"), "OBK": str(tmp_path)}
+    environment |= {
+        "HOME": str(tmp_path),
+        "PYTHONPATH": path,
+        "PYTHONUSERBASE": str(tmp_path / "user"),
+        "OBK": str(tmp_path),
+    }
     return subprocess.run(
         [sys.executable, "-c", DRIVE + script, names],
         env={**os.environ, **environment},
@@ -196,6 +202,7 @@ def marked(tmp_path: Path) -> list[str]:
         ("forks_and_comes_back", None),
         ("daemon", "daemon starts a process"),
         ("threads", "threads starts a thread"),
+        ("asks_cuda", "asks_cuda makes a CUDA context"),
         ("seeds", "seeds sets the random numbers of random"),
         ("closes", "importing closes ended it"),
         ("leaves", None),
