@@ -64,6 +64,7 @@ FLOORS_OF = {
     "datasets": {"training"},
     "peft": {"training"},
     "pynvml": {"training"},
+    "confluent_kafka": {"training"},
     "redis": {"training"},
     "kubernetes": {"runtime"},
     "ray": {"runtime"},

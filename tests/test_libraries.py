@@ -27,7 +27,12 @@ from oobleck.planner.reconfiguration.transport import transport
 from oobleck.wire import decode_json, encode_frame, encode_json
 
 ROOT = Path(__file__).parents[1]
-DISTRIBUTIONS = {"pynvml": "nvidia-ml-py", "yaml": "pyyaml", "trio_asyncio": "trio-asyncio"}
+DISTRIBUTIONS = {
+    "confluent_kafka": "confluent-kafka",
+    "pynvml": "nvidia-ml-py",
+    "trio_asyncio": "trio-asyncio",
+    "yaml": "pyyaml",
+}
 """Of modules that are called otherwise."""
 TOOLS = ("docs", "test")
 """Extras of those who work on the package; nobody who runs it needs them."""

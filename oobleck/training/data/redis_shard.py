@@ -17,7 +17,7 @@ from oobleck.errors import ConfigError, ShardUnreadable
 from oobleck.job import DataSpec
 
 from .columns import problem_with_columns
-from .shard_reader import NO_TOKEN, Extent, RecordText
+from .shard_reader import NO_TOKEN, Extent, RecordText, row_of_tokens
 
 # An id is a time in milliseconds, for which 43 bits suffice until the year 2248, and a number within it.
 _SEQUENCE_BITS = 20
@@ -87,13 +87,7 @@ class RedisShard:
             if text is None:
                 raise ShardUnreadable(f"an entry has neither {self._data.text_column!r} nor {_TOKENS!r}")
             return self._text.row(text.decode(errors="replace"))
-        dtype = np.dtype(self._data.token_dtype).newbyteorder("<")
-        if not tokens or len(tokens) % dtype.itemsize:
-            raise ShardUnreadable(f"an entry has {len(tokens)} bytes of tokens, which are not {dtype.name}")
-        row = np.full(self._data.sequence_length, NO_TOKEN, dtype=np.int64)
-        values = np.frombuffer(tokens, dtype=dtype)[: len(row)]
-        row[: len(values)] = values
-        return row
+        return row_of_tokens(tokens, self._data, where="an entry")
 
     def _ask(self, command: str, *arguments: object, **options: object) -> Any:
         try:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +12,7 @@ import numpy.typing as npt
 from oobleck.errors import ShardUnreadable
 from oobleck.job import DataSpec
 
-from .columns import problem_with_columns
-from .shard_reader import Extent, RecordText
+from .shard_reader import Extent, RecordText, text_in_json
 
 _JSON_LINES = (".jsonl", ".ndjson")
 _LONGEST_LINE = 64 << 20
@@ -155,13 +153,4 @@ class LineShard:
     def _text_of(self, line: bytes) -> str:
         if self._column is None:
             return line.decode(errors="replace")
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ShardUnreadable(f"a line is not JSON: {error}") from error
-        if not isinstance(value, Mapping) or not isinstance(value.get(self._column), str):
-            raise ShardUnreadable(f"a line has no text under {self._column!r}; name its key by data.text_column")
-        problem = problem_with_columns(value, holds_list=lambda name: isinstance(value[name], list))
-        if problem is not None:
-            raise ShardUnreadable(f"a line: {problem}")
-        return str(value[self._column])
+        return text_in_json(line, self._column, where="a line")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +14,7 @@ from tokenizers import Tokenizer
 from oobleck.errors import ShardUnreadable
 from oobleck.job import DataSpec
 
+from .columns import problem_with_columns
 from .tokenizer import load_tokenizer
 
 NO_TOKEN = -1
@@ -65,3 +68,28 @@ class RecordText:
     def num_items(self, text: str) -> int:
         """Return the number of tokens that a sample predicts: all but its first."""
         return int((self.row(text) != NO_TOKEN).sum()) - 1
+
+
+def text_in_json(record: bytes, column: str, *, where: str) -> str:
+    """Return the text under a key of a JSON object. Raises ShardUnreadable, which says `where` it is."""
+    try:
+        value = json.loads(record)
+    except (ValueError, RecursionError) as error:
+        raise ShardUnreadable(f"{where} is not JSON: {error}") from error
+    if not isinstance(value, Mapping) or not isinstance(value.get(column), str):
+        raise ShardUnreadable(f"{where} has no text under {column!r}; name its key by data.text_column")
+    problem = problem_with_columns(value, holds_list=lambda name: isinstance(value[name], list))
+    if problem is not None:
+        raise ShardUnreadable(f"{where}: {problem}")
+    return str(value[column])
+
+
+def row_of_tokens(record: bytes, data: DataSpec, *, where: str) -> npt.NDArray[np.int64]:
+    """Return a sample, [length], of tokens as bytes. Raises ShardUnreadable, which says `where` they are."""
+    dtype = np.dtype(data.token_dtype).newbyteorder("<")
+    if not record or len(record) % dtype.itemsize:
+        raise ShardUnreadable(f"{where} has {len(record)} bytes of tokens, which are not {dtype.name}")
+    row = np.full(data.sequence_length, NO_TOKEN, dtype=np.int64)
+    values = np.frombuffer(record, dtype=dtype)[: len(row)]
+    row[: len(values)] = values
+    return row

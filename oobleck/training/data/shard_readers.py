@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -19,6 +19,7 @@ from oobleck.errors import ConfigError, ShardUnreadable
 from oobleck.host.user_path import expand_user
 from oobleck.job import DataSpec
 
+from .kafka_shard import KafkaShard, partitions_of
 from .records import NO_SAMPLE, Records
 from .redis_shard import RedisShard
 from .shard_files import LineShard, TokenShard
@@ -26,7 +27,13 @@ from .shard_reader import NO_TOKEN, Extent, RecordText, ShardReader
 from .tokenizer import tokenizer_file
 
 _TOKEN_SUFFIXES = (".bin", ".npy")
-_STREAMS: dict[str, Callable[[str, DataSpec, RecordText], ShardReader]] = {"redis": RedisShard, "rediss": RedisShard}
+_OURS: Mapping[str, type[ShardReader]] = {
+    "kafka": KafkaShard,
+    "kafkas": KafkaShard,
+    "redis": RedisShard,
+    "rediss": RedisShard,
+}
+_STREAMS: dict[str, Callable[[str, DataSpec, RecordText], ShardReader]] = dict(_OURS)
 
 
 def register_stream(scheme: str, open_shard: Callable[[str, DataSpec, RecordText], ShardReader]) -> None:
@@ -60,7 +67,7 @@ class ShardSource:
     @property
     def runs_script(self) -> bool:
         """Whether a stream is read by what a script has registered."""
-        return any(_is_stream(name) and _opener(name) is not RedisShard for name in self._shards.names)
+        return any(_is_stream(name) and _opener(name) not in _OURS.values() for name in self._shards.names)
 
     def rows(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
         """Return the step's records by number, [indices, length], filled up with NO_TOKEN. Raises ShardUnreadable."""
@@ -116,8 +123,7 @@ def _names(data: DataSpec) -> tuple[str, ...]:
     names: list[str] = []
     for shard in data.shards:
         if _is_stream(shard):
-            _opener(shard)
-            names.append(shard)
+            names += partitions_of(shard) if _opener(shard) is KafkaShard else [shard]
             continue
         path = str(expand_user(shard))
         matches = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else [path]
