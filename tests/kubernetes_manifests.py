@@ -26,6 +26,12 @@ def manifests() -> list[Manifest]:
     return [each for text in texts for each in yaml.safe_load_all(text)]
 
 
+def jobset() -> dict[str, Manifest]:
+    """The jobs of jobset.yaml by name."""
+    *_, found = yaml.safe_load_all((_BASE / "jobset.yaml").read_text(encoding="utf-8"))
+    return {job["name"]: job for job in found["spec"]["replicatedJobs"]}
+
+
 def manifest(kind: str, name: str | None = None) -> Manifest:
     """The one of a kind, or the one of a name."""
     (found,) = [each for each in manifests() if each["kind"] == kind and name in (None, each["metadata"]["name"])]

@@ -21,6 +21,7 @@ from tests.kubernetes_manifests import (
     VARIABLES,
     command_of,
     container_of,
+    jobset,
     kustomization,
     manifest,
     manifests,
@@ -35,13 +36,14 @@ def test_the_manifests_are_valid(version: str) -> None:
     kubernetes_validate = pytest.importorskip(
         "kubernetes_validate", reason="kubernetes-validate is not installed: its schemas take 140 MB"
     )
-    for each in manifests():
+    jobs = [{"apiVersion": "batch/v1", "kind": "Job", "metadata": {}, **job["template"]} for job in jobset().values()]
+    for each in [*manifests(), *jobs]:
         kubernetes_validate.validate(each, version, strict=True)
 
 
 def test_the_kustomization_names_all_that_is_there() -> None:
     base = kustomization()
-    there = {path.name for path in (ROOT / "deploy" / "kubernetes").iterdir()} - {"kustomization.yaml"}
+    there = {path.name for path in (ROOT / "deploy" / "kubernetes").iterdir()} - {"kustomization.yaml", "jobset.yaml"}
     assert {*base["resources"], "job.yaml"} == there
     assert base["generatorOptions"] == {"disableNameSuffixHash": True}, "the manifests name what is generated"
 
@@ -211,7 +213,7 @@ def test_the_image_is_made_of_files_that_are_there_by_a_user_that_the_pods_have(
     text = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
     copied = [word for line in re.findall(r"^COPY (.*)$", text, flags=re.MULTILINE) for word in line.split()[:-1]]
     assert copied
-    assert "'.[kubernetes]'" in text, "the master asks the API server"
+    assert "'.[gpu,kubernetes]'" in text, "nodes read their GPUs, and the master asks the API server"
     assert [name for name in copied if not (ROOT / name).exists()] == []
     user = re.search(r"^USER (\d+):(\d+)$", text, flags=re.MULTILINE)
     assert user is not None
@@ -226,3 +228,22 @@ def test_the_image_is_made_of_files_that_are_there_by_a_user_that_the_pods_have(
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert python is not None
     assert SpecifierSet(project["requires-python"]).contains(python[1])
+
+
+def test_the_jobset_is_the_same_run() -> None:
+    master, node = (jobset()[name]["template"]["spec"] for name in ("master", "node"))
+    assert master == manifest("Job")["spec"]
+    pods = manifest("StatefulSet")["spec"]
+    assert node["parallelism"] == node["completions"] == pods["replicas"]
+    ours, theirs = node["template"], pods["template"]
+    assert ours["metadata"] == theirs["metadata"]
+    assert {**ours["spec"], "containers": []} == {**theirs["spec"], "containers": [], "restartPolicy": "OnFailure"}
+    (ours,), (theirs,) = ours["spec"]["containers"], theirs["spec"]["containers"]
+    on_disk = [mount for mount in theirs["volumeMounts"] if mount["name"] == "state"]
+    assert [*ours["volumeMounts"], *on_disk] == sorted(theirs["volumeMounts"], key=on_disk.__contains__)
+    assert [each for each in ours["env"] if each["name"] not in ("INDEX", "POD_NAME")] == [
+        each for each in theirs["env"] if each["name"] != "POD_NAME"
+    ]
+    assert [each["name"] for each in ours["env"][:2]] == ["INDEX", "POD_NAME"], "variables are set before they are used"
+    left = {"env": [], "volumeMounts": []}
+    assert {**ours, **left} == {**theirs, **left}
