@@ -80,11 +80,19 @@ def _sheet(
 
 _A100 = _sheet("A100", 80, 2.039e12, 19.5e12, 312e12, 3e11)
 _H100 = _sheet("H100", 80, 3.35e12, 67e12, 989.4e12, 4.5e11, 5e10)
+_PCIE_4 = 3.2e10
+# Left out are GPUs without bfloat16 in hardware (V100, T4), and those that NCCL does not run on.
 _SHEETS = (
-    _sheet("A40", 48, 696e9, 37.4e12, 149.7e12, 3.2e10),
+    _sheet("A10", 24, 600e9, 31.2e12, 125e12, _PCIE_4),
+    _sheet("A10G", 24, 600e9, 35e12, 70e12, _PCIE_4),
+    _sheet("A40", 48, 696e9, 37.4e12, 149.7e12, _PCIE_4),
+    _sheet("L4", 24, 300e9, 30.3e12, 121e12, _PCIE_4),
+    _sheet("L40S", 48, 864e9, 91.6e12, 362.05e12, _PCIE_4),
+    _sheet("4090", 24, 1.008e12, 82.6e12, 165.2e12, _PCIE_4),
     _A100,
     _H100,
     replace(_H100, name="H200", memory_bytes=141 * 10**9, memory_bytes_per_s=4.8e12),
+    _sheet("B200", 180, 8e12, 75e12, 2.25e15, 9e11, 5e10),  # as in an HGX board
     # One server core with 256-bit vectors (2 × 8 fused multiply-adds a cycle at 3 GHz) and its share of memory.
     replace(_sheet("CPU", 8, 1e10, 96e9, 96e9, 5e9, 1.25e9), inter_node_latency_s=5e-5, is_host=True),
 )
@@ -110,7 +118,8 @@ def sheet_of_product(name: str) -> DeviceSheet | None:
 
 # Variants come before the plain name, whose pattern their names match too.
 _PRODUCTS = (
-    (r"A40(?![\w-])", device_sheet("A40")),
+    *((rf"{name}(?![\w-])", device_sheet(name)) for name in ("A10", "A10G", "A40", "L4", "L40S")),
+    ("4090$", device_sheet("4090")),  # neither a 4090 D nor a laptop's
     ("A100 80GB PCIe", replace(_A100, memory_bytes_per_s=1.935e12)),
     ("A100-SXM4-40GB", replace(_A100, memory_bytes=40 * 10**9, memory_bytes_per_s=1.555e12)),
     ("A100-PCIE-40GB", replace(_A100, memory_bytes=40 * 10**9, memory_bytes_per_s=1.555e12)),
@@ -118,6 +127,7 @@ _PRODUCTS = (
     ("H100 PCIe", replace(_H100, memory_bytes_per_s=2.0e12, bfloat16_flops=756e12)),
     (r"H100(?!\w)", _H100),
     (r"H200(?!\w)", device_sheet("H200")),
+    (r"B200(?!\w)", device_sheet("B200")),
 )
 
 
