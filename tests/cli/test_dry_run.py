@@ -130,7 +130,7 @@ def test_nodes_are_the_hostfiles_and_the_newest_profile_that_fits_is_used(outlin
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (("--local", 2, "--set", "model.n_layers=3"), ExitCode.CONFIG, "n_layers"),
+        pytest.param(("--local", 2, "--set", "model.n_layers=3"), ExitCode.CONFIG, "n_layers", marks=pytest.mark.slow),
         (("--local", 2, "--summary", "s.json"), ExitCode.USAGE, "a dry run has none"),
         (("--local", 2, "--tp", "2"), ExitCode.CONFIG, "tensor_parallel: gpt2 cannot be shared by devices"),
         (("--local", 2, "--set", "device=cuda"), ExitCode.USAGE, "oobleck plan --device"),

@@ -113,6 +113,7 @@ def test_a_job_trains_on_nodes_as_its_uncut_model_does_in_a_plain_loop(verifier:
     assert verified.answer["without_dropout"] == {"drop": 0.1}
 
 
+@pytest.mark.slow  # tests/transformers/test_checks.py has what is refused, tests/cli/verify what is said of it
 def test_what_oobleck_does_not_call_is_refused_by_name(verifier: Verifier, tmp_path: Path) -> None:
     verified = verifier.verify(SCRIPT, "--", "override", str(tmp_path / "output"))
     assert verified.exit_code == ExitCode.CONFIG
