@@ -3,12 +3,12 @@
 # Each makes its own .venv first; the demo's has no packages of the tests. PYTHON names the interpreter to make it from.
 # The packages are of the versions in constraints.txt, which the tests have been run with; `make lock` takes the newest
 # that pyproject.toml allows.
-# Two lanes run side by side: tests of real runs (tests/e2e), which wait for some of their time, and one after the other
-# all that hardly do. More lanes are little faster, and their runs compute more: they train while their test waits for a
-# busy machine. Tests that compare times have the machine to themselves. Byte code is kept whatever the environment says:
-# the tests start some hundred processes, and each would compile all that it imports. What is never imported is not
-# compiled. Each lane ends with its slowest tests. `make test` tries a part of the examples of each property, and of
-# several tests of a promise one or two; `make test-all` has all (HYPOTHESIS_PROFILE: see tests/examples.py).
+# Four targets run side by side on two processors, the longest first: real runs (tests/e2e) and tests of processes wait
+# for most of their time, in which the others compute. Tests that compare times have the machine to themselves.
+# Byte code is kept whatever the environment says: the tests start some hundred processes, and each would compile all
+# that it imports. What is never imported is not compiled. Each target ends with its slowest tests. `make test` tries a
+# part of the examples of each property, and of several tests of a promise one or two; `make test-all` has all
+# (HYPOTHESIS_PROFILE: see tests/examples.py).
 unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 VENV := .venv
@@ -23,13 +23,16 @@ SELECT ?= not slow
 PYTEST := $(BIN)/python -m pytest --durations=15 --durations-min=1
 ALONE = $(shell grep --recursive --files-with-matches --include='test_*.py' 'mark\.alone' tests)
 DECISIONS := tests/control tests/planner tests/schedule tests/sim
-BESIDE := $(MAKE) --no-print-directory --jobs=2 --output-sync=target
+RUNTIME := tests/roles tests/runtime tests/storage
+TRAINING := tests/training tests/transformers
+BESIDE := $(MAKE) --no-print-directory --jobs=4 --output-sync=target
 
 # Seeds of disturbed runs: `make test-cuda-stub SEEDS=200`.
 SEEDS ?= 20
 export CUDA_STUB_SEEDS ?= $(SEEDS)
 
-.PHONY: demo test test-all test-slow test-cuda-stub test-runs test-decisions test-tools test-others docs lint types format lock clean
+.PHONY: demo test test-all test-slow test-cuda-stub test-runs test-runtime test-training test-decisions test-tools test-others \
+	docs lint types format lock clean
 
 # A demo of its own name, which never goes on from an earlier one.
 demo: $(RUNS)
@@ -37,14 +40,15 @@ demo: $(RUNS)
 
 test: export HYPOTHESIS_PROFILE ?= brief
 test: $(STAMP) lint
-	$(BESIDE) SELECT="not slow and not alone" test-runs types test-others test-decisions test-tools
+	$(BESIDE) SELECT="not slow and not alone" test-runs test-runtime test-tools test-training test-others \
+		types test-decisions
 	$(PYTEST) -m "not slow and alone" $(ALONE)
 
 test-all: export HYPOTHESIS_PROFILE ?= whole
 test-all: test test-slow
 
 test-slow: $(STAMP)
-	$(BESIDE) SELECT="slow and not alone" DECISIONS= test-runs test-others test-tools
+	$(BESIDE) SELECT="slow and not alone" DECISIONS= RUNTIME= TRAINING= test-runs test-others test-tools
 	$(PYTEST) -m "slow and alone" $(ALONE)
 
 # Torch's CUDA build without a GPU, over tools/gpu/stub. Its environment takes 5 GB.
@@ -57,11 +61,17 @@ test-runs: $(STAMP)
 test-decisions: $(STAMP)
 	$(PYTEST) -m "$(SELECT)" $(DECISIONS)
 
+test-runtime: $(STAMP)
+	$(PYTEST) -m "$(SELECT)" $(RUNTIME)
+
+test-training: $(STAMP)
+	$(PYTEST) -m "$(SELECT)" $(TRAINING)
+
 test-tools: $(STAMP)
 	$(PYTEST) -m "$(SELECT)" tests/tools
 
 test-others: $(STAMP)
-	$(PYTEST) -m "$(SELECT)" $(addprefix --ignore ,tests/e2e tests/tools $(DECISIONS))
+	$(PYTEST) -m "$(SELECT)" $(addprefix --ignore ,tests/e2e tests/tools $(DECISIONS) $(RUNTIME) $(TRAINING))
 
 # Any broken link, anchor or reference fails.
 docs: $(STAMP)

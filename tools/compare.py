@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--mtbf-h", type=float, default=1.0, help="hours between losses while all nodes are there")
     parser.add_argument("--repair-h", type=float, default=1.0)
     parser.add_argument("--seeds", type=int, default=5)
-    given = parse_arguments(parser, arguments, nodes=16, days=0.5, seeds=2)
+    given = parse_arguments(parser, arguments, nodes=8, days=0.25, seeds=2)
     for line in table(given.nodes, given.days, given.mtbf_h, given.repair_h, given.seeds):
         print(line)
 

@@ -179,19 +179,27 @@ def test_what_cannot_be_played_is_refused_before_anything_starts(
     assert words in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_new_runs_tag_is_that_of_its_job(tmp_path: Path, capfd) -> None:
+SET, OPTION = ("--set", "tag=from-set"), ("--tag", "from-option")
+
+
+@pytest.mark.parametrize(
+    ("tag", "options"),
+    [
+        pytest.param("chaos", (), marks=pytest.mark.slow),
+        ("from-file", ("--job", "job.yaml")),
+        pytest.param("from-set", ("--job", "job.yaml", *SET), marks=pytest.mark.slow),
+        ("from-option", ("--job", "job.yaml", *SET, *OPTION)),
+    ],
+)
+def test_a_new_runs_tag_is_that_of_its_job(
+    tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch, tag: str, options: tuple[str, ...]
+) -> None:
     """The run itself ends at once, for its tag's directory is a file; which one, it says."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "t.json").write_text(json.dumps({"version": 1, "duration_s": 9, "nodes": ["a"], "events": []}))
     (tmp_path / "job.yaml").write_text("tag: from-file\n")
     (tmp_path / "base").mkdir(mode=0o700)
-    job = ("--job", str(tmp_path / "job.yaml"))
-    for tag, options in (
-        ("chaos", ()),
-        ("from-file", job),
-        ("from-set", (*job, "--set", "tag=from-set")),
-        ("from-option", (*job, "--set", "tag=from-set", "--tag", "from-option")),
-    ):
-        (tmp_path / "base" / tag).touch()
-        base = ("--base-dir", str(tmp_path / "base"))
-        assert main(["chaos", str(tmp_path / "t.json"), "--local", "1", "--plain", *options, *base]) == 78
-        assert f"base/{tag}" in capfd.readouterr().err
+    (tmp_path / "base" / tag).touch()
+    base = ("--base-dir", str(tmp_path / "base"))
+    assert main(["chaos", "t.json", "--local", "1", "--plain", *options, *base]) == 78
+    assert f"base/{tag}" in capfd.readouterr().err

@@ -25,7 +25,7 @@ LEFT_OUT = {
     "oobleck plan … --after-losing node3,node7": "--profile gpt2.json --nodes 13 --global-batch 128",
     "oobleck plan … --schedule auto": "--profile gpt2.json --nodes 13 --global-batch 128",
     "oobleck sim --failures trace.json --mode cluster …": (
-        "--model gpt3-2.7b --device A100 --global-batch 128 --microbatch 2"
+        "--model gpt3-2.7b --device A100 --global-batch 512 --microbatch 2 --steps 100"
     ),
     "oobleck sim --failures trace.json --model gpt3-6.7b --device A100 …": "--global-batch 512 --microbatch 2",
     "oobleck sim --failures trace.json --policy oobleck,varuna,restart …": (

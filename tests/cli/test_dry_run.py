@@ -80,10 +80,9 @@ def test_the_outline_is_the_default_model(outline):
     assert outline.layers[-1].parameters == (vocabulary + 2) * width
 
 
-def test_without_a_profile_the_plan_is_an_estimate_and_nothing_is_written(outline, tmp_path, capsys):
-    base_dir = tmp_path / "base"
-    options = ("--pipelines", 2, "--set", "device_memory_bytes=3000000000", "-f", 0)
-    assert dry_run(base_dir, "--local", 3, *options, "--json") == ExitCode.DONE
+def test_without_a_profile_the_plan_is_an_estimate_and_nothing_is_written(show, tmp_path, capsys):
+    job = replace(JOB, num_pipelines=2, device_memory_bytes=3000000000, fault_threshold=0)
+    show(job, VirtualOnes.alike(3), as_json=True)
     answer = json.loads(capsys.readouterr().out)
     assert (answer["estimated"], answer["device"], answer["nodes"], answer["fault_threshold"]) == (True, "CPU", 3, 0)
     pipelines = answer["plan"]["pipelines"]
@@ -91,7 +90,7 @@ def test_without_a_profile_the_plan_is_an_estimate_and_nothing_is_written(outlin
     assert sorted(node for each in pipelines for node in each["nodes"]) == ["node0", "node1", "node2"]
     assert sum(each["microbatches"] for each in pipelines) == JOB.num_microbatches
     assert {stage["available_bytes"] for each in pipelines for stage in each["stages"]} == {3000000000}
-    assert not base_dir.exists()
+    assert not (tmp_path / "base").exists()
 
 
 def test_nodes_are_the_hostfiles_and_the_newest_profile_that_fits_is_used(outline, show, tmp_path, capsys):
@@ -131,7 +130,7 @@ def test_nodes_are_the_hostfiles_and_the_newest_profile_that_fits_is_used(outlin
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (("--local", 2, "--set", "model.n_layers=3"), ExitCode.CONFIG, "n_layers"),
+        pytest.param(("--local", 2, "--set", "model.n_layers=3"), ExitCode.CONFIG, "n_layers", marks=pytest.mark.slow),
         (("--local", 2, "--summary", "s.json"), ExitCode.USAGE, "a dry run has none"),
         (("--local", 2, "--tp", "2"), ExitCode.CONFIG, "tensor_parallel: gpt2 cannot be shared by devices"),
         (("--local", 2, "--set", "device=cuda"), ExitCode.USAGE, "oobleck plan --device"),

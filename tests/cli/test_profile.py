@@ -37,10 +37,14 @@ def test_a_profile_is_measured_once_for_the_same_job(tmp_path: Path, capsys: pyt
     assert output.read_text() == kept.read_text() == answer, "to the last digit: not measured again"
 
 
-def test_mistakes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_mistakes_are_refused(tmp_path: Path):
     base = ("--base-dir", str(tmp_path))
     assert main(["profile", "--device", "tpu", *base]) == ExitCode.USAGE
     assert main(["profile", "job.yaml", "what", *base]) == ExitCode.USAGE
-    little = ("--set", "data.max_bytes=100000")
-    assert main(["profile", "--set", "model=gpt3", *little, *base]) == ExitCode.CONFIG
+
+
+@pytest.mark.slow  # test_dry_run.py has it of a run
+def test_a_model_that_there_is_not_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    little = ("--set", "data.max_bytes=100000", "--base-dir", str(tmp_path))
+    assert main(["profile", "--set", "model=gpt3", *little]) == ExitCode.CONFIG
     assert "'gpt3'" in capsys.readouterr().err

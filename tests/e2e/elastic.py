@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -28,6 +29,11 @@ MAX_COMPARED = 200
 
 PACED = str(Path(__file__).with_name("paced_job.py"))
 """A script that goes with the harness's job files, and changes nothing but how long steps take."""
+
+INTERVAL_S, LEASE_S = 0.25, 2.0
+SHORT_LEASE = ("--set", f"control.heartbeat_interval_s={INTERVAL_S}", "--set", f"control.lease_s={LEASE_S}")
+SLACK_S = 0.5
+"""What two busy cores may add to a time that is bounded by a timer."""
 
 Reference = Callable[[int], list[float]]
 
@@ -126,6 +132,18 @@ def assert_nothing_lost(outcome: Outcome, steps: int) -> None:
     summary = outcome.summary
     assert summary["steps_committed"] == steps
     assert (summary["steps_lost"], summary["samples_repeated"], summary["samples_missing"]) == (0, 0, 0)
+
+
+def assert_cost_its_lease(recovery: dict[str, Any]) -> None:
+    """Of a run with the short lease."""
+    assert LEASE_S <= recovery["detect_s"] <= LEASE_S + SLACK_S
+    assert LEASE_S - INTERVAL_S <= recovery["stall_s"] <= LEASE_S + 0.5 + SLACK_S
+
+
+def freeze(runner: Runner, node: str) -> None:
+    """Have a node's agent and worker do nothing any more, while their connections stay open."""
+    for processes in ("agent", "worker0"):
+        runner.signal(node, processes, signal.SIGSTOP)
 
 
 def lost_nodes(outcome: Outcome) -> list[str]:

@@ -14,9 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from oobleck.runtime.files import AgentDir, RunDirectory
 from oobleck.runtime.journals import read_journal
 from tests.e2e.harness import processes_with
+from tests.processes import words_of
 
 __all__ = ["SCRIPT", "Ranks"]
 
@@ -100,6 +103,14 @@ class Ranks:
 
         self.wait_until(has_come)
         return found[0]
+
+    def fork_servers(self) -> list[psutil.Process]:
+        """The processes that fork ranks, but not what they have forked."""
+        return [
+            process
+            for process in processes_with(f"TMPDIR={self.temporary}")
+            if "oobleck.training.process.rank_server" in words_of(process) and not process.name().startswith("oobleck-")
+        ]
 
     def entries(self, kind: str) -> list[Any]:
         """The entries of a kind in the run's journal."""

@@ -1,4 +1,7 @@
-"""The commands that the pages show for a run, given to one as they stand there, but for its name."""
+"""The commands that the pages show for a run, given to one as they stand there, but for its name.
+
+Its nodes are drained, added, killed, frozen and taken away meanwhile. Single faults are in test_elastic.py.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,19 @@ import pytest
 from oobleck.cli.main import main
 from oobleck.errors import ExitCode
 
-from .elastic import ENDLESS, PACED, Reference, assert_all_is_right
-from .harness import TAG, Runner, Up
+from .elastic import (
+    ENDLESS,
+    PACED,
+    SHORT_LEASE,
+    Elastic,
+    Reference,
+    assert_all_is_right,
+    assert_cost_its_lease,
+    freeze,
+    nodes_of,
+    recoveries,
+)
+from .harness import TAG, Runner, started_at, worker_pids
 from .shown_commands import AFTERWARDS, ON_A_RUN, WHILE_IT_TRAINS
 
 CHAOS = {
@@ -65,21 +79,38 @@ def terminal(
 
 
 @pytest.mark.timeout(600)
-def test_what_the_pages_show_for_a_run_does_what_they_say(
+def test_what_the_pages_show_for_a_run_does_what_they_say_and_each_node_that_goes_or_comes_costs_no_step(
     runner: Runner, terminal: Terminal, tmp_path: Path, endless_reference: Reference
 ) -> None:
     """And, while it saves, changes no loss."""
-    options = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), "--set", "checkpoint.enabled=true")
+    notice = f"grep -qa node3 /proc/$PPID/cmdline && cat {tmp_path}/notice"  # node3 alone is to find it
+    settings = (f"control.notice_command={notice}", "control.notice_interval_s=0.5", "control.rejoin_after_s=0")
+    given = (*(word for setting in settings for word in ("--set", setting)), *SHORT_LEASE)
+    options = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), "--set", "checkpoint.enabled=true", *given)
     with runner.up(*options, "--save-every", "10", nodes=("--local", "4", PACED)) as up:
         up.wait_for_step(5)
         following = terminal.start("oobleck events gpt2-demo --follow")
         try:
-            _while_it_trains(terminal, up)
+            _while_it_trains(terminal, Elastic(runner, up), runner, tmp_path / "notice")
             outcome = up.finish()
             told, _ = following.communicate(timeout=60)
         finally:
             following.kill()
     assert_all_is_right(outcome, endless_reference)
+    assert [(cause, *nodes) for cause, _, nodes in recoveries(outcome)] == [
+        ("drained", "node1"),
+        ("joined", "node4"),
+        ("connection_lost", "node2"),
+        ("joined", "node2"),
+        ("lease_expired", "node4"),
+        ("drained", "node3"),
+        ("joined", "node7"),
+        ("drained", "node2"),
+        ("worker_exited", "node0"),
+        ("joined", "node0"),
+    ]
+    assert nodes_of(outcome) == ["node0", "node7"]
+    assert_cost_its_lease(outcome.recoveries[4])
     assert "node2" in told
     said: dict[str, str] = {}
     for line in AFTERWARDS:
@@ -95,25 +126,56 @@ def test_what_the_pages_show_for_a_run_does_what_they_say(
     assert runner.left_over() == []
 
 
-def _while_it_trains(terminal: Terminal, up: Up) -> None:
-    give = terminal.give
+def _while_it_trains(terminal: Terminal, run: Elastic, runner: Runner, notice: Path) -> None:
+    give, up = terminal.give, run.up
     assert TAG in give("oobleck status")
     assert (
         json.loads(give("oobleck status --json")).keys() == json.loads(give("oobleck status gpt2-demo --json")).keys()
     )
-    give("oobleck kill node2")
-    up.wait_for("node2 lost; ")
-    give("oobleck add node2")
-    up.wait_for("node2 taken in; ")
-    give("oobleck drain node2")
-    up.wait_for("node2 has left")
-    give("oobleck add node7")
-    up.wait_for("node7 taken in; ")
-    give("oobleck add node4")
-    up.wait_for("node4 taken in; ")
+    assert "node1" in run.refused("add", "node1")
+    for command in ("add", "drain", "kill"):
+        assert "'node9'" in run.refused(command, "node9")
     give("oobleck drain node1")
     up.wait_for("node1 has left")
+    give("oobleck add node4")
+    up.wait_for("node4 taken in; absorb")
+    up.wait_for_steps(2)
+    _kill_one_and_no_other(terminal, run, runner)
+    give("oobleck add node2")
+    up.wait_for("node2 taken in; absorb")
+    up.wait_for_steps(3)
+
+    frozen = worker_pids(runner)["node4"]
+    birth = started_at(frozen)
+    freeze(runner, "node4")
+    up.wait_for("node4 lost: silent for")
+    up.wait_for("node4 lost; ")
+    up.wait_for_steps(3)
+    assert started_at(frozen) != birth, "its worker was ended"
+
+    notice.write_text("taken away at noon\n")
+    assert "at noon" in up.wait_for("node3 is to be terminated")
+    up.wait_for("node3 has left")
+    give("oobleck add node7")
+    up.wait_for("node7 taken in; ")
+    give("oobleck drain node2")
+    up.wait_for("node2 has left")
+    up.wait_for_steps(3)
     give("oobleck chaos trace.json --tag gpt2-demo --speedup 60")
     up.wait_for("node0 taken in; restart_worker")
+    up.wait_for_steps(2)
     give("oobleck stop")
     assert sorted(terminal.given) == sorted(WHILE_IT_TRAINS)
+
+
+def _kill_one_and_no_other(terminal: Terminal, run: Elastic, runner: Runner) -> None:
+    before = worker_pids(runner)
+    births = {node: started_at(before[node]) for node in ("node0", "node2", "node3", "node4")}
+    assert None not in births.values()
+    terminal.give("oobleck kill node2")
+    run.up.wait_for("node2 lost; ")
+    run.up.wait_for_steps(3)
+    assert started_at(before["node2"]) != births.pop("node2")
+    assert worker_pids(runner) == before, "none was started again"
+    assert {node: started_at(before[node]) for node in births} == births, "the same processes live on"
+    assert "node2 is lost" in run.refused("drain", "node2")

@@ -1,4 +1,4 @@
-"""Nodes and workers come and go in many ways; what training computes stays the same.
+"""Nodes and workers come and go in many ways; what training computes stays the same. More are in test_commands.py.
 
 Each run goes on until everything has happened to it that should, and is stopped then, so that no test depends on how
 many steps this machine makes in a second.
@@ -14,94 +14,25 @@ from typing import Any
 
 import pytest
 
-from .elastic import ENDLESS, Elastic, Reference, assert_all_is_right, assert_losses, nodes_of, recoveries
+from .elastic import (
+    ENDLESS,
+    SHORT_LEASE,
+    Elastic,
+    Reference,
+    assert_all_is_right,
+    assert_cost_its_lease,
+    assert_losses,
+    freeze,
+    nodes_of,
+    recoveries,
+)
 from .harness import TAG, Runner, started_at, worker_pids
-
-INTERVAL_S, LEASE_S = 0.25, 2.0
-SLACK_S = 0.5
-"""What two busy cores may add to a time that is bounded by a timer."""
-
-
-def assert_cost_its_lease(recovery: dict[str, Any]) -> None:
-    assert LEASE_S <= recovery["detect_s"] <= LEASE_S + SLACK_S
-    assert LEASE_S - INTERVAL_S <= recovery["stall_s"] <= LEASE_S + 0.5 + SLACK_S
 
 
 def assert_crash_is_told(runner: Runner) -> None:
     logs = "".join(log.read_text() for log in (runner.base_dir / TAG).glob("agent*.log"))
     assert "Fatal Python error: Segmentation fault" in logs, "from the log of the agent that started the fork server"
     assert 'oobleck/training/step/engine.py", line' in logs, "where each thread was"
-
-
-def freeze(runner: Runner, node: str) -> None:
-    """Have a node's agent and worker do nothing any more, while their connections stay open."""
-    for processes in ("agent", "worker0"):
-        runner.signal(node, processes, signal.SIGSTOP)
-
-
-def test_nodes_are_drained_added_killed_frozen_and_taken_away_and_each_costs_no_step(
-    start: Callable[..., Any], runner: Runner, tmp_path: Path
-) -> None:
-    """One run: what cannot be done is refused with a reason; a node is drained, and a spare takes its place.
-
-    A killed node costs the survivors no process, and joins again as no stranger; once it freezes, it costs its lease
-    and is ended. Of a notice that node3 alone is to find, it is drained.
-    """
-    notice = f"grep -qa node3 /proc/$PPID/cmdline && cat {tmp_path}/notice"
-    settings = (
-        f"control.notice_command={notice}",
-        "control.notice_interval_s=0.5",
-        "control.rejoin_after_s=0",
-        f"control.heartbeat_interval_s={INTERVAL_S}",
-        f"control.lease_s={LEASE_S}",
-    )
-    with start(*(word for setting in settings for word in ("--set", setting))) as run:
-        assert "node1" in run.refused("add", "node1")
-        for command in ("add", "drain", "kill"):
-            assert "'node9'" in run.refused(command, "node9")
-        run.command("drain", "node1")
-        run.up.wait_for("node1 has left")
-        run.command("add", "node4")
-        run.up.wait_for("node4 taken in; absorb")
-        run.up.wait_for_steps(2)
-
-        before = worker_pids(runner)
-        births = {node: started_at(before[node]) for node in ("node0", "node2", "node3", "node4")}
-        assert None not in births.values()
-        run.command("kill", "node2")
-        run.up.wait_for("node2 lost; ")
-        run.up.wait_for_steps(3)
-        assert started_at(before["node2"]) != births.pop("node2")
-        assert worker_pids(runner) == before, "none was started again"
-        assert {node: started_at(before[node]) for node in births} == births, "the same processes live on"
-        assert "node2 is lost" in run.refused("drain", "node2")
-        run.command("add", "node2")
-        run.up.wait_for("node2 taken in; absorb")
-        run.up.wait_for_steps(3)
-
-        frozen = worker_pids(runner)["node2"]
-        birth = started_at(frozen)
-        freeze(runner, "node2")
-        run.up.wait_for("node2 lost: silent for")
-        run.up.wait_for("node2 lost; ")
-        run.up.wait_for_steps(3)
-        assert started_at(frozen) != birth, "its worker was ended"
-
-        (tmp_path / "notice").write_text("taken away at noon\n")
-        assert "at noon" in run.up.wait_for("node3 is to be terminated")
-        run.up.wait_for("node3 has left")
-        run.up.wait_for_steps(3)
-        outcome = run.stop()
-    assert [(cause, *nodes) for cause, _, nodes in recoveries(outcome)] == [
-        ("drained", "node1"),
-        ("joined", "node4"),
-        ("connection_lost", "node2"),
-        ("joined", "node2"),
-        ("lease_expired", "node2"),
-        ("drained", "node3"),
-    ]
-    assert nodes_of(outcome) == ["node0", "node4"]
-    assert_cost_its_lease(outcome.recoveries[4])
 
 
 @pytest.mark.slow
@@ -285,8 +216,7 @@ def test_a_node_whose_worker_ends_again_and_again_is_given_up(start: Callable[..
 
 @pytest.mark.slow
 def test_a_frozen_node_costs_its_lease_and_is_ended(start: Callable[..., Any], runner: Runner) -> None:
-    settings = (f"control.heartbeat_interval_s={INTERVAL_S}", f"control.lease_s={LEASE_S}")
-    with start(*(word for setting in settings for word in ("--set", setting))) as run:
+    with start(*SHORT_LEASE) as run:
         frozen = {pid: started_at(pid) for pid in (worker_pids(runner)["node2"],)}
         freeze(runner, "node2")
         run.up.wait_for("node2 lost: silent for")

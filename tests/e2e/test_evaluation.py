@@ -55,7 +55,8 @@ def test_it_is_what_one_process_computes_and_costs_no_step(
     assert_beside_steps(runner, 3, 6, 9)
 
 
-@pytest.mark.parametrize("node", [pytest.param("node0", marks=pytest.mark.slow), "node3"])
+@pytest.mark.slow  # test_tensor_parallel.py has one that dies in an evaluation
+@pytest.mark.parametrize("node", ["node0", "node3"])
 def test_a_node_that_dies_in_an_evaluation_changes_nothing(
     runner: Runner, reference: tuple[list[float], list[float]], node: str
 ) -> None:

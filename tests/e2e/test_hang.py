@@ -29,6 +29,7 @@ class Block(nn.Module):
         try:
             TRAP.rename(TRAP.with_suffix(f".{os.getpid()}"))  # one of them alone falls into it
         except FileNotFoundError:
+            time.sleep(0.01)  # leaves the machine to others
             return hidden + self.linear(hidden)
         until_s = time.monotonic() + @SECONDS@
         while time.monotonic() < until_s:

@@ -55,15 +55,25 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_hostfile_trains_what_virtual_nodes_train_survives_the_end_of_connections_and_a_kill_and_is_followed(
-    runner: Runner, endless_reference: Reference, hosts: tuple[str, ...], servers: list[OpenSSH], home: Path
+    runner: Runner,
+    endless_reference: Reference,
+    hosts: tuple[str, ...],
+    servers: list[OpenSSH],
+    home: Path,
+    variables: tuple[str, ...],
 ) -> None:
-    """SSH connections that all end cost no node: the agents live, and the master finds the way to them again."""
+    """SSH connections that all end cost no node: the agents live, and the master finds the way to them again.
+
+    The run's variables are in its processes on nodes, and their values in no file.
+    """
     shutil.rmtree(runner.directory / ".oobleck" / TAG, ignore_errors=True)
-    options = ("--job", str(runner.job_file()), "--steps", str(ENDLESS))
-    with runner.up(*options, nodes=(*hosts, PACED)) as up:
+    options = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), *variables)
+    checked = tuple(word for word in hosts if word != "--no-check")  # its probes get the variables first
+    with runner.up(*options, nodes=(*checked, PACED)) as up:
         up.wait_for_step(1)
         assert listening_addresses(runner) == {node: ADDRESSES.get(node, "127.0.0.1") for node in NODES}
         workers = worker_pids(runner)
+        assert_variables_are_there(workers)
         for server in servers:
             server.kill_sessions()
         for node in NODES:
@@ -77,42 +87,44 @@ def test_a_hostfile_trains_what_virtual_nodes_train_survives_the_end_of_connecti
         Path(hosts[0]).write_text("alpha\nbeta\ngamma address=127.0.0.2\n")
         up.wait_for("delta has left")
         up.wait_for_steps(6)
+        status = oobleck("status", TAG, "--json", "--base-dir", str(runner.base_dir))
+        # The command itself is the user's own.
+        lines = [" ".join(words_of(process)) for process in runner.processes() if process.pid != up.process.pid]
         outcome = stopped(runner, up)
     assert_all_is_right(outcome, endless_reference)
     assert [recovery["nodes"] for recovery in outcome.recoveries] == [["gamma"], ["delta"]]
     assert all("Accepted publickey" in server.log for server in servers)
     assert runner.left_over() == []
     assert agent_logs(runner) == [f"agent{index}.log" for index in range(len(NODES))]
+    assert "s3cret" not in outcome.output + status.stdout + "".join(lines)
+    assert_values_are_in_no_file(runner)
 
 
-def test_a_run_s_variables_are_in_its_processes_on_nodes_and_their_values_in_no_file(
-    runner: Runner, hosts: tuple[str, ...], home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.rmtree(runner.directory / ".oobleck" / TAG, ignore_errors=True)
+@pytest.fixture
+def variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Options that give a run variables in each way, and variables of the shell."""
     monkeypatch.setenv("OF_THE_SHELL", "s3cret shell")
     monkeypatch.setenv("NOT_NAMED", "s3cret")
-    of_file = runner.directory / "variables"
+    of_file = tmp_path / "variables"
     of_file.write_text("OF_THE_FILE='s3cret \"file\" $HOME'\n")
-    variables = ("--env", "OF_THE_SHELL", "--env-file", str(of_file), "--env", "TWO_LINES=s3cret 'one'\ns3cret two\\")
-    options = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), "--set", "env.OF_THE_JOB=s3cret job")
-    checked = tuple(word for word in hosts if word != "--no-check")  # its probes get the variables first
-    with runner.up(*options, *variables, nodes=(*checked, PACED)) as up:
-        up.wait_for_step(1)
-        for pid in worker_pids(runner).values():
-            found = psutil.Process(pid).environ()
-            assert found["OF_THE_SHELL"] == "s3cret shell"
-            assert found["OF_THE_FILE"] == 's3cret "file" $HOME'
-            assert found["TWO_LINES"] == "s3cret 'one'\ns3cret two\\"
-            assert found["OF_THE_JOB"] == "s3cret job"
-            assert "NOT_NAMED" not in found
-        status = oobleck("status", TAG, "--json", "--base-dir", str(runner.base_dir))
-        # The command itself is the user's own.
-        lines = [" ".join(words_of(process)) for process in runner.processes() if process.pid != up.process.pid]
-        outcome = stopped(runner, up)
-    assert outcome.exit_code == 0, outcome.output
+    given = ("--env", "OF_THE_SHELL", "--env-file", str(of_file), "--env", "TWO_LINES=s3cret 'one'\ns3cret two\\")
+    return (*given, "--set", "env.OF_THE_JOB=s3cret job")
+
+
+def assert_variables_are_there(workers: dict[str, int]) -> None:
+    assert workers.keys() == set(NODES)
+    for pid in workers.values():
+        found = psutil.Process(pid).environ()
+        assert found["OF_THE_SHELL"] == "s3cret shell"
+        assert found["OF_THE_FILE"] == 's3cret "file" $HOME'
+        assert found["TWO_LINES"] == "s3cret 'one'\ns3cret two\\"
+        assert found["OF_THE_JOB"] == "s3cret job"
+        assert "NOT_NAMED" not in found
+
+
+def assert_values_are_in_no_file(runner: Runner) -> None:
     report = oobleck("report", TAG, "--base-dir", str(runner.base_dir))
     assert report.returncode == 0, report.stderr
-    assert "s3cret" not in outcome.output + status.stdout + "".join(lines)
     written = [path for place in (runner.base_dir, runner.directory / ".oobleck") for path in place.rglob("*")]
     files = [path for path in written if path.is_file() and not path.is_symlink()]
     assert any(path.name == "report.html" for path in files)

@@ -48,13 +48,16 @@ def on_disk(ranks: Ranks) -> list[str]:
 def test_a_killed_rank_takes_no_step_again_that_was_saved_and_states_of_any_shape_take_the_memory_of_two(
     ranks: Ranks,
 ) -> None:
-    """With saves to disk on the way, by the agent.
+    """With saves to disk on the way, by the agent; the fork server, which is killed before, starts again.
 
     What was saved last is on disk when the run has ended, and its memory is given back.
     """
     most = 0
     command = [SCRIPT, str(ranks.out), "120"]
     with ranks.started("--nproc-per-node", "2", command=command, environment={"GROW": "1"}) as process:
+        ranks.wait_for_step(10)
+        (server,) = ranks.fork_servers()
+        server.kill()
         victim = ranks.wait_for_step(20, rank=1)
         os.kill(victim["pid"], signal.SIGKILL)
         while process.poll() is None:

@@ -14,6 +14,7 @@ from tests.examples import seeds
 from .run_storm import RunStorm
 
 
+@pytest.mark.slow  # test_run_checkpoints.py has both
 def test_a_killed_fork_server_and_then_a_killed_rank_cost_no_saved_step(tmp_path: Path) -> None:
     storm = RunStorm(tmp_path, 31, steps=40, faults=[("kill", "server"), ("kill", "rank")])
     assert storm.ride() == [], (storm.done, storm.said.read_text())

@@ -91,15 +91,10 @@ def assert_equal(verified: Verified) -> None:
     assert not [each for each in verified.answer["tensors"] if each["problem"]]
 
 
+@pytest.mark.slow  # test_trainer.py has one of transformers' Trainer without the command
 @pytest.mark.parametrize(
     "kind",
-    [
-        "sampler",
-        *(
-            pytest.param(kind, marks=pytest.mark.slow)
-            for kind in ("head", "lora", "loss", "packed", "labels", "mean", "untied", "hooked", "buffered", "weighted")
-        ),
-    ],
+    ["sampler", "head", "lora", "loss", "packed", "labels", "mean", "untied", "hooked", "buffered", "weighted"],
 )
 def test_a_script_trains_on_nodes_as_it_does_by_itself(verifier: Verifier, kind: str) -> None:
     assert_equal(verifier.kind(kind))
@@ -112,13 +107,13 @@ def test_the_same_is_so_in_double_precision(verifier: Verifier) -> None:
     assert verified.answer["dtype"] == "float64"
 
 
-@pytest.mark.slow
 def test_a_job_trains_on_nodes_as_its_uncut_model_does_in_a_plain_loop(verifier: Verifier) -> None:
     verified = verifier.verify(JOB)
     assert_equal(verified)
     assert verified.answer["without_dropout"] == {"drop": 0.1}
 
 
+@pytest.mark.slow  # tests/transformers/test_checks.py has what is refused, tests/cli/verify what is said of it
 def test_what_oobleck_does_not_call_is_refused_by_name(verifier: Verifier, tmp_path: Path) -> None:
     verified = verifier.verify(SCRIPT, "--", "override", str(tmp_path / "output"))
     assert verified.exit_code == ExitCode.CONFIG

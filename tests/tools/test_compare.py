@@ -19,7 +19,7 @@ def test_the_command_prints_a_row_for_each_system(capsys: pytest.CaptureFixture[
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] > 0
     assert "`schedule: auto`" in rows[0]
-    assert losses.endswith("losses in 0.5 days of 16 nodes, 2 seeds")
+    assert losses.endswith("losses in 0.25 days of 8 nodes, 2 seeds")
 
 
 @pytest.mark.slow

@@ -218,18 +218,22 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5, help="kills in each row")
-    parser.add_argument("--nodes", type=int, default=4, help="of which one is lost")
+    parser.add_argument("--nodes", type=int, default=4, help="of which one is lost; 0: leave that out")
     parser.add_argument("--saves", nargs="+", choices=_SAVES, default=_SAVES, help="how the script saves its state")
-    parser.add_argument("--torchrun-limit", type=float, default=60.0, help="seconds after which torchrun is given up")
-    given = parse_arguments(parser, runs=1, nodes=2, saves=["flash"], torchrun_limit=1.0)
+    parser.add_argument(
+        "--torchrun-limit", type=float, default=60.0, help="seconds after which torchrun is given up; 0: leave it out"
+    )
+    given = parse_arguments(parser, runs=1, nodes=0, saves=["flash"], torchrun_limit=0.0)
     print("| what | kills | median s | max s | steps redone | kept | target |")
     print("|---|---|---|---|---|---|---|")
     directory = Path(tempfile.mkdtemp(prefix="obr"))
     try:
         for is_flash in [saves == "flash" for saves in given.saves]:
             print(_one_node(directory, given.runs, is_flash=is_flash), flush=True)
-            print(_lost_node(directory, given.runs, given.nodes, is_flash=is_flash), flush=True)
-        print(_torchrun(directory, given.runs, given.torchrun_limit), flush=True)
+            if given.nodes:
+                print(_lost_node(directory, given.runs, given.nodes, is_flash=is_flash), flush=True)
+        if given.torchrun_limit:
+            print(_torchrun(directory, given.runs, given.torchrun_limit), flush=True)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
-import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +15,8 @@ import torch
 
 from oobleck.errors import UsageError
 from oobleck.training.flash import save
+from tests.warm import ROOT, started
 
-ROOT = Path(__file__).parents[3]
 SHARDED = Path(__file__).with_name("sharded_script.py")
 
 
@@ -35,12 +34,15 @@ def kept_port() -> Iterator[int]:
 
 def run(script: str | Path, ranks: int, *, fails: bool = False, **environment: str) -> list[str]:
     """Run a script as so many ranks; returns what each has printed, or what a single one that fails has said of it."""
-    words = [str(script)] if isinstance(script, Path) else ["-c", script]
-    with kept_port() as port:
+    with kept_port() as port, tempfile.TemporaryDirectory() as directory:
+        if isinstance(script, str):
+            source, script = script, Path(directory, "script.py")
+            script.write_text(source)
+        files = [(Path(directory, f"output{rank}"), Path(directory, f"errors{rank}")) for rank in range(ranks)]
         processes = [
-            subprocess.Popen(
-                [sys.executable, *words],
-                env={
+            started(
+                script,
+                environment={
                     **os.environ,
                     **environment,
                     "RANK": str(rank),
@@ -51,14 +53,18 @@ def run(script: str | Path, ranks: int, *, fails: bool = False, **environment: s
                     "OMP_NUM_THREADS": "1",
                     "PYTHONPATH": str(ROOT),
                 },
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE if fails else None,
-                text=True,
+                search_path=[str(ROOT)],
+                output=output,
+                errors=errors,
             )
-            for rank in range(ranks)
+            for rank, (output, errors) in enumerate(files)
         ]
-        said = [process.communicate(timeout=200) for process in processes]
-    assert all(bool(process.returncode) == fails for process in processes), said
+        for process in processes:
+            process.join(200)
+            process.kill()  # as long as it takes no longer, it has ended
+            process.join()
+        said = [(output.read_text(), errors.read_text()) for output, errors in files]
+    assert all(bool(process.exitcode) == fails for process in processes), said
     return [error if fails else output for output, error in said]
 
 
