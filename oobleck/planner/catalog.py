@@ -16,7 +16,7 @@ from .costs import Timing
 from .instantiation import distribute_microbatches, reduction_s
 from .inventory import Holding, needed_holdings
 from .kinds import Counts, Form, KindCosts
-from .templates import cut_for_speeds
+from .templates import cut_for_speeds, order_for_speeds
 
 # Cutting a pipeline again moves its layers, so a slightly slower template stays.
 STILL_FAST = 1.05
@@ -33,6 +33,7 @@ class Catalog(ABC):
         # Keyed by the identity of the template, which the value keeps alive: comparing templates takes long.
         self._needed: dict[int, tuple[PipelineTemplate, tuple[Holding, ...]]] = {}
         self._for_speeds: dict[tuple[object, ...], Form] = {}
+        self._orders: dict[tuple[object, ...], tuple[int, ...] | None] = {}
 
     @abstractmethod
     def kind(self, node: str) -> int:
@@ -137,6 +138,18 @@ class Catalog(ABC):
         found = self._for_speeds[key]
         # Callers compare forms by identity, so an equal cut has to be the same object.
         return form if found.template.stages == template.stages else found
+
+    def order_for(self, form: Form, speeds: Sequence[float], num_microbatches: int) -> tuple[int, ...] | None:
+        """Return the best order of a pipeline's nodes, as their present places; None where no other is better."""
+        template = form.template
+        if template.num_chunks > 1 or template.num_nodes == 1:
+            return None
+        key = template.stages, form.kinds, tuple(speeds), num_microbatches
+        if key not in self._orders:
+            costs = [self.costs.of[kind] for kind in form.kinds]
+            self._orders[key] = order_for_speeds(costs, template, speeds, num_microbatches)
+        order = self._orders[key]
+        return None if order == tuple(range(template.num_nodes)) else order
 
     def cut_plan(self, plan: ExecutionPlan) -> ExecutionPlan:
         """Return the plan with its pipelines cut into chunks, where the schedule needs them."""

@@ -161,6 +161,7 @@ class StageCosts:
         self._messages = np.array([0, *(layer.message_bytes for layer in layers[:-1]), 0], dtype=np.float64)
         self._activation = prefix_sums([layer.activation_bytes for layer in layers])
         self._trained = prefix_sums([layer.trained_bytes for layer in layers])
+        self._empty = np.tri(self.num_layers + 1, dtype=bool)
         self._cuts = {}
         for same_node in (False, True):
             each_s = [cut_seconds(profile.network, layer.output_bytes, same_node=same_node) for layer in layers[:-1]]
@@ -181,7 +182,7 @@ class StageCosts:
         table += self._cuts[left_same_node][:, None]
         table += self._cuts[right_same_node][None, :]
         # Every stage has a layer.
-        table[np.tril_indices_from(table)] = np.inf
+        table[self._empty] = np.inf
         return table
 
     def most_in_flight(self, num_devices: int) -> Floats:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from oobleck.errors import PlanningError
-from oobleck.plan import ExecutionPlan
+from oobleck.plan import ExecutionPlan, Pipeline
 from oobleck.planner.catalog import STILL_FAST, Catalog
 from oobleck.planner.inventory import Holding, plan_transfers
 from oobleck.planner.kinds import Counts, Form
@@ -23,6 +23,9 @@ _TOLERANCE = 1e-9
 # After a loss, whole pipelines change only if that makes steps shorter by more than this share. Training waits for the
 # change, and predictions are hardly more exact.
 _WORTH = 0.01
+
+# Stages are cut for slow nodes, and the batch shared out again, in at most this many rounds.
+_MOST_ROUNDS = 3
 
 # A score has the pipelines too few or too many, then the weighed seconds of a step.
 _Score = tuple[int, float]
@@ -171,47 +174,101 @@ class _Search:
             gathered = gather_slow_nodes(nodes, needed, self._slow, living.holdings, catalog.costs.layer_bytes)
         best: _Outcome | None = None
         for grouped in chain([nodes], gathered):
-            outcome = self._weigh(proposal, forms, grouped)
-            if best is None or _beats(outcome.score, best.score):
-                best = outcome
-            for cut in self._cut_again(forms, outcome.plan):
-                outcome = self._weigh(proposal, cut, grouped, usual=forms)
-                if _beats(outcome.score, best.score):
-                    best = outcome
+            found = self._weigh(proposal, forms, grouped)
+            # Cuts change the shares of the batch, for which stages are cut.
+            for _ in range(_MOST_ROUNDS):
+                before = found
+                for cut, placed in self._cut_again(forms, before.plan):
+                    outcome = self._weigh(proposal, cut, placed, usual=forms, usual_nodes=grouped)
+                    if _beats(outcome.score, found.score):
+                        found = outcome
+                if found is before or not self._slow:
+                    break
+            if best is None or _beats(found.score, best.score):
+                best = found
         assert best is not None, "the assigned nodes were weighed"
         return best
 
-    def _cut_again(self, forms: Sequence[Form], plan: ExecutionPlan) -> Iterator[list[Form]]:
-        """Yield proposals: the forms of a plan's pipelines with some of them cut again; the caller weighs the bytes."""
-        slowed = list(forms)
+    def _cut_again(
+        self, forms: Sequence[Form], plan: ExecutionPlan
+    ) -> Iterator[tuple[Sequence[Form], Sequence[tuple[str, ...]]]]:
+        """Yield proposals, as (forms, nodes): a plan's pipelines with some of them cut again, or nodes in other places.
+
+        The caller weighs the bytes.
+        """
+        nodes = [pipeline.nodes for pipeline in plan.pipelines]
+        cut, moved, placed = list(forms), list(forms), list(nodes)
         for index, pipeline in enumerate(plan.pipelines if self._slow else ()):
             if not self._slow.isdisjoint(pipeline.nodes):
-                speeds = [self._living.speeds.get(node, 1.0) for node in pipeline.nodes]
-                holdings = [self._living.holdings[node] for node in pipeline.nodes]
-                slowed[index] = self._catalog.cut_for(forms[index], speeds, holdings, pipeline.num_microbatches)
-        if _others(slowed, forms):
-            yield slowed
+                cut[index] = self._cut_for(forms[index], pipeline.nodes, pipeline.num_microbatches)
+                moved[index], placed[index] = self._place_again(forms[index], pipeline) or (cut[index], nodes[index])
+        proposals = [(cut, nodes)] if _others(cut, forms) else []
+        if placed != nodes:
+            kept = [
+                form if own.kinds == form.kinds and chosen is not before else usual
+                for own, form, usual, chosen, before in zip(moved, forms, cut, placed, nodes, strict=True)
+            ]
+            proposals += [(kept, placed), (moved, placed)]
+        yield from proposals
         # After a loss the other pipelines keep their forms, so that no more layers move than necessary.
         if not self._living.is_whole:
             return
-        known: dict[int, Form] = {}
-        all_cut = list(slowed)
-        for index, (form, pipeline) in enumerate(zip(slowed, plan.pipelines, strict=True)):
-            if self._slow.isdisjoint(pipeline.nodes):
-                if id(form) not in known:
-                    # It was cut for nodes that are slow no longer, or for another share of the batch.
-                    usual = self._catalog.usual_if_faster(form, self._total, pipeline.num_microbatches)
-                    known[id(form)] = usual
-                all_cut[index] = known[id(form)]
-        if _others(all_cut, slowed):
-            yield all_cut
+        for own, chosen in proposals or [(cut, nodes)]:
+            known: dict[int, Form] = {}
+            all_cut = list(own)
+            for index, (form, pipeline) in enumerate(zip(own, plan.pipelines, strict=True)):
+                if self._slow.isdisjoint(pipeline.nodes):
+                    if id(form) not in known:
+                        # It was cut for nodes that are slow no longer, or for another share of the batch.
+                        usual = self._catalog.usual_if_faster(form, self._total, pipeline.num_microbatches)
+                        known[id(form)] = usual
+                    all_cut[index] = known[id(form)]
+            if _others(all_cut, own):
+                yield all_cut, chosen
+
+    def _cut_for(self, form: Form, nodes: Sequence[str], num_microbatches: int) -> Form:
+        speeds = [self._living.speeds.get(node, 1.0) for node in nodes]
+        holdings = [self._living.holdings[node] for node in nodes]
+        return self._catalog.cut_for(form, speeds, holdings, num_microbatches)
+
+    def _place_again(self, form: Form, pipeline: Pipeline) -> tuple[Form, tuple[str, ...]] | None:
+        """Return a pipeline with its nodes in the best order, and cut for that; None where they are in that order."""
+        living, nodes = self._living, pipeline.nodes
+        speeds = [living.speeds.get(node, 1.0) for node in nodes]
+        order = self._catalog.order_for(form, speeds, pipeline.num_microbatches)
+        if order is None:
+            return None
+        kinds = tuple(form.kinds[place] for place in order)
+        if kinds != form.kinds:
+            form = Form(template=form.template, kinds=kinds)
+        placed = [nodes[place] for place in order]
+        cut = self._cut_for(form, placed, pipeline.num_microbatches)
+        # Nodes of one kind and speed are interchangeable, so each goes where it has to receive least.
+        needed = self._catalog.needed(cut.template)
+        alike: dict[tuple[int, float], list[int]] = {}
+        for index, place in enumerate(order):
+            alike.setdefault((kinds[index], speeds[place]), []).append(index)
+        for places in alike.values():
+            positions = [Position(needed=needed[index], origin=-1) for index in places]
+            held = {placed[index]: living.holdings[placed[index]] for index in places}
+            chosen = match_nodes(positions, held, living.origins, self._catalog.costs.layer_bytes)
+            for index, node in zip(places, chosen, strict=True):
+                placed[index] = node
+        return cut, tuple(placed)
 
     def _weigh(
-        self, proposal: _Proposal, forms: Sequence[Form], nodes: Sequence[Sequence[str]], *, usual: Sequence[Form] = ()
+        self,
+        proposal: _Proposal,
+        forms: Sequence[Form],
+        nodes: Sequence[Sequence[str]],
+        *,
+        usual: Sequence[Form] = (),
+        usual_nodes: Sequence[Sequence[str]] = (),
     ) -> _Outcome:
-        """Weigh a move with the given forms and nodes; `usual` are the forms before some were cut again."""
+        """Weigh a move; `usual` and `usual_nodes` are the forms and nodes before some were cut and placed again."""
         move, living, catalog = proposal.move, self._living, self._catalog
         others = _others(forms, usual)
+        moved = [i for i, (own, before) in enumerate(zip(nodes, usual_nodes, strict=False)) if own != before]
         holdings, used = living.holdings, frozenset(chain.from_iterable(nodes))
         unused = (*living.free, *sorted(living.origins.keys() - used), *living.resting)
         idle = tuple(node for node in unused if node not in used)
@@ -232,7 +289,7 @@ class _Search:
         weighed_s = step_s * (1 + transition_s / catalog.settings.mean_time_to_failure_s)
         return _Outcome(
             action=move.action,
-            detail=detail_of(move.detail, others),
+            detail=detail_of(move.detail, others, moved),
             plan=plan,
             step_s=step_s,
             score=(proposal.least[0], weighed_s),
