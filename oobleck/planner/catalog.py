@@ -73,6 +73,14 @@ class Catalog(ABC):
         """
         return [self.form(counts, total) for counts in self.best(total)[0]], None
 
+    def exact_step_s(self, plan: ExecutionPlan, speeds: Mapping[str, float]) -> float | None:
+        """Return the event-exact seconds of a plan's step, reduction included; None where bounds have to do."""
+        return None
+
+    def cut_again(self, form: Form, num_microbatches: int, num_pipelines: int, speeds: tuple[float, ...] = ()) -> Form:
+        """Return a pipeline with the fastest stages by the timeline, among so many; `speeds` if its nodes are slow."""
+        return form
+
     def least_s(self, pipelines: Sequence[Counts], total: Counts) -> float:
         """Return a lower bound on the seconds of these pipelines' step, with no node slow."""
         return 0.0
@@ -167,11 +175,13 @@ class Catalog(ABC):
         *,
         before: ExecutionPlan | None = None,
         still_fast: float = STILL_FAST,
+        num_microbatches: Sequence[int] | None = None,
     ) -> tuple[ExecutionPlan, float]:
         """Return the plan of pipelines given as (form, nodes), and the seconds of its step at the given speeds.
 
         A pipeline without slow nodes that takes up to `still_fast` times as long as others of its size counts as
-        equally fast. Pipelines that are unchanged since the plan `before` stay the same objects.
+        equally fast. `num_microbatches` fixes the shares of the batch. Pipelines that are unchanged since the plan
+        `before` stay the same objects.
         """
         # Old pipeline objects have computed their workers already.
         known = {each.nodes: each for each in before.pipelines} if before is not None else {}
@@ -188,7 +198,7 @@ class Catalog(ABC):
                 timing = self.timing(form, slowed, share, still_fast)
             timings.append(timing)
             reduced_bytes = max(reduced_bytes, own_bytes)
-        counts = distribute_microbatches(timings, self.settings.num_microbatches)
+        counts = num_microbatches or distribute_microbatches(timings, self.settings.num_microbatches)
         slowest_s = max(timing.step_s(count) for timing, count in zip(timings, counts, strict=True))
         made = []
         for (form, nodes), count in zip(pipelines, counts, strict=True):

@@ -261,6 +261,14 @@ class StageCosts:
             nodes[stage.node_index] += int(self._trained[stage.stop_layer] - self._trained[stage.first_layer])
         return max(nodes)
 
+    def most_reduced(self, template: PipelineTemplate, stops: NDArray[np.int64]) -> Floats:
+        """Return what `reduced_bytes` would be for each of many cuts of the template, [candidate, S + 1]."""
+        held = np.diff(self._trained[stops], axis=1)
+        nodes = np.zeros((template.num_nodes, len(stops)))
+        np.add.at(nodes, [stage.node_index for stage in template.stages], held.T)
+        most: Floats = nodes.max(axis=0)
+        return most
+
     def stage(self, first_layer: int, stop_layer: int, device: int, num_devices: int) -> StageTemplate:
         """Return a stage whose first device is number `device`, counted over all nodes of its pipeline."""
         node_index, first_device = divmod(device, self.devices_per_node)

@@ -42,7 +42,7 @@ def gather_slow_nodes(
         if (hosts := _hosts(order, pipelines, sum(numbers))) not in every:
             every.append(hosts)
 
-    def swapped_bytes(a: _Spot, b: _Spot, gathered: Sequence[Sequence[str]]) -> int:
+    def swapped_bytes(a: _Spot, b: _Spot, gathered: Sequence[Sequence[str]]) -> float:
         there, here = holdings[gathered[b[0]][b[1]]], holdings[gathered[a[0]][a[1]]]
         return missing_bytes(needed[a[0]][a[1]], there, layer_bytes) + missing_bytes(
             needed[b[0]][b[1]], here, layer_bytes

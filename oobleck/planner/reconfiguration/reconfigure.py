@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from oobleck.errors import PlanningError
 from oobleck.plan import ExecutionPlan, Pipeline
-from oobleck.planner.catalog import STILL_FAST, Catalog
+from oobleck.planner.catalog import STILL_FAST, Catalog, speeds_among
 from oobleck.planner.inventory import Holding, plan_transfers
 from oobleck.planner.kinds import Counts, Form
 from oobleck.planner.values import Decision
@@ -24,6 +24,13 @@ _TOLERANCE = 1e-9
 # change, and predictions are hardly more exact.
 _WORTH = 0.01
 
+# Up to this many nodes, they are also matched so that no link is busy for long, and pipelines with slow ones are cut by
+# the timeline; beyond that, layers have many holders, and one pipeline hardly matters.
+_FEW_NODES = 512
+# More bytes may move in all if the copies are done sooner by this share.
+_LEAST_SOONER = 0.05
+# By the timeline a plan has to be shorter by this share to replace one that moves no more pipelines.
+_LEAST_GAIN = 0.005
 # Stages are cut for slow nodes, and the batch shared out again, in at most this many rounds.
 _MOST_ROUNDS = 3
 
@@ -55,10 +62,12 @@ class _Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
+    move: Move
     action: str
     detail: str
     plan: ExecutionPlan
     step_s: float
+    transition_s: float
     score: _Score
     arrivals: tuple[tuple[str, Holding], ...]
     """Nodes that receive layers, with all that they have to hold."""
@@ -89,6 +98,10 @@ class _Search:
 
     def best(self) -> _Outcome:
         """Return the best outcome. Raises PlanningError where the nodes left cannot hold the model."""
+        best = self._best_by_timeline(*self._best_by_bounds())
+        return self._with_even_links(best)
+
+    def _best_by_bounds(self) -> tuple[_Outcome, _Proposal]:
         proposals = list(self._proposals())
         best: _Outcome | None = None
         # Of moves with equal bounds the gentler come first, and stay unless a later one is truly better.
@@ -100,7 +113,7 @@ class _Search:
         if best is None:
             raise PlanningError("the nodes left cannot hold the model")
         if self._living.is_whole or len(self._total) > 1:  # with several kinds the score alone decides
-            return best
+            return best, chosen
         astray, weighed_s = best.score
         enough = astray, weighed_s * (1 + _WORTH)
         # Unlike the sorted ones, `proposals` are still in the order of gentleness.
@@ -108,8 +121,99 @@ class _Search:
             if gentler.least <= enough and len(gentler.move.pipelines) == len(chosen.move.pipelines):
                 outcome = self._carry_out(gentler)
                 if outcome.score <= enough and self._num_kept(outcome) > self._num_kept(best):
-                    return outcome
-        return best
+                    return outcome, gentler
+        return best, chosen
+
+    def _best_by_timeline(self, best: _Outcome, proposal: _Proposal) -> _Outcome:
+        """Return the outcome, or one whose step is truly shorter by its timeline and repays what has to move."""
+        if self._slow and len(self._living.holdings) > _FEW_NODES:
+            return best
+        own_s = self._catalog.exact_step_s(best.plan, self._living.speeds)
+        if own_s is None:
+            return best
+        horizon_s, num_kept = self._catalog.settings.mean_time_to_failure_s, self._num_kept(best)
+        best_s = own_s * (1 + best.transition_s / horizon_s)
+        found, found_s = best, own_s
+        for other in self._others_by_timeline(best, proposal):
+            step_s = self._catalog.exact_step_s(other.plan, self._living.speeds)
+            assert step_s is not None, "it has a timeline if the outcome has one"
+            weighed_s = step_s * (1 + other.transition_s / horizon_s)
+            gain = _WORTH if self._num_kept(other) < num_kept else _LEAST_GAIN
+            if weighed_s <= best_s * (1 - (gain if found is best else _TOLERANCE)):
+                found, found_s, best_s = other, step_s, weighed_s
+        # A kept cut may take longer than the bound of its size; a plan that is truly faster has no longer bound.
+        return replace(found, step_s=max(min(found.step_s, best.step_s), found_s))
+
+    def _with_even_links(self, best: _Outcome) -> _Outcome:
+        """Return the outcome with nodes matched so that the busiest link is done first, where that is sooner."""
+        pipelines = best.plan.pipelines
+        if self._slow or not best.arrivals or len(self._living.holdings) > _FEW_NODES:
+            return best
+        forms, counts = self._forms_of(best.plan), [own.num_microbatches for own in pipelines]
+        proposal = _Proposal(move=best.move, set_aside=frozenset(), least=(best.score[0], 0.0))
+        nodes = self._assign_nodes(proposal, forms, evenly=True)
+        other = self._weigh(proposal, forms, nodes, num_microbatches=counts)
+        if other.transition_s >= best.transition_s * (1 - _LEAST_SOONER):
+            return best
+        return replace(best, plan=other.plan, arrivals=other.arrivals, transition_s=other.transition_s)
+
+    def _forms_of(self, plan: ExecutionPlan) -> list[Form]:
+        """Return the form of each pipeline, the same object for equal ones: thousands of pipelines share a few."""
+        known: dict[object, Form] = {id(form.template): form for form in self._continued.values()}
+        forms = []
+        for pipeline in plan.pipelines:
+            form = known.get(id(pipeline.template))
+            if form is None or len(self._total) > 1:
+                form = known[id(pipeline.template)] = self._catalog.form_of(pipeline)
+            forms.append(form)
+        return forms
+
+    def _others_by_timeline(self, best: _Outcome, proposal: _Proposal) -> Iterator[_Outcome]:
+        """Yield the outcome with pipelines cut again by the timeline, the changed ones, then all; then a fresh plan."""
+        pipelines, catalog = best.plan.pipelines, self._catalog
+        nodes, counts = [own.nodes for own in pipelines], [own.num_microbatches for own in pipelines]
+        forms = self._forms_of(best.plan)
+        known: dict[tuple[object, ...], Form] = {}
+        again = []
+        for form, own in zip(forms, pipelines, strict=True):
+            speeds = tuple(speeds_among(own.nodes, self._living.speeds) or ())
+            key = id(own.template), own.num_microbatches, speeds
+            if key not in known:
+                known[key] = catalog.cut_again(form, own.num_microbatches, len(pipelines), speeds)
+            again.append(known[key])
+        old = {own.nodes for own in self._living.plan.pipelines}
+        for changed in (True, False):
+            cut = [
+                new if own not in old or not changed else form
+                for new, form, own in zip(again, forms, nodes, strict=True)
+            ]
+            if any(new.template is not own.template for new, own in zip(cut, pipelines, strict=True)):
+                yield self._weigh(proposal, cut, nodes, usual=forms, usual_nodes=nodes, num_microbatches=counts)
+        fresh, shares = catalog.start(self._total, is_slowed=bool(self._slow))
+        if shares is not None and self._astray(len(fresh)) <= proposal.least[0]:
+            origins = self._origins_of(fresh)
+            move = Move(
+                action="rebuild",
+                pipelines=tuple((origin, catalog.counts_of(form)) for origin, form in zip(origins, fresh, strict=True)),
+                detail="all nodes are planned again",
+            )
+            planned = _Proposal(move=move, set_aside=frozenset(), least=(self._astray(len(fresh)), 0.0))
+            yield self._weigh(planned, fresh, self._assign_nodes(planned, fresh), num_microbatches=shares)
+
+    def _origins_of(self, forms: Sequence[Form]) -> list[int | None]:
+        """Return the old pipeline that each new one continues: one of equal stages, else one of equally many nodes."""
+        old, origins = self._living.plan.pipelines, list[int | None]([None] * len(forms))
+        waiting = dict.fromkeys(sorted(range(len(old)), key=lambda index: (index not in self._intact, index)))
+        for is_alike in (True, False):
+            by_key: dict[object, list[int]] = {}
+            for index in reversed(waiting):
+                by_key.setdefault(old[index].template.stages if is_alike else len(old[index].nodes), []).append(index)
+            for place, form in enumerate(forms):
+                indices = by_key.get(form.template.stages if is_alike else form.template.num_nodes)
+                if origins[place] is None and indices:
+                    origins[place] = index = indices.pop()
+                    del waiting[index]
+        return origins
 
     def _num_kept(self, outcome: _Outcome) -> int:
         before, after = (
@@ -120,18 +224,23 @@ class _Search:
 
     def _proposals(self) -> Iterator[_Proposal]:
         settings = self._catalog.settings
-        fewest, most = self._catalog.num_pipelines(self._total)
+        self._catalog.num_pipelines(self._total)  # raises PlanningError if there can be none
         quickest = max([1.0, *self._living.speeds.values()])
         for set_aside in self._living.without_slowest():
             for move in self._propose(self._living, self._continued, set_aside):
                 number = len(move.pipelines)
                 if number > settings.num_microbatches:
                     continue
-                # The wanted number of pipelines takes precedence over time: redundancy is not for sale.
-                astray = max(fewest - number, number - most if settings.num_pipelines is not None else 0, 0)
+                astray = self._astray(number)
                 # Bounds hold at nominal speed, and a node may be faster than its profile.
                 least_s = self._catalog.least_s([counts for _, counts in move.pipelines], self._total)
                 yield _Proposal(move=move, set_aside=set_aside, least=(astray, least_s / quickest))
+
+    def _astray(self, number: int) -> int:
+        """Return how many pipelines a number is away from the wanted ones."""
+        fewest, most = self._catalog.num_pipelines(self._total)
+        # The wanted number takes precedence over time: redundancy is not for sale.
+        return max(fewest - number, number - most if self._catalog.settings.num_pipelines is not None else 0, 0)
 
     def _go_on(self) -> dict[int, Form]:
         """Return the form in which each old pipeline continues with unchanged numbers of nodes of each kind."""
@@ -264,6 +373,7 @@ class _Search:
         *,
         usual: Sequence[Form] = (),
         usual_nodes: Sequence[Sequence[str]] = (),
+        num_microbatches: Sequence[int] | None = None,
     ) -> _Outcome:
         """Weigh a move; `usual` and `usual_nodes` are the forms and nodes before some were cut and placed again."""
         move, living, catalog = proposal.move, self._living, self._catalog
@@ -275,7 +385,14 @@ class _Search:
         # After a loss, training should not wait for layers whose move makes a step only a little shorter.
         still_fast = 1.0 if living.is_whole else STILL_FAST
         pipelines = list(zip(forms, nodes, strict=True))
-        plan, step_s = catalog.build_plan(pipelines, idle, living.speeds, before=living.plan, still_fast=still_fast)
+        plan, step_s = catalog.build_plan(
+            pipelines,
+            idle,
+            living.speeds,
+            before=living.plan,
+            still_fast=still_fast,
+            num_microbatches=num_microbatches,
+        )
         arrivals = tuple(
             (node, needed)
             for index, ((origin, _), form, chosen) in enumerate(zip(move.pipelines, forms, nodes, strict=True))
@@ -288,15 +405,19 @@ class _Search:
         # The seconds of a step if the time until the next change pays for one transition.
         weighed_s = step_s * (1 + transition_s / catalog.settings.mean_time_to_failure_s)
         return _Outcome(
+            move=move,
             action=move.action,
             detail=detail_of(move.detail, others, moved),
             plan=plan,
             step_s=step_s,
+            transition_s=transition_s,
             score=(proposal.least[0], weighed_s),
             arrivals=arrivals,
         )
 
-    def _assign_nodes(self, proposal: _Proposal, forms: Sequence[Form]) -> list[tuple[str, ...]]:
+    def _assign_nodes(
+        self, proposal: _Proposal, forms: Sequence[Form], *, evenly: bool = False
+    ) -> list[tuple[str, ...]]:
         """Return the nodes of each new pipeline, matched by kind; pipelines that continue whole keep their nodes."""
         living, catalog = self._living, self._catalog
         old = living.plan.pipelines
@@ -304,7 +425,12 @@ class _Search:
         kept: set[int] = set()
         for (origin, _), form in zip(proposal.move.pipelines, forms, strict=True):
             own = old[origin].nodes if origin is not None and origin in self._intact else ()
-            stays = origin is not None and form is self._continued.get(origin) and proposal.set_aside.isdisjoint(own)
+            stays = (
+                not evenly
+                and origin is not None
+                and form is self._continued.get(origin)
+                and proposal.set_aside.isdisjoint(own)
+            )
             nodes.append(own if own and stays else None)
             if own and stays and origin is not None:
                 kept.add(origin)
@@ -319,7 +445,7 @@ class _Search:
         candidates = catalog.by_kind([node for node in free if node not in proposal.set_aside])
         for positions, alike in zip(waiting, candidates, strict=True):
             held = {node: living.holdings[node] for node in alike}
-            matched.append(iter(match_nodes(positions, held, living.origins, catalog.costs.layer_bytes)))
+            matched.append(iter(match_nodes(positions, held, living.origins, catalog.costs.layer_bytes, evenly=evenly)))
         return [
             tuple(next(matched[kind]) for kind in form.kinds) if chosen is None else chosen
             for form, chosen in zip(forms, nodes, strict=True)
