@@ -33,6 +33,7 @@ class Catalog(ABC):
         # Keyed by the identity of the template, which the value keeps alive: comparing templates takes long.
         self._needed: dict[int, tuple[PipelineTemplate, tuple[Holding, ...]]] = {}
         self._for_speeds: dict[tuple[object, ...], Form] = {}
+        self._fewest: dict[Counts, int] = {}
         self._orders: dict[tuple[object, ...], tuple[int, ...] | None] = {}
 
     @abstractmethod
@@ -124,7 +125,21 @@ class Catalog(ABC):
         if self.settings.num_pipelines is not None:
             wanted = min(self.settings.num_pipelines, most)
             return wanted, wanted
+        if self.settings.max_redundancy_percent is not None:
+            return self._affordable(total, most), most
         return min(self.settings.fault_threshold + 1, most), most
+
+    def _affordable(self, total: Counts, most: int) -> int:
+        """Return how many pipelines, up to f + 1, make a step at most so much longer as redundancy may cost."""
+        if total not in self._fewest:
+            longest_s = (1 + (self.settings.max_redundancy_percent or 0.0) / 100) * self.best_step_s(total, 1, most)
+            wanted = range(min(self.settings.fault_threshold + 1, most), 1, -1)
+            self._fewest[total] = next((n for n in wanted if self.best_step_s(total, n, most) <= longest_s), 1)
+        return self._fewest[total]
+
+    @abstractmethod
+    def best_step_s(self, total: Counts, fewest: int, most: int) -> float:
+        """Return the seconds of the best step of `fewest` to `most` pipelines."""
 
     def needed(self, template: PipelineTemplate) -> tuple[Holding, ...]:
         """Return the layers that each node of a pipeline has to hold."""

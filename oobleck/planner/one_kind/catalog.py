@@ -183,6 +183,9 @@ class OneKindCatalog(Catalog):
     def _best(self, num_nodes: int) -> Sizing:
         return self.choose(num_nodes, self.settings.num_microbatches, *self.num_pipelines((num_nodes,)))
 
+    def best_step_s(self, total: Counts, fewest: int, most: int) -> float:
+        return self.choose(total[0], self.settings.num_microbatches, fewest, most).step_s
+
     def choose(self, num_nodes: int, num_microbatches: int, fewest: int, most: int) -> Sizing:
         """Return the best `fewest` to `most` pipelines of `num_nodes` nodes."""
         key = num_nodes, num_microbatches, fewest, most
