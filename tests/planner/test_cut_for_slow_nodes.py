@@ -286,7 +286,7 @@ def test_all_stages_of_a_slow_node_with_several_devices_are_smaller(degree: int)
     assert max(numbers["node1"]) < 8 < 12 < min(numbers["node0"])
     before_s = planner.rest_s(plan, {0: (64, 0)}, slow={"node1": 2.0})
     after_s = planner.rest_s(decision.plan, {0: (64, 0)}, slow={"node1": 2.0})
-    assert after_s == pytest.approx(decision.predicted_step_s)
+    assert after_s == pytest.approx(decision.predicted_step_s, rel=0.02)  # one of them by a bound
     assert after_s < 0.75 * before_s
 
 

@@ -314,8 +314,8 @@ class _Search:
         proposals = [(cut, nodes)] if _others(cut, forms) else []
         if placed != nodes:
             kept = [
-                form if own.kinds == form.kinds and chosen is not before else usual
-                for own, form, usual, chosen, before in zip(moved, forms, cut, placed, nodes, strict=True)
+                usual if chosen is not before else own
+                for own, usual, chosen, before in zip(moved, forms, placed, nodes, strict=True)
             ]
             proposals += [(kept, placed), (moved, placed)]
         yield from proposals
@@ -347,16 +347,13 @@ class _Search:
         order = self._catalog.order_for(form, speeds, pipeline.num_microbatches)
         if order is None:
             return None
-        kinds = tuple(form.kinds[place] for place in order)
-        if kinds != form.kinds:
-            form = Form(template=form.template, kinds=kinds)
         placed = [nodes[place] for place in order]
         cut = self._cut_for(form, placed, pipeline.num_microbatches)
         # Nodes of one kind and speed are interchangeable, so each goes where it has to receive least.
         needed = self._catalog.needed(cut.template)
         alike: dict[tuple[int, float], list[int]] = {}
         for index, place in enumerate(order):
-            alike.setdefault((kinds[index], speeds[place]), []).append(index)
+            alike.setdefault((form.kinds[index], speeds[place]), []).append(index)
         for places in alike.values():
             positions = [Position(needed=needed[index], origin=-1) for index in places]
             held = {placed[index]: living.holdings[placed[index]] for index in places}

@@ -69,7 +69,7 @@ def order_for_speeds(
 ) -> tuple[int, ...] | None:
     """Return the best order of a pipeline's nodes as their present places, or None where no cut fits.
 
-    The arguments are as for `cut_for_speeds`. Nodes may take the places of nodes with as many devices. Exact over all
+    The arguments are as for `cut_for_speeds`. Nodes take the places of nodes of their kind. Exact over all
     orders and cuts while the nodes are of few sorts, such as one slow node among like ones; beyond that the closest
     speeds count as equal. O(bounds · states · L²).
     """
@@ -81,8 +81,7 @@ def order_for_speeds(
     for place in range(len(costs)):
         reached = {}
         for state, sort in product(before, range(len(sorts))):
-            # A place has stages for all devices of its node.
-            if state[sort] < numbers[sort] and sorts[sort].costs.devices_per_node == costs[place].devices_per_node:
+            if state[sort] < numbers[sort] and sorts[sort].costs is costs[place]:
                 after = (*state[:sort], state[sort] + 1, *state[sort + 1 :])
                 reached.setdefault(after, []).append((sort, state))
         levels.append(reached)
