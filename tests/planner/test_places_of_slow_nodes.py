@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import assume, given
@@ -15,6 +15,8 @@ from oobleck.planner import Planner, PlannerSettings, Profile, device_sheet, est
 from oobleck.planner.costs import StageCosts, Timing
 from oobleck.planner.instantiation import distribute_microbatches
 from oobleck.planner.inventory import needed_holdings
+from oobleck.planner.makespan import PassTimes
+from oobleck.planner.one_kind import OneKindCatalog
 from oobleck.planner.templates import cut_for_speeds, order_for_speeds
 from tests.examples import examples
 from tests.planner.drawing import make_layer, make_network, make_profile
@@ -161,20 +163,24 @@ def test_no_other_place_for_one_slow_node_has_a_shorter_step(
     assert planner.reconfigure(start.plan, slow=slow).predicted_step_s <= start.predicted_step_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("model", "num_nodes", "factor", "most"), [("gpt3-2.7b", 2, 3.0, 1.01), ("gpt3-6.7b", 4, 2.0, 1.01)]
-)
-def test_a_slow_node_leaves_a_place_with_much_work(model: str, num_nodes: int, factor: float, most: float) -> None:
-    """Where memory is tight, the place with the fewest layers costs nearly nothing: the first, with most in flight."""
+@pytest.mark.parametrize(("model", "num_nodes", "factor"), [("gpt3-2.7b", 2, 3.0), ("gpt3-6.7b", 4, 2.0)])
+def test_a_slow_node_gets_a_place_within_a_percent_of_the_best(model: str, num_nodes: int, factor: float) -> None:
+    """Where memory is tight, places have different numbers of layers; by the timeline, over all places and cuts."""
     profile = estimate_profile(model_shape(model), device_sheet("A100"), microbatch_size=2, sequence_length=2048)
     asked = PlannerSettings(num_microbatches=32, fault_threshold=0)
-    planner, nodes = Planner(profile, asked), names(num_nodes)
-    steps_s = []
+    planner, catalog, nodes = Planner(profile, asked), OneKindCatalog(profile, asked), names(num_nodes)
+    costs = StageCosts(profile, max_in_flight=32)
+    times = PassTimes(profile, costs.device_counts)
+    cuts = [each for each in all_cuts(some_template(num_nodes, profile.num_layers)) if costs.fits(each)]
+    places = [_slow_at(place, num_nodes, factor) for place in range(num_nodes)]
+    best_s = min(times.step_s(cut, 32, speeds) for cut in cuts for speeds in places)
+    reasons = []
     for node in nodes:
         decision = planner.reconfigure(planner.initial_plan(nodes).plan, slow={node: factor})
-        steps_s.append(decision.predicted_step_s)
-        start: Mapping[str, float] = {node: factor}
-        assert planner.initial_plan(nodes, slow=start).predicted_step_s == pytest.approx(steps_s[-1], rel=1e-6)
-    assert max(steps_s) <= most * min(steps_s)
-    decision = planner.reconfigure(planner.initial_plan(nodes).plan, slow={nodes[-1]: factor})
-    assert "the nodes of pipeline 0 change places" in decision.reason
+        for found in (decision, planner.initial_plan(nodes, slow={node: factor})):
+            own_s = catalog.exact_step_s(found.plan, {node: 1 / factor})
+            assert own_s is not None
+            assert own_s <= 1.0051 * best_s
+            assert own_s <= found.predicted_step_s * (1 + 1e-9)
+        reasons.append(decision.reason)
+    assert any("the nodes of pipeline 0 change places" in reason for reason in reasons)

@@ -33,6 +33,11 @@ _LEAST_SOONER = 0.05
 _LEAST_GAIN = 0.005
 # Stages are cut for slow nodes, and the batch shared out again, in at most this many rounds.
 _MOST_ROUNDS = 3
+# On few nodes, slow ones included, so many of the outcomes that are best by their bounds are compared by timelines. The
+# bound of stages that were cut for slow nodes may be too short by up to this share.
+_FEW_COMPARED = 64
+_MOST_COMPARED = 8
+_MOST_TOO_SHORT = 0.05
 
 # A score has the pipelines too few or too many, then the weighed seconds of a step.
 _Score = tuple[int, float]
@@ -71,6 +76,10 @@ class _Outcome:
     score: _Score
     arrivals: tuple[tuple[str, Holding], ...]
     """Nodes that receive layers, with all that they have to hold."""
+    forms: Sequence[Form]
+    usual: Sequence[Form]
+    usual_nodes: Sequence[Sequence[str]]
+    """The forms and nodes before some were cut and placed again."""
 
 
 def reconfigure(catalog: Catalog, propose: Propose, plan: ExecutionPlan, changes: Changes) -> Decision:
@@ -95,6 +104,9 @@ class _Search:
         self._total = catalog.count(living.holdings)
         self._continued = self._go_on()
         self._intact = self._untouched()
+        # Several kinds have no timeline.
+        self._compares = bool(self._slow) and len(self._total) == 1 and len(living.holdings) <= _FEW_COMPARED
+        self._weighed: list[tuple[_Outcome, _Proposal]] = []
 
     def best(self) -> _Outcome:
         """Return the best outcome. Raises PlanningError where the nodes left cannot hold the model."""
@@ -104,9 +116,10 @@ class _Search:
     def _best_by_bounds(self) -> tuple[_Outcome, _Proposal]:
         proposals = list(self._proposals())
         best: _Outcome | None = None
+        slack = 1 + _MOST_TOO_SHORT if self._compares else 1.0
         # Of moves with equal bounds the gentler come first, and stay unless a later one is truly better.
         for proposal in sorted(proposals, key=lambda proposal: proposal.least):
-            if best is None or _beats(proposal.least, best.score):
+            if best is None or _beats(proposal.least, (best.score[0], best.score[1] * slack)):
                 outcome = self._carry_out(proposal)
                 if best is None or _beats(outcome.score, best.score):
                     best, chosen = outcome, proposal
@@ -134,7 +147,8 @@ class _Search:
         horizon_s, num_kept = self._catalog.settings.mean_time_to_failure_s, self._num_kept(best)
         best_s = own_s * (1 + best.transition_s / horizon_s)
         found, found_s = best, own_s
-        for other in self._others_by_timeline(best, proposal):
+        others = [self._cut_by_timeline(best, proposal), self._runners_up(best), self._planned_again(best)]
+        for other in chain.from_iterable(others):
             step_s = self._catalog.exact_step_s(other.plan, self._living.speeds)
             assert step_s is not None, "it has a timeline if the outcome has one"
             weighed_s = step_s * (1 + other.transition_s / horizon_s)
@@ -149,7 +163,7 @@ class _Search:
         pipelines = best.plan.pipelines
         if self._slow or not best.arrivals or len(self._living.holdings) > _FEW_NODES:
             return best
-        forms, counts = self._forms_of(best.plan), [own.num_microbatches for own in pipelines]
+        forms, counts = best.forms, [own.num_microbatches for own in pipelines]
         proposal = _Proposal(move=best.move, set_aside=frozenset(), least=(best.score[0], 0.0))
         nodes = self._assign_nodes(proposal, forms, evenly=True)
         other = self._weigh(proposal, forms, nodes, num_microbatches=counts)
@@ -157,22 +171,10 @@ class _Search:
             return best
         return replace(best, plan=other.plan, arrivals=other.arrivals, transition_s=other.transition_s)
 
-    def _forms_of(self, plan: ExecutionPlan) -> list[Form]:
-        """Return the form of each pipeline, the same object for equal ones: thousands of pipelines share a few."""
-        known: dict[object, Form] = {id(form.template): form for form in self._continued.values()}
-        forms = []
-        for pipeline in plan.pipelines:
-            form = known.get(id(pipeline.template))
-            if form is None or len(self._total) > 1:
-                form = known[id(pipeline.template)] = self._catalog.form_of(pipeline)
-            forms.append(form)
-        return forms
-
-    def _others_by_timeline(self, best: _Outcome, proposal: _Proposal) -> Iterator[_Outcome]:
-        """Yield the outcome with pipelines cut again by the timeline, the changed ones, then all; then a fresh plan."""
-        pipelines, catalog = best.plan.pipelines, self._catalog
+    def _cut_by_timeline(self, outcome: _Outcome, proposal: _Proposal) -> Iterator[_Outcome]:
+        """Yield the outcome with pipelines cut again by the timeline, the changed ones, then all."""
+        pipelines, forms, catalog = outcome.plan.pipelines, outcome.forms, self._catalog
         nodes, counts = [own.nodes for own in pipelines], [own.num_microbatches for own in pipelines]
-        forms = self._forms_of(best.plan)
         known: dict[tuple[object, ...], Form] = {}
         again = []
         for form, own in zip(forms, pipelines, strict=True):
@@ -188,9 +190,25 @@ class _Search:
                 for new, form, own in zip(again, forms, nodes, strict=True)
             ]
             if any(new.template is not own.template for new, own in zip(cut, pipelines, strict=True)):
-                yield self._weigh(proposal, cut, nodes, usual=forms, usual_nodes=nodes, num_microbatches=counts)
+                usual, before = outcome.usual, outcome.usual_nodes
+                yield self._weigh(proposal, cut, nodes, usual=usual, usual_nodes=before, num_microbatches=counts)
+
+    def _runners_up(self, best: _Outcome) -> Iterator[_Outcome]:
+        """Yield the other outcomes that bounds put first, each as it is and cut again by the timeline."""
+        distinct = {best.plan.pipelines}
+        for outcome, proposal in sorted(self._weighed, key=lambda weighed: weighed[0].score):
+            if outcome.score[0] > best.score[0] or len(distinct) == _MOST_COMPARED:
+                return
+            if outcome.plan.pipelines not in distinct:
+                distinct.add(outcome.plan.pipelines)
+                yield outcome
+                yield from self._cut_by_timeline(outcome, proposal)
+
+    def _planned_again(self, best: _Outcome) -> Iterator[_Outcome]:
+        """Yield a fresh plan of the living nodes, none of them slow."""
+        catalog = self._catalog
         fresh, shares = catalog.start(self._total, is_slowed=bool(self._slow))
-        if shares is not None and self._astray(len(fresh)) <= proposal.least[0]:
+        if shares is not None and self._astray(len(fresh)) <= best.score[0]:
             origins = self._origins_of(fresh)
             move = Move(
                 action="rebuild",
@@ -284,15 +302,19 @@ class _Search:
         best: _Outcome | None = None
         for grouped in chain([nodes], gathered):
             found = self._weigh(proposal, forms, grouped)
+            weighed = [found]
             # Cuts change the shares of the batch, for which stages are cut.
             for _ in range(_MOST_ROUNDS):
                 before = found
                 for cut, placed in self._cut_again(forms, before.plan):
                     outcome = self._weigh(proposal, cut, placed, usual=forms, usual_nodes=grouped)
+                    weighed.append(outcome)
                     if _beats(outcome.score, found.score):
                         found = outcome
                 if found is before or not self._slow:
                     break
+            if self._compares:
+                self._weighed += [(each, proposal) for each in weighed]
             if best is None or _beats(found.score, best.score):
                 best = found
         assert best is not None, "the assigned nodes were weighed"
@@ -410,6 +432,9 @@ class _Search:
             transition_s=transition_s,
             score=(proposal.least[0], weighed_s),
             arrivals=arrivals,
+            forms=forms,
+            usual=usual or forms,
+            usual_nodes=usual_nodes or nodes,
         )
 
     def _assign_nodes(
@@ -454,4 +479,5 @@ def _beats(score: _Score, other: _Score) -> bool:
 
 
 def _others(forms: Sequence[Form], before: Sequence[Form]) -> list[int]:
-    return [index for index, (own, usual) in enumerate(zip(forms, before, strict=False)) if own is not usual]
+    pairs = enumerate(zip(forms, before, strict=False))
+    return [index for index, (own, usual) in pairs if own is not usual]
