@@ -78,6 +78,10 @@ class Catalog(ABC):
         """Return the event-exact seconds of a plan's step, reduction included; None where bounds have to do."""
         return None
 
+    def exact_shares(self, plan: ExecutionPlan, speeds: Mapping[str, float]) -> tuple[int, ...]:
+        """Return the microbatches of a plan's pipelines that suit their timelines, where it has an exact step."""
+        return tuple(pipeline.num_microbatches for pipeline in plan.pipelines)
+
     def cut_again(self, form: Form, num_microbatches: int, num_pipelines: int, speeds: tuple[float, ...] = ()) -> Form:
         """Return a pipeline with the fastest stages by the timeline, among so many; `speeds` if its nodes are slow."""
         return form

@@ -33,10 +33,15 @@ def test_a_plan_is_within_a_percent_of_a_fresh_one_where_moves_repay(
         decision = planner.initial_plan(nodes)
         for number in range(data.draw(st.integers(1, 4), label="changes")):
             before, lost, joined = decision.plan, [], []
-            if data.draw(st.booleans(), label="is lost"):
+            change = data.draw(st.sampled_from(("loss", "join", "slow for a while")), label="change")
+            if change == "loss":
                 lost = [data.draw(st.sampled_from(before.nodes))]
-            else:
+            elif change == "join":
                 joined = [f"joined{number}"]
+            else:
+                slowed = planner.reconfigure(before, slow={data.draw(st.sampled_from(before.nodes)): 2.0})
+                assert is_sound(slowed, before, planner)
+                before = slowed.plan
             decision = planner.reconfigure(before, lost=lost, joined=joined)
             assert is_sound(decision, before, planner, lost)
             fresh = Planner(profile, settings).initial_plan([*decision.plan.nodes, *decision.plan.spares])

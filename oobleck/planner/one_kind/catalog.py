@@ -8,7 +8,15 @@ from dataclasses import replace
 from oobleck.plan import ExecutionPlan, PipelineTemplate
 from oobleck.planner.catalog import STILL_FAST, Catalog, speeds_among
 from oobleck.planner.costs import Timing, footprint
-from oobleck.planner.instantiation import SizeOption, Sizing, bytes_reduction_s, choose_sizes, reduction_s, sizing_of
+from oobleck.planner.instantiation import (
+    SizeOption,
+    Sizing,
+    bytes_reduction_s,
+    choose_sizes,
+    distribute_microbatches,
+    reduction_s,
+    sizing_of,
+)
 from oobleck.planner.kinds import Counts, Form, KindCosts
 from oobleck.planner.profiles import Profile
 from oobleck.planner.templates import MOST_STAGES, find_templates
@@ -94,6 +102,13 @@ class OneKindCatalog(Catalog):
         slowest_s = max(self._exact.step_s(template, *key[1:]) for key, template in alike.items())
         reduced_bytes = max(map(self._costs.reduced_bytes, {id(each): each for each in alike.values()}.values()))
         return slowest_s + reduction_s(self.profile.network, reduced_bytes, len(plan.pipelines))
+
+    def exact_shares(self, plan: ExecutionPlan, speeds: Mapping[str, float]) -> tuple[int, ...]:
+        timings = [
+            self._exact.timing(each.template, each.num_microbatches, tuple(speeds_among(each.nodes, speeds) or ()))
+            for each in plan.pipelines
+        ]
+        return distribute_microbatches(timings, self.settings.num_microbatches)
 
     def cut_again(self, form: Form, num_microbatches: int, num_pipelines: int, speeds: tuple[float, ...] = ()) -> Form:
         cut = self._exact.cut_again(form.template, num_microbatches, num_pipelines, speeds)

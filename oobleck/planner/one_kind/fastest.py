@@ -101,12 +101,15 @@ class ExactTimes:
         if template.num_stages > MOST_STAGES:
             return option
         best = self.cut_again(template, num_microbatches, num_pipelines)
-        # A line through the event-exact times at a size's share of the batch and at twice that share.
-        step_s, twice_s = self.step_s(best, num_microbatches), self.step_s(best, 2 * num_microbatches)
-        next_s = (twice_s - step_s) / num_microbatches
+        timing = self.timing(best, num_microbatches)
+        return SizeOption(timing=timing, reduced_bytes=self._costs.reduced_bytes(best))
+
+    def timing(self, template: PipelineTemplate, num_microbatches: int, speeds: tuple[float, ...] = ()) -> Timing:
+        """Return the line through the event-exact times of that many microbatches and of twice as many."""
+        step_s = self.step_s(template, num_microbatches, speeds)
+        next_s = (self.step_s(template, 2 * num_microbatches, speeds) - step_s) / num_microbatches
         # The first microbatch passes all stages, a further one only waits for the slowest.
-        first_s = max(next_s, step_s - (num_microbatches - 1) * next_s)
-        return SizeOption(timing=Timing(first_s=first_s, next_s=next_s), reduced_bytes=self._costs.reduced_bytes(best))
+        return Timing(first_s=max(next_s, step_s - (num_microbatches - 1) * next_s), next_s=next_s)
 
     def _pipelines(self, templates: Mapping[int, PipelineTemplate], sizing: Sizing, *, again: bool) -> FastPipelines:
         """Return the pipelines of a sizing, with their templates as they are or cut again for their microbatches."""

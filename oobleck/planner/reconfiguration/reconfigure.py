@@ -29,7 +29,7 @@ _WORTH = 0.01
 _FEW_NODES = 512
 # More bytes may move in all if the copies are done sooner by this share.
 _LEAST_SOONER = 0.05
-# By the timeline a plan has to be shorter by this share to replace one that moves no more pipelines.
+# By the timeline a plan has to be shorter by this share to replace one whose copies are done sooner.
 _LEAST_GAIN = 0.005
 # Stages are cut for slow nodes, and the batch shared out again, in at most this many rounds.
 _MOST_ROUNDS = 3
@@ -106,14 +106,13 @@ class _Search:
         self._intact = self._untouched()
         # Several kinds have no timeline.
         self._compares = bool(self._slow) and len(self._total) == 1 and len(living.holdings) <= _FEW_COMPARED
-        self._weighed: list[tuple[_Outcome, _Proposal]] = []
+        self._weighed: list[_Outcome] = []
 
     def best(self) -> _Outcome:
         """Return the best outcome. Raises PlanningError where the nodes left cannot hold the model."""
-        best = self._best_by_timeline(*self._best_by_bounds())
-        return self._with_even_links(best)
+        return self._with_even_links(self._best_by_timeline(self._best_by_bounds()))
 
-    def _best_by_bounds(self) -> tuple[_Outcome, _Proposal]:
+    def _best_by_bounds(self) -> _Outcome:
         proposals = list(self._proposals())
         best: _Outcome | None = None
         slack = 1 + _MOST_TOO_SHORT if self._compares else 1.0
@@ -126,7 +125,7 @@ class _Search:
         if best is None:
             raise PlanningError("the nodes left cannot hold the model")
         if self._living.is_whole or len(self._total) > 1:  # with several kinds the score alone decides
-            return best, chosen
+            return best
         astray, weighed_s = best.score
         enough = astray, weighed_s * (1 + _WORTH)
         # Unlike the sorted ones, `proposals` are still in the order of gentleness.
@@ -134,44 +133,54 @@ class _Search:
             if gentler.least <= enough and len(gentler.move.pipelines) == len(chosen.move.pipelines):
                 outcome = self._carry_out(gentler)
                 if outcome.score <= enough and self._num_kept(outcome) > self._num_kept(best):
-                    return outcome, gentler
-        return best, chosen
+                    return outcome
+        return best
 
-    def _best_by_timeline(self, best: _Outcome, proposal: _Proposal) -> _Outcome:
+    def _best_by_timeline(self, best: _Outcome) -> _Outcome:
         """Return the outcome, or one whose step is truly shorter by its timeline and repays what has to move."""
         if self._slow and len(self._living.holdings) > _FEW_NODES:
             return best
         own_s = self._catalog.exact_step_s(best.plan, self._living.speeds)
         if own_s is None:
             return best
-        horizon_s, num_kept = self._catalog.settings.mean_time_to_failure_s, self._num_kept(best)
-        best_s = own_s * (1 + best.transition_s / horizon_s)
-        found, found_s = best, own_s
-        others = [self._cut_by_timeline(best, proposal), self._runners_up(best), self._planned_again(best)]
-        for other in chain.from_iterable(others):
+        horizon_s = self._catalog.settings.mean_time_to_failure_s
+        found, found_s, weighed_s = best, own_s, own_s * (1 + best.transition_s / horizon_s)
+        others = [iter((best,)), self._cut_by_timeline(best), self._runners_up(best), self._planned_again(best)]
+        for other in self._shared_out(chain.from_iterable(others)):
             step_s = self._catalog.exact_step_s(other.plan, self._living.speeds)
             assert step_s is not None, "it has a timeline if the outcome has one"
-            weighed_s = step_s * (1 + other.transition_s / horizon_s)
-            gain = _WORTH if self._num_kept(other) < num_kept else _LEAST_GAIN
-            if weighed_s <= best_s * (1 - (gain if found is best else _TOLERANCE)):
-                found, found_s, best_s = other, step_s, weighed_s
+            other_s = step_s * (1 + other.transition_s / horizon_s)
+            if other_s <= weighed_s * (1 - self._least_gain(found, other)):
+                found, found_s, weighed_s = other, step_s, other_s
         # A kept cut may take longer than the bound of its size; a plan that is truly faster has no longer bound.
         return replace(found, step_s=max(min(found.step_s, best.step_s), found_s))
+
+    def _shared_out(self, outcomes: Iterator[_Outcome]) -> Iterator[_Outcome]:
+        """Yield outcomes, and those with slow nodes also with the shares of the batch that suit their timelines."""
+        for outcome in outcomes:
+            yield outcome
+            if self._slow:
+                counts = self._catalog.exact_shares(outcome.plan, self._living.speeds)
+                if counts != tuple(own.num_microbatches for own in outcome.plan.pipelines):
+                    yield self._weigh_again(outcome, outcome.forms, counts)
+
+    def _least_gain(self, before: _Outcome, other: _Outcome) -> float:
+        if self._num_kept(other) < self._num_kept(before):
+            return _WORTH
+        return _LEAST_GAIN if other.transition_s > before.transition_s else _TOLERANCE
 
     def _with_even_links(self, best: _Outcome) -> _Outcome:
         """Return the outcome with nodes matched so that the busiest link is done first, where that is sooner."""
         pipelines = best.plan.pipelines
         if self._slow or not best.arrivals or len(self._living.holdings) > _FEW_NODES:
             return best
-        forms, counts = best.forms, [own.num_microbatches for own in pipelines]
-        proposal = _Proposal(move=best.move, set_aside=frozenset(), least=(best.score[0], 0.0))
-        nodes = self._assign_nodes(proposal, forms, evenly=True)
-        other = self._weigh(proposal, forms, nodes, num_microbatches=counts)
+        nodes = self._assign_nodes(best.move, best.forms, evenly=True)
+        other = self._weigh(best.move, best.forms, nodes, num_microbatches=[own.num_microbatches for own in pipelines])
         if other.transition_s >= best.transition_s * (1 - _LEAST_SOONER):
             return best
         return replace(best, plan=other.plan, arrivals=other.arrivals, transition_s=other.transition_s)
 
-    def _cut_by_timeline(self, outcome: _Outcome, proposal: _Proposal) -> Iterator[_Outcome]:
+    def _cut_by_timeline(self, outcome: _Outcome) -> Iterator[_Outcome]:
         """Yield the outcome with pipelines cut again by the timeline, the changed ones, then all."""
         pipelines, forms, catalog = outcome.plan.pipelines, outcome.forms, self._catalog
         nodes, counts = [own.nodes for own in pipelines], [own.num_microbatches for own in pipelines]
@@ -190,33 +199,45 @@ class _Search:
                 for new, form, own in zip(again, forms, nodes, strict=True)
             ]
             if any(new.template is not own.template for new, own in zip(cut, pipelines, strict=True)):
-                usual, before = outcome.usual, outcome.usual_nodes
-                yield self._weigh(proposal, cut, nodes, usual=usual, usual_nodes=before, num_microbatches=counts)
+                yield self._weigh_again(outcome, cut, counts)
+
+    def _weigh_again(self, outcome: _Outcome, forms: Sequence[Form], num_microbatches: Sequence[int]) -> _Outcome:
+        return self._weigh(
+            outcome.move,
+            forms,
+            [own.nodes for own in outcome.plan.pipelines],
+            usual=outcome.usual,
+            usual_nodes=outcome.usual_nodes,
+            num_microbatches=num_microbatches,
+        )
 
     def _runners_up(self, best: _Outcome) -> Iterator[_Outcome]:
         """Yield the other outcomes that bounds put first, each as it is and cut again by the timeline."""
         distinct = {best.plan.pipelines}
-        for outcome, proposal in sorted(self._weighed, key=lambda weighed: weighed[0].score):
+        for outcome in sorted(self._weighed, key=lambda outcome: outcome.score):
             if outcome.score[0] > best.score[0] or len(distinct) == _MOST_COMPARED:
                 return
             if outcome.plan.pipelines not in distinct:
                 distinct.add(outcome.plan.pipelines)
                 yield outcome
-                yield from self._cut_by_timeline(outcome, proposal)
+                yield from self._cut_by_timeline(outcome)
 
     def _planned_again(self, best: _Outcome) -> Iterator[_Outcome]:
-        """Yield a fresh plan of the living nodes, none of them slow."""
+        """Yield a fresh plan of the living nodes that are not slow, if they can form as many pipelines."""
         catalog = self._catalog
-        fresh, shares = catalog.start(self._total, is_slowed=bool(self._slow))
-        if shares is not None and self._astray(len(fresh)) <= best.score[0]:
+        total = catalog.count(self._living.holdings.keys() - self._slow)
+        if not catalog.most_pipelines(total):
+            return
+        fresh, shares = catalog.start(total, is_slowed=False)
+        if self._astray(len(fresh)) <= best.score[0]:
             origins = self._origins_of(fresh)
             move = Move(
                 action="rebuild",
                 pipelines=tuple((origin, catalog.counts_of(form)) for origin, form in zip(origins, fresh, strict=True)),
-                detail="all nodes are planned again",
+                detail=f"all {'other ' if self._slow else ''}nodes are planned again",
             )
-            planned = _Proposal(move=move, set_aside=frozenset(), least=(self._astray(len(fresh)), 0.0))
-            yield self._weigh(planned, fresh, self._assign_nodes(planned, fresh), num_microbatches=shares)
+            nodes = self._assign_nodes(move, fresh, set_aside=self._slow)
+            yield self._weigh(move, fresh, nodes, num_microbatches=shares)
 
     def _origins_of(self, forms: Sequence[Form]) -> list[int | None]:
         """Return the old pipeline that each new one continues: one of equal stages, else one of equally many nodes."""
@@ -288,33 +309,42 @@ class _Search:
             and tuple(map(holdings.get, pipeline.nodes)) == self._catalog.needed(self._continued[index].template)
         )
 
+    def _stays_whole(self, origin: int | None, form: Form, nodes: Sequence[str]) -> bool:
+        """Whether a new pipeline is an untouched old one, so that its nodes hold all that they need."""
+        # Identity is enough: what continues keeps its form and the tuple of its nodes.
+        return (
+            origin in self._intact
+            and nodes is self._living.plan.pipelines[origin].nodes
+            and form is self._continued[origin]
+        )
+
     def _carry_out(self, proposal: _Proposal) -> _Outcome:
         living, catalog = self._living, self._catalog
         forms = []
         for origin, counts in proposal.move.pipelines:
             own = None if origin is None else self._continued.get(origin)
             forms.append(own if own and catalog.counts_of(own) == counts else catalog.form(counts, self._total))
-        nodes = self._assign_nodes(proposal, forms)
+        nodes = self._assign_nodes(proposal.move, forms, set_aside=proposal.set_aside)
         gathered: Iterator[Sequence[Sequence[str]]] = iter(())
         if len(self._total) == 1:  # any node may be swapped for any other
             needed = [catalog.needed(form.template) for form in forms]
             gathered = gather_slow_nodes(nodes, needed, self._slow, living.holdings, catalog.costs.layer_bytes)
         best: _Outcome | None = None
         for grouped in chain([nodes], gathered):
-            found = self._weigh(proposal, forms, grouped)
+            found = self._weigh(proposal.move, forms, grouped)
             weighed = [found]
             # Cuts change the shares of the batch, for which stages are cut.
             for _ in range(_MOST_ROUNDS):
                 before = found
                 for cut, placed in self._cut_again(forms, before.plan):
-                    outcome = self._weigh(proposal, cut, placed, usual=forms, usual_nodes=grouped)
+                    outcome = self._weigh(proposal.move, cut, placed, usual=forms, usual_nodes=grouped)
                     weighed.append(outcome)
                     if _beats(outcome.score, found.score):
                         found = outcome
                 if found is before or not self._slow:
                     break
             if self._compares:
-                self._weighed += [(each, proposal) for each in weighed]
+                self._weighed += weighed
             if best is None or _beats(found.score, best.score):
                 best = found
         assert best is not None, "the assigned nodes were weighed"
@@ -386,7 +416,7 @@ class _Search:
 
     def _weigh(
         self,
-        proposal: _Proposal,
+        move: Move,
         forms: Sequence[Form],
         nodes: Sequence[Sequence[str]],
         *,
@@ -394,8 +424,8 @@ class _Search:
         usual_nodes: Sequence[Sequence[str]] = (),
         num_microbatches: Sequence[int] | None = None,
     ) -> _Outcome:
-        """Weigh a move; `usual` and `usual_nodes` are the forms and nodes before some were cut and placed again."""
-        move, living, catalog = proposal.move, self._living, self._catalog
+        """Weigh a move; its wording compares with `usual` and `usual_nodes`, before some were cut and placed again."""
+        living, catalog = self._living, self._catalog
         others = _others(forms, usual)
         moved = [i for i, (own, before) in enumerate(zip(nodes, usual_nodes, strict=False)) if own != before]
         holdings, used = living.holdings, frozenset(chain.from_iterable(nodes))
@@ -414,9 +444,8 @@ class _Search:
         )
         arrivals = tuple(
             (node, needed)
-            for index, ((origin, _), form, chosen) in enumerate(zip(move.pipelines, forms, nodes, strict=True))
-            # Identity is enough: pipelines that keep their nodes keep the tuple.
-            if origin not in self._intact or chosen is not living.plan.pipelines[origin].nodes or index in others
+            for (origin, _), form, chosen in zip(move.pipelines, forms, nodes, strict=True)
+            if not self._stays_whole(origin, form, chosen)
             for node, needed in zip(chosen, catalog.needed(form.template), strict=True)
             if holdings[node] != needed
         )
@@ -430,7 +459,7 @@ class _Search:
             plan=plan,
             step_s=step_s,
             transition_s=transition_s,
-            score=(proposal.least[0], weighed_s),
+            score=(self._astray(len(forms)), weighed_s),
             arrivals=arrivals,
             forms=forms,
             usual=usual or forms,
@@ -438,20 +467,17 @@ class _Search:
         )
 
     def _assign_nodes(
-        self, proposal: _Proposal, forms: Sequence[Form], *, evenly: bool = False
+        self, move: Move, forms: Sequence[Form], *, set_aside: frozenset[str] = frozenset(), evenly: bool = False
     ) -> list[tuple[str, ...]]:
         """Return the nodes of each new pipeline, matched by kind; pipelines that continue whole keep their nodes."""
         living, catalog = self._living, self._catalog
         old = living.plan.pipelines
         nodes: list[tuple[str, ...] | None] = []
         kept: set[int] = set()
-        for (origin, _), form in zip(proposal.move.pipelines, forms, strict=True):
+        for (origin, _), form in zip(move.pipelines, forms, strict=True):
             own = old[origin].nodes if origin is not None and origin in self._intact else ()
             stays = (
-                not evenly
-                and origin is not None
-                and form is self._continued.get(origin)
-                and proposal.set_aside.isdisjoint(own)
+                not evenly and origin is not None and form is self._continued.get(origin) and set_aside.isdisjoint(own)
             )
             nodes.append(own if own and stays else None)
             if own and stays and origin is not None:
@@ -459,12 +485,12 @@ class _Search:
         others = (node for index, each in enumerate(old) if index not in kept for node in each.nodes)
         free = [*filter(living.origins.__contains__, others), *living.free]
         waiting: list[list[Position]] = [[] for _ in self._total]
-        for (origin, _), form, chosen in zip(proposal.move.pipelines, forms, nodes, strict=True):
+        for (origin, _), form, chosen in zip(move.pipelines, forms, nodes, strict=True):
             if chosen is None:
                 for kind, needed in zip(form.kinds, catalog.needed(form.template), strict=True):
                     waiting[kind].append(Position(needed=needed, origin=-1 if origin is None else origin))
         matched = []
-        candidates = catalog.by_kind([node for node in free if node not in proposal.set_aside])
+        candidates = catalog.by_kind([node for node in free if node not in set_aside])
         for positions, alike in zip(waiting, candidates, strict=True):
             held = {node: living.holdings[node] for node in alike}
             matched.append(iter(match_nodes(positions, held, living.origins, catalog.costs.layer_bytes, evenly=evenly)))
