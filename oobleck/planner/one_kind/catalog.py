@@ -39,7 +39,9 @@ class OneKindCatalog(Catalog):
         self._templates: dict[int, PipelineTemplate] = {}
         self._options: dict[int, SizeOption] = {}
         self._sizings: dict[tuple[int, int, int, int], Sizing] = {}
-        self._forms: dict[int, Form] = {}  # keyed by the identity of the template
+        # Keyed by the identity of the template, which the value keeps alive.
+        self._forms: dict[int, Form] = {}
+        self._excesses: dict[tuple[int, int], tuple[PipelineTemplate, float]] = {}
         self._exact = ExactTimes(self._costs)
         self._fast: dict[Counts, FastPipelines | None] = {}
         self._cutter = None if make_cutter is None else make_cutter(profile)
@@ -216,7 +218,10 @@ class OneKindCatalog(Catalog):
         return self._sizings[key]
 
     def predicted_step_s(self, plan: ExecutionPlan, bound_s: float, speeds: Mapping[str, float]) -> float:
-        if self._cutter is None or all(pipeline.template.num_chunks == 1 for pipeline in plan.pipelines):
+        if (own_s := self.exact_step_s(plan, speeds)) is not None:
+            return max(bound_s, own_s)  # the bound may be too short where stages are uneven
+        assert self._cutter is not None, "it is why there is no exact step"
+        if all(pipeline.template.num_chunks == 1 for pipeline in plan.pipelines):
             return bound_s
         exact_s: dict[tuple[int, int], float] = {}
         slowest_s = 0.0
@@ -259,14 +264,19 @@ class OneKindCatalog(Catalog):
         The excess is the price of a cut for slow nodes, or for another share of the batch.
         """
         usual = self._templates[template.num_nodes]
-        if template.num_chunks > 1:
+        if template is usual or template.num_chunks > 1:
             return 1.0
-        if template.num_stages > MOST_STAGES:  # never cut by the event-exact time
-            return self._costs.timing(template).step_s(share) / self._costs.timing(usual).step_s(share)
-        own_s, usual_s = (
-            self._exact.step_s(each, share) + self._reduction_s(each, share) for each in (template, usual)
-        )
-        return max(1.0, own_s / usual_s)
+        known, excess = self._excesses.get((id(template), share), (None, 1.0))
+        if known is not template:
+            if template.num_stages > MOST_STAGES:  # never cut by the event-exact time
+                own_s, usual_s = (self._costs.timing(each).step_s(share) for each in (template, usual))
+            else:
+                own_s, usual_s = (
+                    self._exact.step_s(each, share) + self._reduction_s(each, share) for each in (template, usual)
+                )
+            excess = max(1.0, own_s / usual_s)
+            self._excesses[id(template), share] = template, excess
+        return excess
 
     def _reduction_s(self, template: PipelineTemplate, share: int) -> float:
         num_pipelines = max(1, round(self.settings.num_microbatches / share))

@@ -102,6 +102,7 @@ class _Search:
         self._catalog, self._propose, self._living = catalog, propose, living
         self._slow = living.slow
         self._total = catalog.count(living.holdings)
+        self._templates = {pipeline.nodes: pipeline.template for pipeline in living.plan.pipelines}
         self._continued = self._go_on()
         self._intact = self._untouched()
         # Several kinds have no timeline.
@@ -144,16 +145,16 @@ class _Search:
         if own_s is None:
             return best
         horizon_s = self._catalog.settings.mean_time_to_failure_s
-        found, found_s, weighed_s = best, own_s, own_s * (1 + best.transition_s / horizon_s)
+        found, weighed_s = best, own_s * (1 + best.transition_s / horizon_s)
         others = [iter((best,)), self._cut_by_timeline(best), self._runners_up(best), self._planned_again(best)]
         for other in self._shared_out(chain.from_iterable(others)):
             step_s = self._catalog.exact_step_s(other.plan, self._living.speeds)
             assert step_s is not None, "it has a timeline if the outcome has one"
             other_s = step_s * (1 + other.transition_s / horizon_s)
-            if other_s <= weighed_s * (1 - self._least_gain(found, other)):
-                found, found_s, weighed_s = other, step_s, other_s
-        # A kept cut may take longer than the bound of its size; a plan that is truly faster has no longer bound.
-        return replace(found, step_s=max(min(found.step_s, best.step_s), found_s))
+            if other_s < weighed_s and other_s <= weighed_s * (1 - self._least_gain(found, other)):
+                found, weighed_s = other, other_s
+        # A plan that is truly faster has no longer bound.
+        return replace(found, step_s=min(found.step_s, best.step_s))
 
     def _shared_out(self, outcomes: Iterator[_Outcome]) -> Iterator[_Outcome]:
         """Yield outcomes, and those with slow nodes also with the shares of the batch that suit their timelines."""
@@ -255,11 +256,13 @@ class _Search:
         return origins
 
     def _num_kept(self, outcome: _Outcome) -> int:
-        before, after = (
-            {(pipeline.nodes, pipeline.template.stages) for pipeline in plan.pipelines}
-            for plan in (self._living.plan, outcome.plan)
-        )
-        return len(before & after)
+        """Return how many pipelines keep their nodes and stages."""
+        kept = 0
+        for own in outcome.plan.pipelines:
+            before = self._templates.get(own.nodes)
+            # Comparing stages takes long, and most templates are the same object.
+            kept += before is own.template or (before is not None and before.stages == own.template.stages)
+        return kept
 
     def _proposals(self) -> Iterator[_Proposal]:
         settings = self._catalog.settings
