@@ -31,6 +31,19 @@ class PlanOptions:
         "KIND:PRICE,…",
         "What a node of each kind costs an hour: also say which nodes train most for their price.",
     )
+    max_redundancy: float | None = option(
+        "--max-redundancy",
+        "PERCENT",
+        "Have f + 1 pipelines only if a step is at most so much longer.",
+        parser=inputs.real(0.0, 1e6),
+    )
+    change_interval: float = option(
+        "--change-interval",
+        "SECONDS",
+        "Expected time between changes of the nodes, in which a plan has to repay its copies.",
+        default=3600.0,
+        parser=inputs.real(1.0, 1e9),
+    )
     after_losing: str | None = option(
         "--after-losing", "NODES", "Show what happens after losing these nodes: node3,node7."
     )
@@ -85,6 +98,8 @@ def _report(options: PlanOptions, counts: int | tuple[inputs.KindCount, ...]) ->
         max_devices_per_stage=kinds[0].devices_per_node if len(kinds) == 1 else 1,
         fault_threshold=planning.fault_threshold,
         num_pipelines=planning.pipelines,
+        max_redundancy_percent=options.max_redundancy,
+        mean_time_to_failure_s=options.change_interval,
     )
     prices = options.prices
     return make_report(

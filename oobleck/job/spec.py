@@ -343,6 +343,10 @@ class JobSpec:
     """The most samples of an evaluation; None takes all that are kept for it."""
     fault_threshold: int = bounded(1, 0, MAX_NODES)
     """f: the number of simultaneous node failures that never cost state."""
+    max_redundancy_percent: float | None = bounded(None, 0.0, 1e6)
+    """The most that f + 1 pipelines may lengthen a step; None pays any price."""
+    change_interval_s: float = bounded(3600.0, 1.0, 1e9)
+    """The expected seconds between changes of the nodes, within which a plan has to repay what moves for it."""
     num_pipelines: int | None = bounded(None, 1, MAX_NODES)
     """Asks the planner for exactly this many pipelines as long as the nodes allow it."""
     schedule: ScheduleName = "1f1b"

@@ -16,7 +16,7 @@ from .costs import Timing
 from .instantiation import distribute_microbatches, reduction_s
 from .inventory import Holding, needed_holdings
 from .kinds import Counts, Form, KindCosts
-from .templates import cut_for_speeds
+from .templates import cut_for_speeds, order_for_speeds
 
 # Cutting a pipeline again moves its layers, so a slightly slower template stays.
 STILL_FAST = 1.05
@@ -33,6 +33,8 @@ class Catalog(ABC):
         # Keyed by the identity of the template, which the value keeps alive: comparing templates takes long.
         self._needed: dict[int, tuple[PipelineTemplate, tuple[Holding, ...]]] = {}
         self._for_speeds: dict[tuple[object, ...], Form] = {}
+        self._fewest: dict[Counts, int] = {}
+        self._orders: dict[tuple[object, ...], tuple[int, ...] | None] = {}
 
     @abstractmethod
     def kind(self, node: str) -> int:
@@ -71,6 +73,18 @@ class Catalog(ABC):
         `is_slowed` tells that some of the nodes are slow. Raises PlanningError.
         """
         return [self.form(counts, total) for counts in self.best(total)[0]], None
+
+    def exact_step_s(self, plan: ExecutionPlan, speeds: Mapping[str, float]) -> float | None:
+        """Return the event-exact seconds of a plan's step, reduction included; None where bounds have to do."""
+        return None
+
+    def exact_shares(self, plan: ExecutionPlan, speeds: Mapping[str, float]) -> tuple[int, ...]:
+        """Return the microbatches of a plan's pipelines that suit their timelines, where it has an exact step."""
+        return tuple(pipeline.num_microbatches for pipeline in plan.pipelines)
+
+    def cut_again(self, form: Form, num_microbatches: int, num_pipelines: int, speeds: tuple[float, ...] = ()) -> Form:
+        """Return a pipeline with the fastest stages by the timeline, among so many; `speeds` if its nodes are slow."""
+        return form
 
     def least_s(self, pipelines: Sequence[Counts], total: Counts) -> float:
         """Return a lower bound on the seconds of these pipelines' step, with no node slow."""
@@ -115,7 +129,21 @@ class Catalog(ABC):
         if self.settings.num_pipelines is not None:
             wanted = min(self.settings.num_pipelines, most)
             return wanted, wanted
+        if self.settings.max_redundancy_percent is not None:
+            return self._affordable(total, most), most
         return min(self.settings.fault_threshold + 1, most), most
+
+    def _affordable(self, total: Counts, most: int) -> int:
+        """Return how many pipelines, up to f + 1, make a step at most so much longer as redundancy may cost."""
+        if total not in self._fewest:
+            longest_s = (1 + (self.settings.max_redundancy_percent or 0.0) / 100) * self.best_step_s(total, 1, most)
+            wanted = range(min(self.settings.fault_threshold + 1, most), 1, -1)
+            self._fewest[total] = next((n for n in wanted if self.best_step_s(total, n, most) <= longest_s), 1)
+        return self._fewest[total]
+
+    @abstractmethod
+    def best_step_s(self, total: Counts, fewest: int, most: int) -> float:
+        """Return the seconds of the best step of `fewest` to `most` pipelines."""
 
     def needed(self, template: PipelineTemplate) -> tuple[Holding, ...]:
         """Return the layers that each node of a pipeline has to hold."""
@@ -138,6 +166,18 @@ class Catalog(ABC):
         # Callers compare forms by identity, so an equal cut has to be the same object.
         return form if found.template.stages == template.stages else found
 
+    def order_for(self, form: Form, speeds: Sequence[float], num_microbatches: int) -> tuple[int, ...] | None:
+        """Return the best order of a pipeline's nodes, as their present places; None where no other is better."""
+        template = form.template
+        if template.num_chunks > 1 or template.num_nodes == 1:
+            return None
+        key = template.stages, form.kinds, tuple(speeds), num_microbatches
+        if key not in self._orders:
+            costs = [self.costs.of[kind] for kind in form.kinds]
+            self._orders[key] = order_for_speeds(costs, template, speeds, num_microbatches)
+        order = self._orders[key]
+        return None if order == tuple(range(template.num_nodes)) else order
+
     def cut_plan(self, plan: ExecutionPlan) -> ExecutionPlan:
         """Return the plan with its pipelines cut into chunks, where the schedule needs them."""
         return plan
@@ -154,11 +194,13 @@ class Catalog(ABC):
         *,
         before: ExecutionPlan | None = None,
         still_fast: float = STILL_FAST,
+        num_microbatches: Sequence[int] | None = None,
     ) -> tuple[ExecutionPlan, float]:
         """Return the plan of pipelines given as (form, nodes), and the seconds of its step at the given speeds.
 
         A pipeline without slow nodes that takes up to `still_fast` times as long as others of its size counts as
-        equally fast. Pipelines that are unchanged since the plan `before` stay the same objects.
+        equally fast. `num_microbatches` fixes the shares of the batch. Pipelines that are unchanged since the plan
+        `before` stay the same objects.
         """
         # Old pipeline objects have computed their workers already.
         known = {each.nodes: each for each in before.pipelines} if before is not None else {}
@@ -175,7 +217,7 @@ class Catalog(ABC):
                 timing = self.timing(form, slowed, share, still_fast)
             timings.append(timing)
             reduced_bytes = max(reduced_bytes, own_bytes)
-        counts = distribute_microbatches(timings, self.settings.num_microbatches)
+        counts = num_microbatches or distribute_microbatches(timings, self.settings.num_microbatches)
         slowest_s = max(timing.step_s(count) for timing, count in zip(timings, counts, strict=True))
         made = []
         for (form, nodes), count in zip(pipelines, counts, strict=True):

@@ -161,6 +161,7 @@ class StageCosts:
         self._messages = np.array([0, *(layer.message_bytes for layer in layers[:-1]), 0], dtype=np.float64)
         self._activation = prefix_sums([layer.activation_bytes for layer in layers])
         self._trained = prefix_sums([layer.trained_bytes for layer in layers])
+        self._empty = np.tri(self.num_layers + 1, dtype=bool)
         self._cuts = {}
         for same_node in (False, True):
             each_s = [cut_seconds(profile.network, layer.output_bytes, same_node=same_node) for layer in layers[:-1]]
@@ -181,7 +182,7 @@ class StageCosts:
         table += self._cuts[left_same_node][:, None]
         table += self._cuts[right_same_node][None, :]
         # Every stage has a layer.
-        table[np.tril_indices_from(table)] = np.inf
+        table[self._empty] = np.inf
         return table
 
     def most_in_flight(self, num_devices: int) -> Floats:
@@ -259,6 +260,14 @@ class StageCosts:
         for stage in template.stages:
             nodes[stage.node_index] += int(self._trained[stage.stop_layer] - self._trained[stage.first_layer])
         return max(nodes)
+
+    def most_reduced(self, template: PipelineTemplate, stops: NDArray[np.int64]) -> Floats:
+        """Return what `reduced_bytes` would be for each of many cuts of the template, [candidate, S + 1]."""
+        held = np.diff(self._trained[stops], axis=1)
+        nodes = np.zeros((template.num_nodes, len(stops)))
+        np.add.at(nodes, [stage.node_index for stage in template.stages], held.T)
+        most: Floats = nodes.max(axis=0)
+        return most
 
     def stage(self, first_layer: int, stop_layer: int, device: int, num_devices: int) -> StageTemplate:
         """Return a stage whose first device is number `device`, counted over all nodes of its pipeline."""

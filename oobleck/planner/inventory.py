@@ -22,7 +22,7 @@ def needed_holdings(template: PipelineTemplate, devices_per_node: int) -> tuple[
     return tuple(tuple(node) for node in nodes)
 
 
-def missing_bytes(needed: Holding, held: Holding, layer_bytes: Sequence[int]) -> int:
+def missing_bytes(needed: Holding, held: Holding, layer_bytes: Sequence[float]) -> float:
     """Return the bytes that a node with `held` has to receive to hold `needed`."""
     return sum(
         layer_bytes[layer]

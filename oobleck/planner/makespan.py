@@ -20,8 +20,8 @@ from .profiles import Profile
 Stops = NDArray[np.int64]
 """[candidate, S + 1]: 0, and where each stage stops."""
 
-# With this many microbatches for each stage, each further one takes a constant time.
-_MOST_ROUNDS = 8
+MOST_ROUNDS = 8
+"""With this many microbatches for each stage, each further one takes a constant time."""
 
 
 def stops_of(template: PipelineTemplate) -> Stops:
@@ -32,6 +32,7 @@ def stops_of(template: PipelineTemplate) -> Stops:
 class PassTimes:
     def __init__(self, profile: Profile, device_counts: Sequence[int]) -> None:
         layers = profile.layers
+        self._lines: dict[object, tuple[float, float]] = {}
         self._forward = {n: prefix_sums([layer.forward_s[n] for layer in layers]) for n in device_counts}
         self._backward = {n: prefix_sums([layer.backward_s[n] for layer in layers]) for n in device_counts}
         self._messages = {
@@ -41,23 +42,39 @@ class PassTimes:
             for same_node in (False, True)
         }
 
-    def step_s(self, template: PipelineTemplate, num_microbatches: int) -> float:
-        """Return the seconds of one step of a pipeline, without the reduction."""
-        return float(self.steps_s(template, stops_of(template), num_microbatches)[0])
-
-    def steps_s(self, template: PipelineTemplate, stops: Stops, num_microbatches: int) -> Floats:
-        """Return the seconds of a step for each candidate cut of the template; O(S · m) for m microbatches."""
-        passes = self._passes(template, stops)
-        most = _MOST_ROUNDS * template.num_stages
+    def step_s(self, template: PipelineTemplate, num_microbatches: int, speeds: Sequence[float] = ()) -> float:
+        """Return the seconds of one step of a pipeline, without the reduction; `speeds` (0.5: half) are by node."""
+        stops, most = stops_of(template), MOST_ROUNDS * template.num_stages
         if num_microbatches <= most:
-            return _makespans(*passes, num_microbatches)
-        most_s = _makespans(*passes, most)
-        # The difference leaves out the warm-up and the drain, which both runs have.
-        each_s = (most_s - _makespans(*passes, most // 2)) / (most - most // 2)
+            return float(self.steps_s(template, stops, num_microbatches, speeds)[0])
+        key = template.stages, tuple(speeds)
+        if key not in self._lines:
+            most_s, each_s = self._line(template, stops, speeds)
+            self._lines[key] = float(most_s[0]), float(each_s[0])
+        first_s, next_s = self._lines[key]
+        return first_s + (num_microbatches - most) * next_s
+
+    def steps_s(
+        self, template: PipelineTemplate, stops: Stops, num_microbatches: int, speeds: Sequence[float] = ()
+    ) -> Floats:
+        """Return the seconds of a step for each candidate cut of the template; O(S · m) for m microbatches."""
+        most = MOST_ROUNDS * template.num_stages
+        if num_microbatches <= most:
+            return _makespans(*self._passes(template, stops, speeds), num_microbatches)
+        most_s, each_s = self._line(template, stops, speeds)
         steps_s: Floats = most_s + (num_microbatches - most) * each_s
         return steps_s
 
-    def _passes(self, template: PipelineTemplate, stops: Stops) -> tuple[Floats, Floats, Floats]:
+    def _line(self, template: PipelineTemplate, stops: Stops, speeds: Sequence[float]) -> tuple[Floats, Floats]:
+        """Return the seconds of `MOST_ROUNDS` microbatches for each stage, and of each further microbatch."""
+        passes, most = self._passes(template, stops, speeds), MOST_ROUNDS * template.num_stages
+        most_s = _makespans(*passes, most)
+        # The difference leaves out the warm-up and the drain, which both runs have.
+        return most_s, (most_s - _makespans(*passes, most // 2)) / (most - most // 2)
+
+    def _passes(
+        self, template: PipelineTemplate, stops: Stops, speeds: Sequence[float]
+    ) -> tuple[Floats, Floats, Floats]:
         """Return forward and backward seconds, [stage, candidate], and those of the messages between stages."""
         stages = template.stages
         forward, backward = np.empty((2, len(stages), len(stops)))
@@ -65,6 +82,9 @@ class PassTimes:
             first, stop = stops[:, index], stops[:, index + 1]
             forward[index] = self._forward[stage.num_devices][stop] - self._forward[stage.num_devices][first]
             backward[index] = self._backward[stage.num_devices][stop] - self._backward[stage.num_devices][first]
+            if speeds:
+                forward[index] /= speeds[stage.node_index]
+                backward[index] /= speeds[stage.node_index]
         messages = np.zeros((len(stages) - 1, len(stops)))
         for index in range(len(stages) - 1):
             same_node = stages[index].node_index == stages[index + 1].node_index

@@ -138,8 +138,9 @@ class Planner:
             if best is None or (len(plan.pipelines) >= len(best[0].pipelines) and step_s < best[1]):
                 best = plan, step_s
         assert best is not None, "all nodes were tried"
-        plan = self._catalog.cut_plan(best[0])
-        step_s = self._catalog.predicted_step_s(plan, best[1], speeds)
+        plan, step_s = self._fit_to_slow(best[0], speeds) or best
+        plan = self._catalog.cut_plan(plan)
+        step_s = self._catalog.predicted_step_s(plan, step_s, speeds)
         redundant = len(plan.pipelines) > self.settings.fault_threshold
         return Decision(
             plan=groups.expand_plan(plan, self._degree),
@@ -256,6 +257,23 @@ class Planner:
         )
         bound_s = self._catalog.best(total)[1]  # predictions are bounds throughout
         return ExecutionPlan(pipelines=pipelines, spares=spares), bound_s
+
+    def _fit_to_slow(self, plan: ExecutionPlan, speeds: Mapping[str, float]) -> tuple[ExecutionPlan, float] | None:
+        """Return what the plan would become if no layer had to move, and its step; None where no node is slow."""
+        nodes = (*plan.nodes, *plan.spares)
+        if all(speeds.get(node, 1.0) == 1.0 for node in nodes):
+            return None
+        everything, devices = frozenset(range(plan.num_layers)), range(self._catalog.most_devices)
+        changes = Changes(
+            lost=(),
+            joined=(),
+            leaving=(),
+            resting=(),
+            speeds=speeds,
+            held={WorkerId(node, device): everything for node in nodes for device in devices},
+        )
+        decision = reconfigure(self._catalog, self._propose, plan, changes)
+        return decision.plan, decision.predicted_step_s
 
     def _reason(self, plan: ExecutionPlan, *, redundant: bool) -> str:
         num_nodes = len(plan.nodes)

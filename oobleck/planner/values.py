@@ -27,6 +27,8 @@ class PlannerSettings:
     """f: simultaneous node losses that never cost state; plans have at least f + 1 pipelines where nodes allow."""
     num_pipelines: int | None = None
     """Exactly this many pipelines where nodes and microbatches allow it; None lets the planner choose."""
+    max_redundancy_percent: float | None = None
+    """f + 1 pipelines, or as many as possible, only if they make a step at most so much longer; None: at any price."""
     mean_time_to_failure_s: float = 3600.0
     """Expected seconds to the next change, within which a transition has to repay itself."""
     microbatches_per_device: int = 4
@@ -50,6 +52,8 @@ class PlannerSettings:
             value, least = getattr(self, name), 0 if name in at_least_0 else 1
             if value is not None and value < least:
                 raise PlanningError(f"{name} is {value}; it must be at least {least}")
+        if (cap := self.max_redundancy_percent) is not None and not (math.isfinite(cap) and cap >= 0):
+            raise PlanningError(f"max_redundancy_percent is {cap}; it must be at least 0")
         if not (math.isfinite(self.mean_time_to_failure_s) and self.mean_time_to_failure_s > 0):
             raise PlanningError(f"mean_time_to_failure_s is {self.mean_time_to_failure_s}; it must be above 0")
 

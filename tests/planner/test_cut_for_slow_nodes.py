@@ -154,7 +154,12 @@ def test_no_plan_is_slower_than_what_would_be_chosen_without_new_cuts(
     )
     catalog = Uncut(profile, asked)
     uncut = reconfigure(catalog, partial(propose_moves, catalog), plan, slowed_down)
-    assert decision.predicted_step_s <= uncut.predicted_step_s * (1 + 1e-6)
+    own_s, uncut_s = (catalog.exact_step_s(each.plan, slowed_down.speeds) for each in (decision, uncut))
+    assert own_s is not None
+    assert uncut_s is not None
+    # More pipelines change only for 1 % by the timeline, and what bounds put far behind is not looked at.
+    assert own_s <= 1.02 * uncut_s
+    assert own_s <= decision.predicted_step_s * (1 + 1e-9)
     # Another planner, which has never seen the plans, decides alike, also about what comes next.
     other = Planner(profile, asked)
     assert other.reconfigure(plan, slow=slow) == decision
@@ -164,8 +169,21 @@ def test_no_plan_is_slower_than_what_would_be_chosen_without_new_cuts(
     )
 
 
+def test_a_pipeline_that_bounds_cut_receives_its_layers_where_the_timeline_cuts_only_others() -> None:
+    seconds, params = (3, 5, 3, 3, 3, 7, 9), (9, 8, 9, 4, 2, 9, 2)
+    activations, outputs = (4, 2, 6, 2, 9, 3, 2), (3, 0, 0, 1, 3, 3, 0)
+    layers = [
+        make_layer(own_s, param_bytes=own_bytes, activation_bytes=kept, output_bytes=100 * output)
+        for own_s, own_bytes, kept, output in zip(seconds, params, activations, outputs, strict=True)
+    ]
+    planner = Planner(make_profile(layers, memory_bytes=250), settings(8, num_pipelines=2, fault_threshold=1))
+    plan = planner.initial_plan(names(8)).plan
+    slow = dict.fromkeys(("node0", "node1", "node2", "node3", "node7"), 1.25) | {"node5": 2.0}
+    assert is_sound(planner.reconfigure(plan, slow=slow), plan, planner)
+
+
 @pytest.mark.parametrize(
-    ("factor", "expected"), [(1.3, [7, 11, 11, 11]), (1.5, [7, 11, 11, 11]), (2.0, [4, 12, 12, 12])]
+    ("factor", "expected"), [(1.3, [8, 10, 11, 11]), (1.5, [7, 11, 11, 11]), (2.0, [4, 12, 12, 12])]
 )
 def test_a_slow_node_has_fewer_layers_and_the_timeline_agrees(factor: float, expected: list[int]) -> None:
     profile = make_profile([make_layer(1.0)] * 40, network=make_network(latency_s=0.0, inter=1e12))
@@ -286,7 +304,7 @@ def test_all_stages_of_a_slow_node_with_several_devices_are_smaller(degree: int)
     assert max(numbers["node1"]) < 8 < 12 < min(numbers["node0"])
     before_s = planner.rest_s(plan, {0: (64, 0)}, slow={"node1": 2.0})
     after_s = planner.rest_s(decision.plan, {0: (64, 0)}, slow={"node1": 2.0})
-    assert after_s == pytest.approx(decision.predicted_step_s)
+    assert after_s == pytest.approx(decision.predicted_step_s, rel=0.02)  # one of them by a bound
     assert after_s < 0.75 * before_s
 
 

@@ -71,7 +71,24 @@ def test_several_pipelines_of_nodes_with_several_devices_reconfigure() -> None:
     plan = several.initial_plan(nodes(4)).plan
     decision = several.reconfigure(plan, lost=["node0"])
     assert sorted(len(pipeline.nodes) for pipeline in decision.plan.pipelines) == [1, 2]
-    assert {transfer.target.node for transfer in decision.transfers} == {"node1"}
+    for place, layers in decision.plan.layers_at.items():
+        received = {transfer.layer for transfer in decision.transfers if transfer.target == place}
+        assert received == layers - plan.layers_at[place]
+
+
+def test_redundancy_may_cost_so_much_and_no_more() -> None:
+    """On a slow network a second pipeline's reduction takes longer than it saves."""
+    profile = make_profile([make_layer(3.0, param_bytes=8)] * 12, network=make_network(inter=1.0, latency_s=0.0))
+
+    def asked(**options: float | None) -> Planner:
+        return Planner(profile, PlannerSettings(num_microbatches=8, **options))  # type: ignore[arg-type]  # numbers
+
+    cost = asked(fault_threshold=1).step_s(nodes(12)) / asked(fault_threshold=0).step_s(nodes(12)) - 1
+    assert cost > 0.1
+    for percent, expected in ((None, 2), (100 * cost + 1, 2), (100 * cost - 1, 1), (0.0, 1)):
+        decision = asked(fault_threshold=1, max_redundancy_percent=percent).initial_plan(nodes(12))
+        assert len(decision.plan.pipelines) == expected
+        assert decision.redundant == (expected == 2)
 
 
 def test_fewer_pipelines_than_asked_for_where_the_model_is_too_large() -> None:
@@ -84,11 +101,12 @@ def test_fewer_pipelines_where_microbatches_are_few() -> None:
     assert [pipeline.num_microbatches for pipeline in decision.plan.pipelines] in ([2], [1, 1])
 
 
-def test_fast_nodes_come_together_and_the_slowest_wait() -> None:
+def test_slow_nodes_come_together_and_the_slowest_wait() -> None:
     slow = {"node0": 2.0, "node2": 2.0}
     plan = planner(num_pipelines=2).initial_plan(nodes(4), slow=slow).plan
-    assert [set(pipeline.nodes) for pipeline in plan.pipelines] == [{"node1", "node3"}, {"node0", "node2"}]
-    assert plan.pipelines[0].num_microbatches > plan.pipelines[1].num_microbatches
+    normal, with_slow = plan.pipelines
+    assert set(slow) == set(with_slow.nodes)
+    assert (normal.num_microbatches, with_slow.num_microbatches) == (6, 2)
     plan = planner(num_pipelines=1, fault_threshold=0).initial_plan(nodes(3), slow={"node1": 100.0}).plan
     assert plan.spares == ("node1",)
 
@@ -179,6 +197,8 @@ def test_factors_of_slow_nodes_are_positive(factor: float) -> None:
         ("fault_threshold", -1),
         ("reserved_memory_bytes", -1),
         ("num_pipelines", 0),
+        ("max_redundancy_percent", -1.0),
+        ("max_redundancy_percent", float("inf")),
         ("mean_time_to_failure_s", 0.0),
         ("mean_time_to_failure_s", float("nan")),
     ],

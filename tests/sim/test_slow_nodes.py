@@ -140,14 +140,16 @@ def durations(entries: tuple[JournalEntry, ...], *, since_s: float, until_s: flo
 def test_stages_are_cut_again_for_a_slow_node_and_steps_become_as_short_as_predicted():
     played = run(HALF, replace(HALF, t_s=60.0, factor=1.0), setting=replace(DEEP, duration_s=120.0))
     before, cut, after = (entry for entry in played.entries if isinstance(entry, PlanAdopted))
-    assert [stages(plan) for plan in (before, cut, after)] == [[(4, 4, 4, 4)], [(5, 1, 5, 5)], [(4, 4, 4, 4)]]
+    assert [stages(plan) for plan in (before, cut, after)] == [[(4, 4, 4, 4)], [(5, 5, 2, 4)], [(4, 4, 4, 4)]]
+    (pipeline,) = cut.plan.pipelines
+    assert pipeline.nodes.index("n1") == 2
     assert recoveries(played.entries) == [(PlanCause.SLOW, ("n1",)), (PlanCause.SLOW, ("n1",))]
     slow_s = durations(played.entries, since_s=14.0, until_s=cut.t_s)[-1]
     cut_s = durations(played.entries, since_s=cut.t_s + 4.0, until_s=60.0)
     assert min(cut_s) == pytest.approx(max(cut_s), rel=0.01)
-    # Goodput rises as predicted: 36 % more steps in a second.
+    # Goodput rises as predicted: 39 % more steps in a second.
     assert cut_s[0] == pytest.approx(cut.predicted_step_s, rel=0.01)
-    assert slow_s / cut_s[0] == pytest.approx(1.36, rel=0.02)
+    assert slow_s / cut_s[0] == pytest.approx(1.386, rel=0.01)
     usual_s = durations(played.entries, since_s=5.0, until_s=10.0)[-1]
     assert durations(played.entries, since_s=after.t_s + 4.0, until_s=120.0)[0] == pytest.approx(usual_s, rel=0.01)
 
@@ -158,7 +160,8 @@ def test_a_run_survives_whatever_comes_after_its_stages_were_cut_again():
     for lost in ("n0", "n1", "n7"):
         played = run(*events, Lost(t_s=60.0, node=lost), setting=TWO_DEEP)
         plans_of = [entry for entry in played.entries if isinstance(entry, PlanAdopted)]
-        assert (7, 3, 7, 7) in stages(plans_of[1])
+        assert stages(plans_of[1]) == [(6, 5, 5, 4, 4), (12, 4, 8)]
+        assert plans_of[1].plan.pipelines[1].nodes.index("n1") == 1
         assert lost not in plans_of[-1].plan.nodes
         for plan in plans_of:
             assert all(sum(lengths) == 24 for lengths in stages(plan))

@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 from .batches import distribute_microbatches
-from .sizes import SizeOption, Sizing, choose_sizes, reduction_s, sizing_of
+from .sizes import SizeOption, Sizing, bytes_reduction_s, choose_sizes, reduction_s, sizing_of
 
-__all__ = ["SizeOption", "Sizing", "choose_sizes", "distribute_microbatches", "reduction_s", "sizing_of"]
+__all__ = [
+    "SizeOption",
+    "Sizing",
+    "bytes_reduction_s",
+    "choose_sizes",
+    "distribute_microbatches",
+    "reduction_s",
+    "sizing_of",
+]

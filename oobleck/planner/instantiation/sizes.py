@@ -47,8 +47,13 @@ def reduction_s(network: NetworkProfile, reduced_bytes: int, num_pipelines: int)
     pipelines on this neglects its growth.
     """
     others = min(num_pipelines, _MANY) - 1
-    moved = 2 * others / (others + 1) * reduced_bytes
-    return moved / network.inter_node_bytes_per_s + 2 * others * network.inter_node_latency_s
+    return reduced_bytes * bytes_reduction_s(network, num_pipelines) + 2 * others * network.inter_node_latency_s
+
+
+def bytes_reduction_s(network: NetworkProfile, num_pipelines: int) -> float:
+    """Return the seconds that each byte adds to the reduction among `num_pipelines` pipelines."""
+    others = min(num_pipelines, _MANY) - 1
+    return 2 * others / (others + 1) / network.inter_node_bytes_per_s
 
 
 def sizing_of(

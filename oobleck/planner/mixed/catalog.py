@@ -80,6 +80,12 @@ class MixedCatalog(Catalog):
     def best(self, total: Counts) -> tuple[tuple[Counts, ...], float]:
         fewest, _ = self.num_pipelines(total)
         exactly = self.settings.num_pipelines is not None
+        return self._best(total, fewest, exactly=exactly)
+
+    def best_step_s(self, total: Counts, fewest: int, most: int) -> float:
+        return self._best(total, fewest)[1]
+
+    def _best(self, total: Counts, fewest: int, *, exactly: bool = False) -> tuple[tuple[Counts, ...], float]:
         choice = self.choose(total, self.settings.num_microbatches, fewest, exactly=exactly)
         assert choice is not None, "the nodes can form the fewest pipelines"
         bytes_of = max(self.reduced_bytes(self.form(counts, total), 0) for counts in choice.pipelines)

@@ -8,13 +8,21 @@ from dataclasses import replace
 from oobleck.plan import ExecutionPlan, PipelineTemplate
 from oobleck.planner.catalog import STILL_FAST, Catalog, speeds_among
 from oobleck.planner.costs import Timing, footprint
-from oobleck.planner.instantiation import SizeOption, Sizing, choose_sizes, reduction_s, sizing_of
+from oobleck.planner.instantiation import (
+    SizeOption,
+    Sizing,
+    bytes_reduction_s,
+    choose_sizes,
+    distribute_microbatches,
+    reduction_s,
+    sizing_of,
+)
 from oobleck.planner.kinds import Counts, Form, KindCosts
 from oobleck.planner.profiles import Profile
 from oobleck.planner.templates import MOST_STAGES, find_templates
 from oobleck.planner.values import Cutter, NodeKind, PlannerSettings
 
-from .fastest import ExactTimes
+from .fastest import ExactTimes, FastPipelines
 
 
 class OneKindCatalog(Catalog):
@@ -31,8 +39,11 @@ class OneKindCatalog(Catalog):
         self._templates: dict[int, PipelineTemplate] = {}
         self._options: dict[int, SizeOption] = {}
         self._sizings: dict[tuple[int, int, int, int], Sizing] = {}
-        self._forms: dict[int, Form] = {}  # keyed by the identity of the template
+        # Keyed by the identity of the template, which the value keeps alive.
+        self._forms: dict[int, Form] = {}
+        self._excesses: dict[tuple[int, int], tuple[PipelineTemplate, float]] = {}
         self._exact = ExactTimes(self._costs)
+        self._fast: dict[Counts, FastPipelines | None] = {}
         self._cutter = None if make_cutter is None else make_cutter(profile)
 
     def kind(self, node: str) -> int:
@@ -64,14 +75,46 @@ class OneKindCatalog(Catalog):
         return tuple((size,) for size in sizing.sizes), sizing.step_s
 
     def start(self, total: Counts, *, is_slowed: bool) -> tuple[list[Form], Sequence[int] | None]:
-        sizing, (fewest, most) = self._best(*total), self.num_pipelines(total)
-        options, templates = self.options(*total), self.templates(*total)
-        if not is_slowed and (
-            faster := self._exact.faster(templates, options, sizing, num_nodes=total[0], fewest=fewest, most=most)
-        ):
+        sizing = self._best(*total)
+        if not is_slowed and (faster := self._faster(total)):
             return [self._form(template) for template in faster.templates], faster.num_microbatches
         # Not cut into chunks yet: `cut_plan` does that once their microbatches are known.
         return [self._form(self._templates[size]) for size in sizing.sizes], None
+
+    def _faster(self, total: Counts) -> FastPipelines | None:
+        if total not in self._fast:
+            fewest, most = self.num_pipelines(total)
+            self._fast[total] = self._exact.faster(
+                self.templates(*total),
+                self.options(*total),
+                self._best(*total),
+                num_nodes=total[0],
+                fewest=fewest,
+                most=most,
+            )
+        return self._fast[total]
+
+    def exact_step_s(self, plan: ExecutionPlan, speeds: Mapping[str, float]) -> float | None:
+        if self._cutter is not None:
+            return None
+        alike = {
+            (id(each.template), each.num_microbatches, tuple(speeds_among(each.nodes, speeds) or ())): each.template
+            for each in plan.pipelines
+        }
+        slowest_s = max(self._exact.step_s(template, *key[1:]) for key, template in alike.items())
+        reduced_bytes = max(map(self._costs.reduced_bytes, {id(each): each for each in alike.values()}.values()))
+        return slowest_s + reduction_s(self.profile.network, reduced_bytes, len(plan.pipelines))
+
+    def exact_shares(self, plan: ExecutionPlan, speeds: Mapping[str, float]) -> tuple[int, ...]:
+        timings = [
+            self._exact.timing(each.template, each.num_microbatches, tuple(speeds_among(each.nodes, speeds) or ()))
+            for each in plan.pipelines
+        ]
+        return distribute_microbatches(timings, self.settings.num_microbatches)
+
+    def cut_again(self, form: Form, num_microbatches: int, num_pipelines: int, speeds: tuple[float, ...] = ()) -> Form:
+        cut = self._exact.cut_again(form.template, num_microbatches, num_pipelines, speeds)
+        return form if cut is form.template else self._form(cut)
 
     def least_s(self, pipelines: Sequence[Counts], total: Counts) -> float:
         sizes = [size for (size,) in pipelines]
@@ -146,7 +189,9 @@ class OneKindCatalog(Catalog):
             return present
         if speeds is None:
             times = self._cutter or self._exact
-            own_s, present_s = times.step_s(template, share), times.step_s(present.template, share)
+            own_s, present_s = (
+                times.step_s(each, share) + self._reduction_s(each, share) for each in (template, present.template)
+            )
         else:
             own_s, present_s = (self.timing(each, speeds, share).step_s(share) for each in (own, present))
         # A pipeline that was cut for its microbatches, or for slow nodes, stays as it is while it is fast enough.
@@ -154,6 +199,9 @@ class OneKindCatalog(Catalog):
 
     def _best(self, num_nodes: int) -> Sizing:
         return self.choose(num_nodes, self.settings.num_microbatches, *self.num_pipelines((num_nodes,)))
+
+    def best_step_s(self, total: Counts, fewest: int, most: int) -> float:
+        return self.choose(total[0], self.settings.num_microbatches, fewest, most).step_s
 
     def choose(self, num_nodes: int, num_microbatches: int, fewest: int, most: int) -> Sizing:
         """Return the best `fewest` to `most` pipelines of `num_nodes` nodes."""
@@ -170,7 +218,10 @@ class OneKindCatalog(Catalog):
         return self._sizings[key]
 
     def predicted_step_s(self, plan: ExecutionPlan, bound_s: float, speeds: Mapping[str, float]) -> float:
-        if self._cutter is None or all(pipeline.template.num_chunks == 1 for pipeline in plan.pipelines):
+        if (own_s := self.exact_step_s(plan, speeds)) is not None:
+            return max(bound_s, own_s)  # the bound may be too short where stages are uneven
+        assert self._cutter is not None, "it is why there is no exact step"
+        if all(pipeline.template.num_chunks == 1 for pipeline in plan.pipelines):
             return bound_s
         exact_s: dict[tuple[int, int], float] = {}
         slowest_s = 0.0
@@ -208,21 +259,34 @@ class OneKindCatalog(Catalog):
         return Timing(first_s=scale * slowed.first_s, next_s=scale * slowed.next_s)
 
     def _excess(self, template: PipelineTemplate, share: int) -> float:
-        """Return the step time relative to the size's usual template, without slow nodes; at least about 1.
+        """Return the step time, reduction included, relative to the usual template, without slow nodes; at least 1.
 
         The excess is the price of a cut for slow nodes, or for another share of the batch.
         """
         usual = self._templates[template.num_nodes]
-        if template.num_chunks > 1:
+        if template is usual or template.num_chunks > 1:
             return 1.0
-        if template.num_stages > MOST_STAGES:  # never cut by the event-exact time
-            return self._costs.timing(template).step_s(share) / self._costs.timing(usual).step_s(share)
-        return max(1.0, self._exact.step_s(template, share) / self._exact.step_s(usual, share))
+        known, excess = self._excesses.get((id(template), share), (None, 1.0))
+        if known is not template:
+            if template.num_stages > MOST_STAGES:  # never cut by the event-exact time
+                own_s, usual_s = (self._costs.timing(each).step_s(share) for each in (template, usual))
+            else:
+                own_s, usual_s = (
+                    self._exact.step_s(each, share) + self._reduction_s(each, share) for each in (template, usual)
+                )
+            excess = max(1.0, own_s / usual_s)
+            self._excesses[id(template), share] = template, excess
+        return excess
+
+    def _reduction_s(self, template: PipelineTemplate, share: int) -> float:
+        num_pipelines = max(1, round(self.settings.num_microbatches / share))
+        return self._costs.reduced_bytes(template) * bytes_reduction_s(self.profile.network, num_pipelines)
 
     def reduced_bytes(self, form: Form, share: int) -> int:
         template = form.template
-        usual = self._templates[template.num_nodes]
-        if template is usual or self._excess(template, share) <= STILL_FAST:
+        # As in `timing`, what was cut by its timeline counts as a usual template while moves are compared; predictions
+        # and the comparison by timelines take its own bytes.
+        if self._excess(template, share) <= STILL_FAST:
             return self._options[template.num_nodes].reduced_bytes
         # A cut for slow nodes may leave far more layers on one node.
         return self._costs.reduced_bytes(template)

@@ -8,13 +8,14 @@ tools/bench/fastest_plan.py measures this.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from oobleck.plan import PipelineTemplate
 from oobleck.planner.costs import StageCosts, Timing
-from oobleck.planner.instantiation import SizeOption, Sizing, choose_sizes, reduction_s
-from oobleck.planner.makespan import PassTimes
+from oobleck.planner.instantiation import SizeOption, Sizing, bytes_reduction_s, choose_sizes, reduction_s
+from oobleck.planner.makespan import MOST_ROUNDS, PassTimes
 from oobleck.planner.templates import MOST_STAGES, Recut
 
 # Other pipelines have to save this share of a step: a plan should not depend on the last digits of a profile.
@@ -37,21 +38,30 @@ class ExactTimes:
         self._costs = costs
         self._times = PassTimes(costs.profile, costs.device_counts)
         self._recut = Recut(costs, self._times)
-        self._best: dict[tuple[tuple[object, ...], int], PipelineTemplate] = {}
-        self._steps_s: dict[tuple[tuple[object, ...], int], float] = {}
+        self._best: dict[tuple[object, ...], PipelineTemplate] = {}
+        self._steps_s: dict[tuple[object, ...], float] = {}
 
-    def step_s(self, template: PipelineTemplate, num_microbatches: int) -> float:
-        """Return the event-exact seconds of a step of one pipeline, without the reduction."""
-        key = template.stages, num_microbatches
+    def step_s(self, template: PipelineTemplate, num_microbatches: int, speeds: tuple[float, ...] = ()) -> float:
+        """Return the event-exact seconds of a step of one pipeline, without the reduction; see `PassTimes.step_s`."""
+        key = template.stages, num_microbatches, speeds
         if key not in self._steps_s:
-            self._steps_s[key] = self._times.step_s(template, num_microbatches)
+            self._steps_s[key] = self._times.step_s(template, num_microbatches, speeds)
         return self._steps_s[key]
 
-    def cut_again(self, template: PipelineTemplate, num_microbatches: int) -> PipelineTemplate:
-        """Return the template's devices with the fastest cut found for that many microbatches."""
-        key = template.stages, num_microbatches
+    def cut_again(
+        self,
+        template: PipelineTemplate,
+        num_microbatches: int,
+        num_pipelines: int = 1,
+        speeds: tuple[float, ...] = (),
+    ) -> PipelineTemplate:
+        """Return the template's devices with the fastest cut found for that many microbatches, reduction included."""
+        rounded = _rounded(num_microbatches, template.num_stages)
+        # A pipeline more or less needs no other cut either: a ring's share hardly depends on their number.
+        reduction_s = bytes_reduction_s(self._costs.profile.network, 1 << round(math.log2(num_pipelines)))
+        key = template.stages, rounded, reduction_s, speeds
         if key not in self._best:
-            self._best[key] = self._recut.best(template, num_microbatches)
+            self._best[key] = self._recut.best(template, rounded, reduction_s=reduction_s, speeds=speeds)
         return self._best[key]
 
     def faster(
@@ -68,7 +78,9 @@ class ExactTimes:
         total = sum(chosen.num_microbatches)
         as_chosen = self._pipelines(templates, chosen, again=False)
         measured = {
-            size: self._option(templates[size], option, max(1, round(total * size / num_nodes)))
+            size: self._option(
+                templates[size], option, max(1, round(total * size / num_nodes)), len(chosen.num_microbatches)
+            )
             for size, option in options.items()
         }
         others = choose_sizes(
@@ -83,22 +95,27 @@ class ExactTimes:
         best = min(candidates, key=lambda each: each.step_s)
         return best if best.step_s < as_chosen.step_s * (1 - _LEAST_GAIN) else None
 
-    def _option(self, template: PipelineTemplate, option: SizeOption, num_microbatches: int) -> SizeOption:
+    def _option(
+        self, template: PipelineTemplate, option: SizeOption, num_microbatches: int, num_pipelines: int
+    ) -> SizeOption:
         if template.num_stages > MOST_STAGES:
             return option
-        best = self.cut_again(template, num_microbatches)
-        # A line through the event-exact times at a size's share of the batch and at twice that share.
-        step_s, twice_s = self.step_s(best, num_microbatches), self.step_s(best, 2 * num_microbatches)
-        next_s = (twice_s - step_s) / num_microbatches
+        best = self.cut_again(template, num_microbatches, num_pipelines)
+        timing = self.timing(best, num_microbatches)
+        return SizeOption(timing=timing, reduced_bytes=self._costs.reduced_bytes(best))
+
+    def timing(self, template: PipelineTemplate, num_microbatches: int, speeds: tuple[float, ...] = ()) -> Timing:
+        """Return the line through the event-exact times of that many microbatches and of twice as many."""
+        step_s = self.step_s(template, num_microbatches, speeds)
+        next_s = (self.step_s(template, 2 * num_microbatches, speeds) - step_s) / num_microbatches
         # The first microbatch passes all stages, a further one only waits for the slowest.
-        first_s = max(next_s, step_s - (num_microbatches - 1) * next_s)
-        return SizeOption(timing=Timing(first_s=first_s, next_s=next_s), reduced_bytes=option.reduced_bytes)
+        return Timing(first_s=max(next_s, step_s - (num_microbatches - 1) * next_s), next_s=next_s)
 
     def _pipelines(self, templates: Mapping[int, PipelineTemplate], sizing: Sizing, *, again: bool) -> FastPipelines:
         """Return the pipelines of a sizing, with their templates as they are or cut again for their microbatches."""
         pairs = list(zip(sizing.sizes, sizing.num_microbatches, strict=True))
         found = {
-            (size, count): self.cut_again(templates[size], count) if again else templates[size]
+            (size, count): self.cut_again(templates[size], count, len(pairs)) if again else templates[size]
             for size, count in sorted(set(pairs))
         }
         slowest_s = max(self.step_s(template, count) for (_, count), template in found.items())
@@ -108,3 +125,12 @@ class ExactTimes:
             num_microbatches=sizing.num_microbatches,
             step_s=slowest_s + reduction_s(self._costs.profile.network, reduced_bytes, len(pairs)),
         )
+
+
+def _rounded(num_microbatches: int, num_stages: int) -> int:
+    """Return a number close to that of a step, so that a few microbatches more or fewer need no other cut."""
+    # Up to here each microbatch is timed; from here on a further one takes a constant time.
+    exact = MOST_ROUNDS * num_stages
+    if num_microbatches <= exact:
+        return num_microbatches
+    return round(exact * 2 ** (round(4 * math.log2(num_microbatches / exact)) / 4))

@@ -23,6 +23,8 @@ Choose = Callable[[int, int], tuple[int, ...]]
 
 # Pipelines of slow nodes are tried with at most this many other nodes.
 _MOST_COMPANY = 2
+# Up to this many nodes, all numbers of pipelines are tried where a node is slow.
+_FEW_NODES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,9 @@ def propose_moves(
     )
     if situation.sizes:
         yield from all_moves(situation, partial(_choose, catalog, situation))
-        yield from _separate(catalog, living, situation, set_aside)
+        if living.slow - set_aside:
+            yield from _other_numbers(catalog, situation)
+            yield from _separate(catalog, living, situation, set_aside)
 
 
 def all_moves(situation: Situation, choose: Choose) -> list[Move]:
@@ -244,13 +248,22 @@ def _described(sizes: Sequence[int]) -> str:
     )
 
 
+def _other_numbers(catalog: OneKindCatalog, situation: Situation) -> Iterator[Move]:
+    """Yield rebuilds to every possible number of pipelines, on few nodes: a slow one may suit another than the best."""
+    if situation.num_nodes > _FEW_NODES:
+        return
+    fewest, most = catalog.num_pipelines((situation.num_nodes,))
+    for number in range(fewest, most + 1):
+        sizes = catalog.choose(situation.num_nodes, catalog.settings.num_microbatches, number, number).sizes
+        placed = _continue_pipelines(sizes, situation, among=range(len(situation.before)))
+        yield _of_sizes("rebuild", placed, f"all nodes are planned again: {_described(sizes)}")
+
+
 def _separate(
     catalog: OneKindCatalog, living: LivingNodes, situation: Situation, set_aside: frozenset[str]
 ) -> Iterator[Move]:
     """Yield moves that give slow nodes separate pipelines, with none or a few of the other nodes."""
     slow = [living.speeds[node] for node in sorted(living.slow - set_aside)]
-    if not slow:
-        return
     fewest, most = catalog.num_pipelines((situation.num_nodes,))
     total, smallest = catalog.settings.num_microbatches, situation.sizes[0]
     least = max(len(slow), smallest)

@@ -8,6 +8,8 @@ from oobleck.planner.inventory import Holding, missing_bytes
 
 # More slow nodes than these stay where they are, since each one is compared with all places.
 _MOST_GATHERED = 32
+# Up to this many nodes, slow ones are tried in pipelines of every size; beyond that their place hardly matters.
+_FEW_NODES = 64
 
 # A spot is a pipeline, and a node's position in it.
 _Spot = tuple[int, int]
@@ -31,16 +33,23 @@ def gather_slow_nodes(
     # Pipelines with the most slow nodes need the fewest swaps, the smallest ones slow down the fewest others.
     by_number = sorted(range(len(pipelines)), key=lambda i: (-numbers[i], len(pipelines[i]), i))
     by_size = sorted(range(len(pipelines)), key=lambda i: (len(pipelines[i]), -numbers[i], i))
-    every = [_hosts(order, pipelines, sum(numbers)) for order in (by_number, by_size)]
+    orders = [by_number, by_size]
+    if sum(map(len, pipelines)) <= _FEW_NODES:
+        # A larger pipeline has more places, one of which may suit a slow node.
+        orders += [sorted(by_size, key=lambda i: len(pipelines[i]) != size) for size in sorted({*map(len, pipelines)})]
+    every: list[set[int]] = []
+    for order in orders:
+        if (hosts := _hosts(order, pipelines, sum(numbers))) not in every:
+            every.append(hosts)
 
-    def swapped_bytes(a: _Spot, b: _Spot, gathered: Sequence[Sequence[str]]) -> int:
+    def swapped_bytes(a: _Spot, b: _Spot, gathered: Sequence[Sequence[str]]) -> float:
         there, here = holdings[gathered[b[0]][b[1]]], holdings[gathered[a[0]][a[1]]]
         return missing_bytes(needed[a[0]][a[1]], there, layer_bytes) + missing_bytes(
             needed[b[0]][b[1]], here, layer_bytes
         )
 
     spots = [(index, position) for index, nodes in enumerate(pipelines) for position in range(len(nodes))]
-    for hosts in every if every[0] != every[1] else every[:1]:
+    for hosts in every:
         outside = [spot for spot in spots if spot[0] not in hosts and pipelines[spot[0]][spot[1]] in slow]
         inside = [spot for spot in spots if spot[0] in hosts and pipelines[spot[0]][spot[1]] not in slow]
         if not 0 < len(outside) <= _MOST_GATHERED:

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oobleck.planner.inventory import Holding, missing_bytes
+from oobleck.planner.costs import Floats
+from oobleck.planner.inventory import Holding, Inventory, missing_bytes
 
 from .transport import transport
+
+_POWER = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,17 +33,20 @@ def match_nodes(
     holdings: Mapping[str, Holding],
     origins: Mapping[str, int],
     layer_bytes: Sequence[int],
+    *,
+    evenly: bool = False,
 ) -> tuple[str, ...]:
-    """Return the node for each position, with the fewest bytes to move in all.
+    """Return the node for each position, with the fewest bytes to move in all, or `evenly` over the links.
 
     `holdings` are those of the candidates, at least as many as positions; `origins` the old pipelines of nodes that had
-    one. Of equal choices, nodes stay in their pipelines as far as possible, then the order of `holdings` decides.
+    one. `evenly` minimises the sum of a high power of each node's bytes. Of equal choices, nodes stay in their
+    pipelines as far as possible, then the order of `holdings` decides.
     O(p + n), plus the transport of what changes.
     """
     assert len(holdings) >= len(positions), "every position gets a node"
     # Exact pairs may be fixed beforehand, because the bytes that turn one set of layers into another obey the triangle
     # inequality: if an optimal matching separates such a pair, swapping the partners costs no more.
-    chosen = _exact_pairs(positions, holdings, origins)
+    chosen = {} if evenly else _exact_pairs(positions, holdings, origins)
     taken = set(chosen.values())
     # The inner dictionaries are ordered sets.
     # Few kinds of nodes and positions are left, so kinds are matched instead of nodes.
@@ -55,12 +61,28 @@ def match_nodes(
     if waiting:
         # Sorted by layers, so that the order of pipelines does not decide between equal costs.
         rows, columns = sorted(waiting, key=_by_layers), sorted(nodes, key=_by_layers)
-        costs = np.array([[float(missing_bytes(needed, held, layer_bytes)) for held in columns] for needed in rows])
+        if evenly:
+            costs = _costs(rows, columns, holdings, layer_bytes)
+        else:
+            costs = np.array([[float(missing_bytes(needed, held, layer_bytes)) for held in columns] for needed in rows])
         flows = transport(costs, [len(waiting[needed]) for needed in rows], [len(nodes[held]) for held in columns])
         for row, needed in enumerate(rows):
             for column, held in enumerate(columns):
                 _pair(int(flows[row, column]), waiting[needed], nodes[held], positions, origins, chosen)
     return tuple(chosen[index] for index in range(len(positions)))
+
+
+def _costs(
+    rows: Sequence[Holding], columns: Sequence[Holding], holdings: Mapping[str, Holding], layer_bytes: Sequence[int]
+) -> Floats:
+    """Return what it costs to give each kind of node each kind of position, where no link should be busy for long."""
+    num_holders = Inventory(holdings, len(layer_bytes)).num_holders
+    # Bytes that few nodes hold keep these busy.
+    each = [size + size / max(1, number) for size, number in zip(layer_bytes, num_holders, strict=True)]
+    busy = np.array([[missing_bytes(needed, held, each) for held in columns] for needed in rows])
+    # A high power approaches the largest of all, which a transport cannot minimise.
+    costs: Floats = (busy / max(1.0, float(busy.max()))) ** _POWER
+    return costs
 
 
 def _by_layers(holding: Holding) -> tuple[tuple[int, ...], ...]:

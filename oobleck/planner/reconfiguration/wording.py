@@ -39,12 +39,14 @@ def describe(
     return "; ".join(part for part in parts if part)
 
 
-def detail_of(detail: str, cut_again: Sequence[int]) -> str:
-    """Return a move's detail, extended by the pipelines that are cut again."""
-    if not cut_again:
-        return detail
-    cut = f"the stages of {pipelines_named(cut_again)} are cut again"
-    return cut if detail == UNCHANGED else f"{detail}; {cut}"
+def detail_of(detail: str, cut_again: Sequence[int], placed_again: Sequence[int]) -> str:
+    """Return a move's detail, extended by the pipelines that are cut again, and those whose nodes change places."""
+    parts = [] if detail == UNCHANGED and (cut_again or placed_again) else [detail]
+    if placed_again:
+        parts.append(f"the nodes of {pipelines_named(placed_again)} change places")
+    if cut_again:
+        parts.append(f"the stages of {pipelines_named(cut_again)} are cut again")
+    return "; ".join(parts)
 
 
 def pipelines_named(indices: Sequence[int]) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .for_speeds import cut_for_speeds
+from .for_speeds import cut_for_speeds, order_for_speeds
 from .recut import MOST_STAGES, Recut
 from .templates import find_templates
 
-__all__ = ["MOST_STAGES", "Recut", "cut_for_speeds", "find_templates"]
+__all__ = ["MOST_STAGES", "Recut", "cut_for_speeds", "find_templates", "order_for_speeds"]

@@ -9,12 +9,12 @@ from itertools import combinations, product
 import numpy as np
 
 from oobleck.plan import PipelineTemplate
-from oobleck.planner.costs import StageCosts
+from oobleck.planner.costs import Floats, StageCosts
 from oobleck.planner.makespan import PassTimes, Stops, stops_of
 
 MOST_STAGES = 12
 """Pipelines of more stages keep their cut: the cost grows with the fourth power."""
-_MOST_MOVES = 16
+_MOST_MOVES = 24
 # A faster cut has to save more than this share.
 _LEAST_GAIN = 1e-6
 
@@ -23,20 +23,34 @@ class Recut:
     def __init__(self, costs: StageCosts, times: PassTimes) -> None:
         self._costs, self._times = costs, times
 
-    def best(self, template: PipelineTemplate, num_microbatches: int) -> PipelineTemplate:
+    def best(
+        self,
+        template: PipelineTemplate,
+        num_microbatches: int,
+        *,
+        reduction_s: float = 0.0,
+        speeds: Sequence[float] = (),
+    ) -> PipelineTemplate:
         """Return the fastest template that the descent finds, with the same devices, or `template` itself.
 
+        `reduction_s` are the seconds to reduce a byte of gradients: the node with most of them counts with the step.
+        `speeds` (0.5: half) are those of the nodes, if any is slow.
         O(moves · S³ · m) for S stages and m microbatches.
         """
         if not 1 < template.num_stages <= MOST_STAGES:
             return template
+
+        def seconds(stops: Stops) -> Floats:
+            found = self._times.steps_s(template, stops, num_microbatches, speeds)
+            return found + reduction_s * self._costs.most_reduced(template, stops)
+
         stops = stops_of(template)
-        best_s = float(self._times.steps_s(template, stops, num_microbatches)[0])
+        best_s = float(seconds(stops)[0])
         for _ in range(_MOST_MOVES):
             around = self._that_fit(template, _around(stops))
             if not len(around):
                 break
-            steps_s = self._times.steps_s(template, around, num_microbatches)
+            steps_s = seconds(around)
             fastest = int(steps_s.argmin())
             if steps_s[fastest] >= best_s * (1 - _LEAST_GAIN):
                 break

@@ -14,7 +14,7 @@ layer_sets = st.frozensets(st.integers(0, 3))
 holdings = st.tuples(layer_sets, layer_sets)
 
 
-def moved(positions: list[Position], held: dict[str, Holding], nodes: tuple[str, ...]) -> int:
+def moved(positions: list[Position], held: dict[str, Holding], nodes: tuple[str, ...]) -> float:
     return sum(
         missing_bytes(position.needed, held[node], LAYER_BYTES) for position, node in zip(positions, nodes, strict=True)
     )
@@ -52,3 +52,12 @@ def test_nodes_that_cost_the_same_stay_in_their_pipelines() -> None:
 
 def test_a_node_of_fewer_devices_lacks_the_rest() -> None:
     assert missing_bytes((frozenset({0}), frozenset({2})), (frozenset({0}),), LAYER_BYTES) == 7
+
+
+def test_nodes_may_be_matched_so_that_the_busiest_link_is_done_first() -> None:
+    """A node that joins takes over a smaller stage, whose node goes on to a larger one."""
+    small, large = frozenset({0, 1, 2}), frozenset({2, 3, 4, 5})
+    positions = [Position(needed=(layers,), origin=-1) for layers in (small, large)]
+    nodes: dict[str, Holding] = {"old": (small,), "joined": (frozenset(),)}
+    assert match_nodes(positions, nodes, {}, (10,) * 6) == ("old", "joined")
+    assert match_nodes(positions, nodes, {}, (10,) * 6, evenly=True) == ("joined", "old")

@@ -207,7 +207,8 @@ def test_a_decision_is_hardly_worse_than_the_best_of_the_papers_moves(
         theirs = sizing_of(options, sizes, planner.settings.num_microbatches, planner.profile.network)
         too_few = min(fault_threshold + 1, (num_nodes - len(lost)) // min(templates))
         if len(sizes) >= min(too_few, len(decision.plan.pipelines)):
-            assert decision.predicted_step_s <= theirs.step_s * (1.01 if is_gentle else 1.0) * (1 + 1e-6)
+            # By their timelines, plans have to be faster by 0.5 % to replace one.
+            assert decision.predicted_step_s <= theirs.step_s * (1.01 if is_gentle else 1.005) * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("num_pipelines", [8, 64])
