@@ -102,13 +102,13 @@ def test_a_repository_that_git_cannot_read_is_refused_since_ignored_files_would_
     in_git(directory)
     monkeypatch.setenv("PATH", os.environ["PATH"])  # put back afterwards
     spoil(directory)
-    with pytest.raises(UsageError, match="git does not say which files of .*project it ignores"):
+    with pytest.raises(UsageError, match=r"git does not say which files of .*project it ignores"):
         pack(directory, (".",))
 
 
 def test_a_directory_that_git_ignores_is_refused_since_nothing_would_travel(directory: Path) -> None:
     in_git(directory)
-    with pytest.raises(UsageError, match="nothing of .*/data would be copied, because git ignores all of it"):
+    with pytest.raises(UsageError, match=r"nothing of .*/data would be copied, because git ignores all of it"):
         pack(directory / "data", (".",))
 
 
@@ -136,7 +136,7 @@ def test_a_directory_that_cannot_be_read_is_named(
             os.chown(path, 65534, 65534)
     os.seteuid(65534)
     try:
-        with pytest.raises(UsageError, match="(cannot be read|could not open directory).*"):
+        with pytest.raises(UsageError, match=r"(cannot be read|could not open directory).*"):
             list(files_of(directory))
     finally:
         os.seteuid(0)
