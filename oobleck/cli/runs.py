@@ -16,7 +16,7 @@ import typer
 
 from oobleck.errors import ExitCode, UsageError
 from oobleck.runtime import control_client
-from oobleck.runtime.files import BASE_DIR_VARIABLE, RunDirectory
+from oobleck.runtime.files import BASE_DIR_VARIABLE, RunDirectory, remove_states
 from oobleck.runtime.journals import has_end
 from oobleck.runtime.python_process import module_command
 from oobleck.ui.formatting import bytes_text, duration_text
@@ -90,14 +90,19 @@ def resume(tag: Tag, *, base_dir: BaseDirOption = None) -> None:
     run = _existing(base_dir_of(base_dir), tag)
     if run in control_client.active_runs(run.base_dir):
         raise UsageError(f"run {tag} is active; `oobleck attach {tag}` shows it")
-    directory, _, line = run.command.partition(" && ")
-    words = shlex.split(line)
-    if not words or "--until-eof" in words:
+    try:
+        _, directory, _, *words = shlex.split(run.command)  # cd DIRECTORY && …
+    except ValueError as error:
+        why = "is not noted as a whole; give it again"
+        raise UsageError(f"run {tag}: the command that started it {why} ({run.path / 'command'})") from error
+    if "--until-eof" in words:
         raise UsageError(f"run {tag} was started by a program, which has to start it again")
-    if "…" in line:
+    if any("…" in word for word in words):
         raise UsageError(f"run {tag}: its command is noted without what may be secret; give it in full: {run.command}")
-    typer.echo(f"oobleck: {run.command}", err=True)
-    os.chdir(shlex.split(directory)[1])
+    if not has_end(run.journal) or _has_saved(run.journal):
+        words = _without_resume(words)
+    typer.echo(f"oobleck: cd {shlex.quote(directory)} && {shlex.join(words)}", err=True)
+    os.chdir(directory)
     os.environ[BASE_DIR_VARIABLE] = str(run.base_dir)
     command = module_command(*words)
     sys.stdout.flush()
@@ -112,7 +117,7 @@ def rm(
 ) -> None:
     """Remove runs with all that they have left here: journals, logs and checkpoints. Nodes keep their own files."""
     directory = base_dir_of(base_dir)
-    runs = [_existing(directory, tag) for tag in tags]
+    runs = [_existing(directory, tag) for tag in dict.fromkeys(tags)]
     for run in runs:
         _remove(run, force=force)
 
@@ -120,7 +125,14 @@ def rm(
 def clean(
     *,
     older_than: Annotated[
-        float, typer.Option("--older-than", metavar="TIME", help="Ended at least so long ago.", parser=duration_s)
+        float,
+        typer.Option(
+            "--older-than",
+            metavar="TIME",
+            help="Ended at least so long ago.",
+            parser=duration_s,
+            show_default="7d",
+        ),
     ] = 7 * 86_400.0,
     yes: Annotated[bool, typer.Option("--yes", help="Remove them, and not only show them.")] = False,
     base_dir: BaseDirOption = None,
@@ -135,7 +147,8 @@ def clean(
             typer.echo(f"{row.tag}: {row.state or 'no journal'}, {duration_text(row.idle_s)} ago")
     total = bytes_text(sum(row.size_bytes for row in old))
     left = "removed" if yes else "in all; --yes removes them"
-    typer.echo(f"{len(old)} runs, {total} {left}" if old else "no run ended that long ago")
+    number = "1 run" if len(old) == 1 else f"{len(old)} runs"
+    typer.echo(f"{number}, {total} {left}" if old else "no run ended that long ago")
 
 
 def rows_of(base_dir: Path) -> list[RunRow]:
@@ -149,7 +162,7 @@ def rows_of(base_dir: Path) -> list[RunRow]:
 
 def _row(run: RunDirectory, *, is_active: bool) -> RunRow:
     step = max_steps = None
-    code = ExitCode.FAILED
+    state = "failed"
     newest_s = (run.path / "lock").stat().st_mtime
     try:
         newest_s = run.journal.stat().st_mtime
@@ -161,10 +174,13 @@ def _row(run: RunDirectory, *, is_active: bool) -> RunRow:
                 if step is None and line.startswith(b'{"@type":"StepDone"'):
                     step = json.loads(line)["record"]["step"]
                 if line.startswith(b'{"@type":"JobEnded"'):
-                    code = ExitCode(json.loads(line)["exit_code"])
+                    end = json.loads(line)
+                    was_asked = end["exit_code"] == ExitCode.DONE and end["reason"].startswith("stopped")
+                    state = "stopped" if was_asked else _ENDS.get(end["exit_code"], "failed")
     except (OSError, ValueError, LookupError):
         pass
-    state = "" if not run.journal.exists() else _ENDS.get(code, "failed") if has_end(run.journal) else "no master"
+    if not has_end(run.journal):
+        state = "no master" if run.journal.exists() else ""
     return RunRow(
         tag=run.tag,
         state="active" if is_active else state,
@@ -186,6 +202,25 @@ def _size(directory: Path) -> int:
     return total
 
 
+def _has_saved(journal: Path) -> bool:
+    try:
+        with journal.open("rb") as file:
+            return any(line.startswith(b'{"@type":"CheckpointSaved"') for line in file)
+    except OSError:
+        return False
+
+
+def _without_resume(words: list[str]) -> list[str]:
+    """Return the command that continues a run whatever it began from."""
+    kept, rest = [], iter(words)
+    for word in rest:
+        if word == "--resume":
+            next(rest, None)
+        elif not word.startswith("--resume="):
+            kept.append(word)
+    return kept
+
+
 def _existing(base_dir: Path, tag: str) -> RunDirectory:
     run = RunDirectory(base_dir=base_dir, tag=tag)
     if "/" in tag or not (run.path / "lock").is_file():
@@ -203,6 +238,10 @@ def _remove(run: RunDirectory, *, force: bool) -> None:
                 f"run {run.tag} has lost its master, and its nodes may still train: `oobleck resume {run.tag}` takes "
                 "it over; --force removes it all the same"
             )
-        size = _size(run.path)
-        shutil.rmtree(run.path)
+        size, run_id = _size(run.path), run.run_id
+        try:
+            shutil.rmtree(run.path)
+        except OSError as error:
+            raise UsageError(f"run {run.tag} cannot be removed as a whole: {error}") from error
+        remove_states(run_id)
     typer.echo(f"removed {run.tag}: {bytes_text(size)}")

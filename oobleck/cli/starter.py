@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -40,14 +41,16 @@ def init(
     file: Annotated[Path, typer.Argument(help="The job file to write.")] = Path("job.yaml"),
 ) -> None:
     """Write a job file to start from, and next to it the schema by which editors complete its keys."""
-    schema = file.with_name("job.schema.json")
-    if file.exists():
+    if file.exists():  # so does the empty name, which is this directory's
         raise UsageError(f"{file} exists already; name another file")
+    if not str(file).isprintable():
+        raise UsageError(f"{str(file)!r} has a character that cannot be printed; name another file")
+    schema, job = file.with_name("job.schema.json"), shlex.quote(str(file))
     write_in_place(schema, json.dumps(job_schema(), indent=1) + "\n")
     # A tag has fewer characters than a file's name may have.
     tag = "".join(each if each.isalnum() and each.isascii() else "-" for each in file.stem).strip("-")[:40]
-    write_in_place(file, _JOB.format(schema=schema.name, job=file, tag=tag or "job"))
-    typer.echo(f"{file} is written; train it by `oobleck up --local 4 --job {file}`")
+    write_in_place(file, _JOB.format(schema=schema.name, job=job, tag=tag or "job"))
+    typer.echo(f"{file} is written; train it by `oobleck up --local 4 --job {job}`")
 
 
 def schema() -> None:

@@ -29,6 +29,9 @@ _LOOK_TIMEOUT_S = 30.0
 _COPY_TIMEOUT_S = 600.0
 _LEFT_OUT = frozenset({".git", "__pycache__"})
 _SHOWN_FILES = 3
+_NO_REPOSITORY = "not a git repository (or any"
+"""What git says outside of repositories; it says "not a git repository:" of one that is broken."""
+_UNREAD = "could not open directory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +45,16 @@ class Workdir:
     """Its files; None where nodes share this machine's."""
     digest: str = ""
 
+    def __post_init__(self) -> None:
+        places = [*self.import_from, *([str(self.path)] if self.archive is None else [])]
+        if wrong := [place for place in places if os.pathsep in place]:
+            raise UsageError(f"--workdir: Python cannot import from {wrong[0]!r}, because of the {os.pathsep!r} in it")
+
     def enter(self, run: PurePosixPath) -> str:
         """Return a POSIX shell's command that enters the copy in the directory of a run, where a node has it."""
         place = shlex.quote(str(self.path)) if self.archive is None else f"{_in_shell(run)}/workdir"
-        imports = ":".join(f"$PWD/{name}" if name != "." else "$PWD" for name in self.import_from)
-        return f'cd {place} && export PYTHONPATH="{imports}${{PYTHONPATH:+:$PYTHONPATH}}"'
+        imports = ":".join(f'"$PWD"/{shlex.quote(name)}' if name != "." else '"$PWD"' for name in self.import_from)
+        return f'cd {place} && export PYTHONPATH={imports}"${{PYTHONPATH:+:$PYTHONPATH}}"'
 
     async def send(self, node: str, connection: SSHConnection, run: PurePosixPath) -> None:
         """Copy the files to a node unless it has them. Raises NodeUnreachable."""
@@ -98,6 +106,8 @@ def _shell(script: str) -> str:
 def pack(path: Path, import_from: tuple[str, ...], *, most_bytes: int = MOST_BYTES) -> Workdir:
     """Archive a directory's files, without those that git ignores. Raises UsageError."""
     files = sorted(files_of(path))
+    if not files and any(path.iterdir()):
+        raise UsageError(f"--workdir: nothing of {path} would be copied, because git ignores all of it")
     sizes = {name: os.lstat(path / name).st_size for name in files}
     if (total := sum(sizes.values())) > most_bytes:
         largest = sorted(sizes, key=lambda name: -sizes[name])[:_SHOWN_FILES]
@@ -113,18 +123,28 @@ def pack(path: Path, import_from: tuple[str, ...], *, most_bytes: int = MOST_BYT
     ):
         for name in files:
             try:
-                tar.add(path / name, arcname=name, recursive=False)
+                tar.add(path / name, arcname=name, recursive=False, filter=_of_nobody)
             except OSError as error:
-                raise UsageError(f"--workdir: {path / name} cannot be read: {error.strerror}") from error
+                raise UsageError(f"--workdir: {path / name} cannot be read: {error.strerror or error}") from error
     digest = hashlib.sha256(archive.getvalue()).hexdigest()[:16]
     return Workdir(path=path, import_from=import_from, archive=archive.getvalue(), digest=digest)
 
 
+def _of_nobody(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Drop the owner, to whom root's tar would give the copy."""
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    return entry
+
+
 def files_of(directory: Path) -> Iterator[str]:
-    """Yield the names of a directory's files and links: those that git would add or has, or else all."""
+    """Yield the names of a directory's files and links: those that git would add or has, or else all.
+
+    Raises UsageError for a directory that cannot be read, and for a repository about which git gives no answer.
+    """
     listed = _listed_by_git(directory)
     if listed is None:
-        for root, directories, names in os.walk(directory):
+        for root, directories, names in os.walk(directory, onerror=_refuse):
             directories[:] = [name for name in directories if name not in _LEFT_OUT]
             # A link to a directory is a file here.
             links = [name for name in directories if os.path.islink(os.path.join(root, name))]
@@ -133,20 +153,33 @@ def files_of(directory: Path) -> Iterator[str]:
         return
     for name in listed:
         is_repository = os.path.isdir(directory / name) and not os.path.islink(directory / name)
-        if is_repository:  # within this one
+        if is_repository and os.path.normpath(name) != ".":  # within this one; "." if it is not checked out
             yield from (os.path.join(name, inner) for inner in files_of(directory / name))
-        else:
+        elif not is_repository:
             yield from _kept(directory, [name])
+
+
+def _refuse(error: OSError) -> None:
+    raise UsageError(f"--workdir: {error.filename} cannot be read: {error.strerror}") from error
 
 
 def _listed_by_git(directory: Path) -> list[str] | None:
     """Return the files of a directory in a repository that git does not ignore; None where there is no repository."""
     asked = ["git", "-C", str(directory), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
-        answer = subprocess.run(asked, capture_output=True, check=False)
+        answer = subprocess.run(asked, capture_output=True, check=False, env={**os.environ, "LC_ALL": "C"})
     except FileNotFoundError:
-        return None
-    return None if answer.returncode else [*dict.fromkeys(filter(None, os.fsdecode(answer.stdout).split("\0")))]
+        if not any((above / ".git").exists() for above in (directory, *directory.parents)):
+            return None
+        why = "git is not installed"
+    else:
+        why = answer.stderr.decode(errors="replace").strip()
+        if answer.returncode and _NO_REPOSITORY in why:
+            return None
+        if not answer.returncode and _UNREAD not in why:
+            return [*dict.fromkeys(filter(None, os.fsdecode(answer.stdout).split("\0")))]
+    # To take all files would copy those that the repository ignores, which may be secrets.
+    raise UsageError(f"--workdir: git does not say which files of {directory} it ignores: {why}")
 
 
 def _kept(directory: Path, names: list[str]) -> Iterator[str]:

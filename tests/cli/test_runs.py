@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -14,10 +15,11 @@ import trio
 
 from oobleck.cli.common_options import complete_tags
 from oobleck.cli.main import main
+from oobleck.control.journal import CheckpointSaved, JobEnded
 from oobleck.control.journal.view import RunView
 from oobleck.runtime.control_client import StatusRequest
 from oobleck.runtime.control_socket import serve_control
-from oobleck.runtime.files import BASE_DIR_VARIABLE, RunDirectory
+from oobleck.runtime.files import BASE_DIR_VARIABLE, AgentDir, RunDirectory
 from oobleck.wire import encode_json
 from tests.control.journals import run_with_a_loss
 
@@ -105,6 +107,42 @@ def test_a_run_is_removed_by_its_name_unless_it_lives_or_may_live(
     assert held.journal.exists()
 
 
+def test_a_removed_run_leaves_no_state_from_which_a_new_one_would_continue(tmp_path: Path) -> None:
+    run, other = left(tmp_path, "mine"), left(tmp_path, "other")
+    memories = [AgentDir(each.run_id, "node0").memory for each in (run, other)]
+    for memory in memories:
+        memory.mkdir(parents=True)
+    try:
+        assert main(["rm", "mine", "mine", "--base-dir", str(tmp_path)]) == 0
+        assert [memory.parent.exists() for memory in memories] == [False, True]
+    finally:
+        shutil.rmtree(memories[1].parent)
+
+
+def test_a_run_that_cannot_be_removed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = left(tmp_path / "elsewhere", "mine")
+    (tmp_path / "mine").symlink_to(run.path)
+    assert main(["rm", "mine", "--base-dir", str(tmp_path)]) == 2
+    assert "run mine cannot be removed as a whole" in capsys.readouterr().err
+    assert run.journal.exists()
+
+
+@pytest.mark.parametrize(
+    ("end", "state"),
+    [
+        (JobEnded(t_s=1.0, exit_code=0, reason="stopped on request; 4 steps are committed"), "stopped"),
+        (JobEnded(t_s=1.0, exit_code=0, reason="all data is read; 4 steps are committed"), "done"),
+        (JobEnded(t_s=1.0, exit_code=75, reason="all nodes are lost"), "can be resumed"),
+        (JobEnded(t_s=1.0, exit_code=1, reason="the job failed"), "failed"),
+    ],
+)
+def test_a_run_s_end_is_told(end: JobEnded, state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = left(tmp_path, "mine", ends=False)
+    with run.journal.open("ab") as file:
+        file.write(encode_json(end))
+    assert listed(tmp_path, capsys)["mine"]["state"] == state
+
+
 def test_old_runs_are_shown_and_removed_only_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, young = left(tmp_path, "old", age_s=LONG_AGO_S), left(tmp_path, "young")
     base = ("--base-dir", str(tmp_path))
@@ -143,6 +181,33 @@ def test_a_command_that_nobody_can_give_again_is_not_given(
     left(tmp_path, "mine").note_command(words)
     assert main(["resume", "mine", "--base-dir", str(tmp_path)]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["", "cd /x && oobleck up 'half", "nothing", "\xff"])
+def test_a_command_that_is_not_noted_as_a_whole_is_named(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left(tmp_path, "mine").path.joinpath("command").write_text(command, encoding="latin-1")
+    assert main(["resume", "mine", "--base-dir", str(tmp_path)]) == 2
+    assert "is not noted as a whole" in capsys.readouterr().err
+
+
+SAVED = CheckpointSaved(t_s=1.0, name="s", step=1, saved_at="", size_bytes=1, pause_s=0.0, duration_s=0.0)
+
+
+@pytest.mark.parametrize(("entries", "ends", "repeats"), [([SAVED], True, False), ([], True, True), ([], False, False)])
+@pytest.mark.parametrize("resume", [["--resume", "never"], ["--resume=/elsewhere"]])
+def test_a_run_that_has_saved_continues_whatever_it_began_from(
+    entries: list[CheckpointSaved], resume: list[str], tmp_path: Path, *, ends: bool, repeats: bool
+) -> None:
+    run = left(tmp_path, "mine")
+    end = [JobEnded(t_s=2.0, exit_code=0, reason="stopped; 1 step is committed")] if ends else []
+    run.journal.write_bytes(b"".join(map(encode_json, [*entries, *end])))
+    run.note_command(["oobleck", "version", *resume, "--json"])
+    command = [sys.executable, "-m", "oobleck", "resume", "mine", "--base-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    given = ["oobleck", "version", *(resume if repeats else []), "--json"]
+    assert f"&& {' '.join(given)}\n" in done.stderr
 
 
 def test_a_shell_completes_the_tags_of_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

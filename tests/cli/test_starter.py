@@ -89,6 +89,19 @@ def test_a_new_job_file_is_a_job_and_names_its_schema(
     assert text.splitlines()[0] == "# yaml-language-server: $schema=./job.schema.json"
     assert faults(yaml.safe_load(text), schema) == []
     assert main(["init", "my model.yaml"]) == 2
-    assert "exists already" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "exists already" in said.err
+    assert "--job 'my model.yaml'" in said.out
+    assert text.splitlines()[1].endswith(" --job 'my model.yaml'")
     assert main(["schema"]) == 0
     assert json.loads(capsys.readouterr().out) == schema
+
+
+@pytest.mark.parametrize("name", ["", ".", "/", "..", "two\nlines.yaml"])
+def test_what_no_job_file_can_be_called_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", name]) == 2
+    assert "name another file" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

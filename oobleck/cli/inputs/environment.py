@@ -52,7 +52,8 @@ def read_variables(settings: Sequence[str], files: Sequence[Path], here: Mapping
     """Return variables in the order of their precedence, lowest first. Raises UserError that names option or line."""
     found: dict[str, str] = {}
     for file in files:
-        for number, line in enumerate(read_input(file, "--env-file").splitlines(), 1):
+        # Not `splitlines`, which also splits at characters that values may have.
+        for number, line in enumerate(read_input(file, "--env-file").split("\n"), 1):
             text = line.strip()
             if text and not text.startswith("#"):
                 found |= _variable(text.removeprefix("export ").lstrip(), f"{file}:{number}", here, quoted=True)
@@ -70,11 +71,25 @@ def _variable(text: str, place: str, here: Mapping[str, str], *, quoted: bool = 
         if name not in here:
             raise UsageError(f"{place}: {name} is not set here; give its value, as in {name}=1")
         return {name: here[name]}
-    if quoted and len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
-        value = value[1:-1]
+    if quoted:
+        value = _unquoted(name, value, place)
     if "\0" in value:
         raise UsageError(f"{place}: the value of {name} has a zero byte, which no variable can have")
     return {name: value}
+
+
+def _unquoted(name: str, value: str, place: str) -> str:
+    quote = value[:1]
+    if quote not in ("'", '"'):
+        if re.search(r"\s#", value):
+            why = f"the value of {name} has a # after a space; put the value in quotes, or a comment on its own line"
+            raise UsageError(f"{place}: {why}")
+        return value
+    # Programs differ in what else quotes mean: lines that go on, backslashes, parts of a value.
+    if len(value) < 2 or value[-1] != quote or quote in value[1:-1]:
+        why = f"the value of {name} begins with a quote; the same must end it on this line, and not be within it"
+        raise UsageError(f"{place}: {why}")
+    return value[1:-1]
 
 
 def read_workdir(named: Path) -> Path:

@@ -8,6 +8,7 @@ from .agent_dir import (
     RUN_ENVIRONMENT,
     AgentCommands,
     AgentDir,
+    remove_states,
 )
 from .input_file import MAX_DATA_BYTES, read_input
 from .line_file import MAX_WAITING_BYTES, LineFile
@@ -40,5 +41,6 @@ __all__ = [
     "default_tag",
     "private_directory",
     "read_input",
+    "remove_states",
     "stat_fields",
 ]

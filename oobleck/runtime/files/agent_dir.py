@@ -12,11 +12,12 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
+import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from oobleck.errors import WorkersUnavailable
+from oobleck.errors import ConfigError, WorkersUnavailable
 from oobleck.host.writing import write_whole
 
 from .private_paths import TEMPORARY_DIRECTORY_SHELL, private_directory, temporary_directory
@@ -84,6 +85,15 @@ class AgentDir:
             # `rmdir` fails, and ends this loop, at the first directory that others still use.
             for path in (self.path, self.job_path, self.job_path.parent):
                 path.rmdir()
+
+
+def remove_states(run_id: str) -> None:
+    """Remove the states of a run in this machine's memory, from which a new run of its tag would continue."""
+    of_user = Path(_MEMORY) / f"oobleck-{os.getuid()}"
+    with suppress(OSError, ConfigError):
+        of_user.lstat()  # there may be none
+        private_directory(of_user)
+        shutil.rmtree(of_user / run_id, ignore_errors=True)
 
 
 def _note(path: Path, pid: int) -> None:

@@ -59,9 +59,10 @@ def test_a_script_reads_the_variables_of_the_command_and_adds_its_own(tmp_path: 
 
 def test_lines_of_a_file_are_values_or_names_and_options_win(tmp_path: Path) -> None:
     file = tmp_path / "variables"
-    file.write_text("# a comment\n\nA=1\nexport B='two words'\nHERE\nC=a=b#c\nD=\n")
+    file.write_text("# a comment\n\nA=1\nexport B='two words'\nHERE\nC=a=b#c\nD=\nE=a\x0cF=\u2028G\nH='a # b'\r\n")
     found = read_variables(["A=2"], [file], {"HERE": "x"})
-    assert found == {"A": "2", "B": "two words", "HERE": "x", "C": "a=b#c", "D": ""}
+    kept = {"C": "a=b#c", "D": "", "E": "a\x0cF=\u2028G", "H": "a # b"}
+    assert found == {"A": "2", "B": "two words", "HERE": "x", **kept}
 
 
 @pytest.mark.parametrize(
@@ -71,6 +72,11 @@ def test_lines_of_a_file_are_values_or_names_and_options_win(tmp_path: Path) -> 
         (["MISSING"], "", "--env: MISSING is not set here; give its value, as in MISSING=1"),
         ([], "A=1\nB C=s3cret\n", ":2: 'B C' is no name"),
         (["A=s3cret\0"], "", "the value of A has a zero byte"),
+        ([], "A=s3cret # why", ":1: the value of A has a # after a space"),
+        ([], "A='s3cret\nline'", ":1: the value of A begins with a quote; the same must end it"),
+        ([], "\nA='s3cret' # why", ":2: the value of A begins with a quote"),
+        ([], 'A="s3cret" and "another"', "and not be within it"),
+        ([], "A='", "the value of A begins with a quote"),
     ],
 )
 def test_what_is_no_variable_is_refused_without_its_value(
