@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -70,7 +72,6 @@ def launches_a_kernel(pipe: Connection, _directory: Path) -> None:
 def forks_after_use(pipe: Connection, _directory: Path) -> None:
     """Use a device, fork, and use it there."""
     import ctypes
-    import os
 
     torch.zeros(1, device="cuda")
     if (child := os.fork()) == 0:
@@ -177,6 +178,17 @@ def posts_after_an_error(pipe: Connection, directory: Path) -> None:
     group.abort()
     wait_for_aborts()
     pipe.send(time.monotonic() - began_s)
+
+
+def says_what_torch_records(pipe: Connection, directory: Path) -> None:
+    """Take part in a sum; say how many operations torch's flight recorder has of it, and what torch has printed."""
+    printed = directory / "printed"
+    with printed.open("wb") as file:
+        os.dup2(file.fileno(), 2)
+    join_with_peer(directory, "sum")
+    pipe.send(
+        (len(pickle.loads(torch._C._distributed_c10d._dump_nccl_trace()).get("entries", [])), printed.read_text())
+    )
 
 
 def join_with_peer(directory: Path, name: str) -> NcclGroup:

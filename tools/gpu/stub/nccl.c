@@ -1,10 +1,10 @@
 // An NCCL whose links lie in a file that the members map, so that members can be processes that end, freeze or crawl.
 //
 // A sum or a message is an operation of its stream, and ends once all bytes have come, or once its communicator is
-// aborted: then what it wrote is filled with 0xff, which is NaN, so that nobody uses it unnoticed. A peer that has ended
-// is an asynchronous error to those who have an operation under way (CUDA_STUB_SILENT=1: to nobody, as within a node).
-// An abort takes CUDA_STUB_ABORT_MS, and then waits for its device as cudaFree does (CUDA_STUB_ABORT_WAITS=0: it does
-// not).
+// aborted or its device has failed: then what it wrote is filled with 0xff, which is NaN, so that nobody uses it
+// unnoticed. A peer that has ended is an asynchronous error to those who have an operation under way
+// (CUDA_STUB_SILENT=1: to nobody, as within a node). An abort takes CUDA_STUB_ABORT_MS, and then waits for its device as
+// cudaFree does (CUDA_STUB_ABORT_WAITS=0: it does not).
 #define _GNU_SOURCE
 // No use is made of their types, and not all of them are C.
 #define __CUDA_FP16_H__
@@ -178,11 +178,14 @@ static bool move_message(NcclOp* op) {
   }
   return true;
 }
+static void spoil(NcclOp* op) {
+  if (op->target && !op->is_whole) memset(op->target, 0xff, op->size);
+}
 static bool run_one(NcclOp* op) {
   ncclComm_t comm = op->comm;
   if (op->is_whole) return true;
   if (comm->is_aborted) {
-    if (op->target) memset(op->target, 0xff, op->size);
+    spoil(op);
     return true;
   }
   // A communicator with an error goes on to spin until it is aborted.
@@ -199,6 +202,9 @@ static bool run_group(Op* given) {
   bool is_done = true;
   for (NcclOp* op = (NcclOp*)given; op; op = op->sibling) is_done &= run_one(op);
   return is_done;
+}
+static void spoil_group(Op* given) {
+  for (NcclOp* op = (NcclOp*)given; op; op = op->sibling) spoil(op);
 }
 static void release(ncclComm_t comm) {  // with the lock held
   if (comm->num_open || !comm->is_over) return;
@@ -221,7 +227,7 @@ static ncclResult_t post(NcclOp what, cudaStream_t handle) {
   if (comm->is_aborted) return ncclInvalidUsage;
   NcclOp* op = malloc(sizeof *op);
   *op = what;
-  op->op = (Op){.run = run_group, .end = end_group};
+  op->op = (Op){.run = run_group, .spoil = spoil_group, .end = end_group};
   pthread_mutex_lock(&lock);
   comm->num_open++;
   pthread_mutex_unlock(&lock);

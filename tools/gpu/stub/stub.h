@@ -9,7 +9,7 @@
 
 enum { MAX_DEVICES = 16 };
 
-// --- the control file (`control.py` has the same table): one row of 64-bit words for each device of the machine
+// --- the control file (`device.py` has the same table): one row of 64-bit words for each device of the machine
 
 enum Moment { CONNECTS, SUMS, SENDS, RECEIVES, COPIES_OUT, COPIES_IN, COMPUTES, HAS_SUMMED, ABORTS, NUM_MOMENTS };
 enum Act { NOTHING, KILL, FREEZE, BREAK_LINKS, BREAK_DEVICE };
@@ -34,8 +34,9 @@ int machine_device(int device);  // CUDA_VISIBLE_DEVICES maps a process's device
 typedef struct Op Op;
 struct Op {
   Op* next;
-  bool (*run)(Op*);  // with the lock held, and again until it returns true
-  void (*end)(Op*);  // releases what it holds
+  bool (*run)(Op*);    // with the lock held, and again until it returns true
+  void (*spoil)(Op*);  // in place of `run` once the device has failed
+  void (*end)(Op*);    // releases what it holds
 };
 
 typedef struct Stream Stream;
