@@ -27,6 +27,7 @@ typedef struct {
 
 Row* row_of(int device);
 void reached(enum Moment moment, int device);
+bool is_on(const char* name);    // whether a variable of the stub is set, and not to 0
 int machine_device(int device);  // CUDA_VISIBLE_DEVICES maps a process's devices to the machine's
 
 // --- streams: operations in their order, each done when its `run` says so
