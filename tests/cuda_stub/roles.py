@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 from oobleck.control.steps import Interrupted
 from oobleck.planner import WorkerId
-from oobleck.training.comm.nccl import NcclGroup
+from oobleck.training.comm.nccl import NcclGroup, NcclWork
 from oobleck.training.comm.nccl_groups import TorchNccl
 
 COUNT = 300_000
@@ -70,7 +72,6 @@ def launches_a_kernel(pipe: Connection, _directory: Path) -> None:
 def forks_after_use(pipe: Connection, _directory: Path) -> None:
     """Use a device, fork, and use it there."""
     import ctypes
-    import os
 
     torch.zeros(1, device="cuda")
     if (child := os.fork()) == 0:
@@ -179,6 +180,17 @@ def posts_after_an_error(pipe: Connection, directory: Path) -> None:
     pipe.send(time.monotonic() - began_s)
 
 
+def says_what_torch_records(pipe: Connection, directory: Path) -> None:
+    """Take part in a sum; say how many operations torch's flight recorder has of it, and what torch has printed."""
+    printed = directory / "printed"
+    with printed.open("wb") as file:
+        os.dup2(file.fileno(), 2)
+    join_with_peer(directory, "sum")
+    pipe.send(
+        (len(pickle.loads(torch._C._distributed_c10d._dump_nccl_trace()).get("entries", [])), printed.read_text())
+    )
+
+
 def join_with_peer(directory: Path, name: str) -> NcclGroup:
     """Join a group of two with a thread of this process, which takes part in one sum and never again."""
     stays: list[object] = []
@@ -208,7 +220,8 @@ def wait_for_aborts() -> None:
 def steps(pipe: Connection, directory: Path, rank: int, size: int) -> None:
     """Take steps with neighbours until a fence: messages along the ranks, then sums; say which sums were right.
 
-    A fence is answered before anything is aborted. Last of all it says how the steps ended, or that they did not.
+    The sums of a step are in two groups, some of them posted later, as in a backward pass, and a thread polls each. A
+    fence is answered before anything is aborted. Last of all it says how the steps ended, or that they did not.
     """
     groups: list[NcclGroup] = []
     said = ["stuck"]
@@ -225,19 +238,22 @@ def steps(pipe: Connection, directory: Path, rank: int, size: int) -> None:
     def take() -> None:
         before = taken(f"way{rank}", 1, 2, is_way=True) if rank > 0 else None
         after = taken(f"way{rank + 1}", 0, 2, is_way=True) if rank < size - 1 else None
-        everyone = taken("sum", rank, size)
+        everyone = [taken(name, rank, size) for name in ("sum", "other sum")]
         for number in range(10_000):
-            hidden = torch.full((COUNT,), float(number), device=everyone.device)
+            hidden = torch.full((COUNT,), float(number), device=f"cuda:{rank}")
             if before is not None:
                 before.receive(hidden.zero_()).finish()
             if after is not None:
                 after.send(hidden + 1.0).finish()
-            totals = [hidden * scale for scale in (1.0, 2.0)]
-            for each in [everyone.all_reduce(total) for total in totals]:
-                each.finish()
-            torch.cuda.current_stream(everyone.device).synchronize()
+            totals = [hidden * scale for scale in _SCALES]
+            posted = [polled(everyone[at % 2].all_reduce(total)) for at, total in enumerate(totals[:2])]
+            time.sleep(_BACKWARD_S)
+            posted += [polled(everyone[at % 2].all_reduce(total)) for at, total in enumerate(totals[2:])]
+            for concluded in posted:
+                concluded()
+            torch.cuda.current_stream(hidden.device).synchronize()
             expected = number * size + size * (size - 1) // 2
-            right = [bool(total.eq(expected * scale).all()) for total, scale in zip(totals, (1, 2), strict=True)]
+            right = [bool(total.eq(expected * scale).all()) for total, scale in zip(totals, _SCALES, strict=True)]
             say("step", all(right))
 
     def run() -> None:
@@ -250,5 +266,27 @@ def steps(pipe: Connection, directory: Path, rank: int, size: int) -> None:
     for group in groups:
         group.abort()
     pipe.recv()
-    thread.join(1.0)
+    thread.join(5.0)
     say("ended", said[0])
+
+
+_SCALES = (1.0, 2.0, 3.0, 4.0)
+_BACKWARD_S = 0.25
+"""Time enough for torch's watchdog, which looks every 100 ms, to find that a peer is lost."""
+
+
+def polled(work: NcclWork) -> Callable[[], None]:
+    """Poll a sum on a thread of its own; return what waits for it, and concludes it."""
+
+    def poll() -> None:
+        while not work.is_done():
+            time.sleep(work.poll_s)
+
+    thread = threading.Thread(target=poll, daemon=True)
+    thread.start()
+
+    def conclude() -> None:
+        thread.join()
+        work.conclude()
+
+    return conclude

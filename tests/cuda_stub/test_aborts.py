@@ -27,3 +27,10 @@ def test_posting_after_an_error_takes_no_longer_than_before(members: Members) ->
     member.say()
     assert member.hear(within_s=15.0) < 5.0
     assert member.hear(within_s=15.0) < 10.0
+
+
+def test_torch_records_no_operation_and_warns_of_no_variable(members: Members) -> None:
+    shell = dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "100")
+    recorded, printed = members.start(roles.says_what_torch_records, **shell).hear()
+    assert recorded == 0
+    assert "deprecated" not in printed

@@ -1,6 +1,7 @@
 """`oobleck up` over the stub: torch's CUDA, NCCL between workers with a device each, one of them lost at any moment.
 
-A fifth of CUDA_STUB_SEEDS is the number of losses, each of a seed of its own, but at least one for each moment.
+A fifth of CUDA_STUB_SEEDS is the number of losses, each of a seed of its own, rounded up to whole runs, each with one
+for every moment.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.elastic import ENDLESS, MAX_COMPARED, TOLERANCE, Reference, assert_all_is_right, each_loss, stopped
+from tests.e2e.elastic import ENDLESS, TOLERANCE, Reference, assert_all_is_right, each_loss, stopped
 from tests.e2e.harness import GPT2, Runner, Up, send_signal, started_at, worker_pids
 from tests.e2e.node_processes import Nodes
 from tools.gpu.stub import device as stub
@@ -25,7 +26,9 @@ from tools.gpu.stub import device as stub
 from .members import wait_until
 
 _DEVICES = 4
-_JOB = f"{GPT2}dropout: false\n"  # devices drop by numbers of their own
+_JOB = f"{GPT2}dropout: false\n".replace("learning_rate: 0.003", "learning_rate: 0.0003")
+"""Devices drop by numbers of their own. At the rate of other tests, sums in another order alone, in one process, make
+losses differ by 3e-10 after 120 steps and by 1e-7 after 200; at this one not at all."""
 _LEASE_S = 15
 _BUSY_S = 120.0
 """What a busy machine may add to any wait."""
@@ -133,20 +136,31 @@ def test_a_run_over_nccl_has_the_losses_of_one_process(cluster: Cluster, referen
     assert not outcome.recoveries
 
 
+_FIRST_SEEDS = range(0, int(os.environ.get("CUDA_STUB_SEEDS", "20")) // 5, len(_MOMENTS))
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("first", _FIRST_SEEDS)
 def test_whenever_a_worker_is_lost_no_other_is_and_nothing_of_an_abort_is_used(
-    cluster: Cluster, reference: Reference, tmp_path: Path
+    cluster: Cluster, reference: Reference, tmp_path: Path, first: int
 ) -> None:
+    struck: list[tuple[int, Loss]] = []  # with the number of steps so far
     with cluster.up("--steps", str(ENDLESS), *_saves(tmp_path / "saved")) as up:
         up.wait_for_step(3)
-        for seed in range(max(len(_MOMENTS), int(os.environ.get("CUDA_STUB_SEEDS", "20")) // 5)):
+        for seed in range(first, first + len(_MOMENTS)):
             loss = Loss.of(seed)
+            struck.append((_num_steps(cluster), loss))
             began_s = time.monotonic()
             _suffer(cluster, up, loss)
             print(f"seed {seed}: {loss}: {time.monotonic() - began_s:.1f} s", flush=True)
         outcome = stopped(cluster.runner, up)
-    expected = reference(min(len(outcome.losses), MAX_COMPARED))
-    apart = [(step, one - other) for step, (one, other) in enumerate(zip(outcome.losses, expected, strict=False), 1)]
-    print(f"losses that differ, by steps: {[each for each in apart if not abs(each[1]) < TOLERANCE]}")
+    expected = reference(len(outcome.losses))
+    apart = [
+        (step, one - other)
+        for step, (one, other) in enumerate(zip(outcome.losses, expected, strict=True), 1)
+        if not abs(one - other) < TOLERANCE
+    ]
+    assert not apart, (struck, apart)
     assert_all_is_right(outcome, reference, loses_steps=None)
 
 
@@ -172,9 +186,8 @@ def _suffer(cluster: Cluster, up: Up, loss: Loss) -> None:
     # Broken links cost nobody's worker: groups are formed again.
     replaced = touched if loss.act != "break_links" else touched - {_node(loss.device)}
     _wait_until(lambda: all(_workers(cluster)[node] != before[node] for node in replaced), within_s=2 * _LEASE_S)
-    _wait_until(lambda: len(_in_plan(cluster)) == _DEVICES)
-    _wait_until(lambda: _num_steps(cluster, since=told) >= 2, within_s=_LEASE_S)
-    up.wait_for_step(_num_steps(cluster, since=0))  # reads what it has said, for which there is little room
+    _wait_until(lambda: _trains_again(cluster, since=told), within_s=2 * _LEASE_S)
+    up.wait_for_step(_num_steps(cluster))  # reads what it has said, for which there is little room
     lost = {node for node, pid in _workers(cluster).items() if before[node] != pid}
     assert lost <= touched, (loss, lost)
 
@@ -187,12 +200,16 @@ def _workers(cluster: Cluster) -> dict[str, int]:
     return worker_pids(cluster.runner)
 
 
-def _in_plan(cluster: Cluster) -> set[str]:
-    """The nodes that train under the newest plan."""
-    plan = [entry["plan"] for entry in cluster.runner.journal() if entry["@type"] == "PlanAdopted"][-1]
-    return {node for pipeline in plan["pipelines"] for node in pipeline["nodes"]}
+def _trains_again(cluster: Cluster, *, since: int) -> bool:
+    """Return whether all nodes have committed steps under a plan, after so many entries."""
+    journal = cluster.runner.journal()
+    newest = max(at for at, entry in enumerate(journal) if entry["@type"] in ("PlanAdopted", "RecoveryStarted"))
+    if (plan := journal[newest].get("plan")) is None:
+        return False  # a recovery is under way
+    in_plan = {node for pipeline in plan["pipelines"] for node in pipeline["nodes"]}
+    num_steps = sum(entry["@type"] == "StepDone" for entry in journal[max(since, newest) :])
+    return len(in_plan) == _DEVICES and num_steps >= 2
 
 
-def _num_steps(cluster: Cluster, *, since: int) -> int:
-    """Return how many steps were committed after an entry."""
-    return sum(entry["@type"] == "StepDone" for entry in cluster.runner.journal()[since:])
+def _num_steps(cluster: Cluster) -> int:
+    return sum(entry["@type"] == "StepDone" for entry in cluster.runner.journal())

@@ -39,7 +39,6 @@ NCCL_SETTINGS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     "TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
     "TORCH_FR_BUFFER_SIZE": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     # Threads of ours wait for communicators, and can be left behind; torch's own waits cannot be ended.
@@ -49,6 +48,9 @@ NCCL_SETTINGS = {
     "NCCL_NVLS_ENABLE": "0",
 }
 """What torch's and NVIDIA's libraries must be told, whatever a user's environment says."""
+
+# The recorder's size until torch 2.7. Later ones read the new name first, and warn of this one for each communicator.
+_RENAMED = "TORCH_NCCL_TRACE_BUFFER_SIZE"
 
 _GIB = 1 << 30
 _MEMORY_LEFT = 0.1  # share of a GPU's memory that contexts, libraries and torch's allocator need
@@ -154,6 +156,8 @@ def prepare_nccl(address: str) -> None:
                 "sets %s=%s in place of %s: with that, this worker might not survive its peers", name, value, found
             )
         os.environ[name] = value
+    if (found := os.environ.pop(_RENAMED, None)) is not None:
+        _log.warning("unsets %s=%s, which torch has renamed to TORCH_FR_BUFFER_SIZE", _RENAMED, found)
     # Torch has read its variable of this name on import. In detail, it would turn error handling on again.
     if get_debug_level() != DebugLevel.OFF:
         _log.warning("turns TORCH_DISTRIBUTED_DEBUG off, with which it might not survive its peers")

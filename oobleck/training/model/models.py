@@ -22,6 +22,7 @@ from oobleck.training.dropout import turn_off_dropout
 from oobleck.training.randomness import MicrobatchKey
 
 from .buffers import StageBuffers
+from .chunked_loss import MAX_LOGITS, ChunkedLoss
 from .configuration import CAUSAL_LM_LOSS, CLASSIFICATION
 from .forward_passes import check_attention, compile_forward, keep_casts, recompute_activations, use_attention
 from .initialization import initialize_adapters, initialize_module, materialize_buffers, move_buffers, unset
@@ -56,8 +57,12 @@ class StageModel:
         activation_checkpointing: bool = False,
         compiles: bool = False,
         attention: str | None = None,
+        max_logits: int = MAX_LOGITS,
     ) -> None:
-        """`attention` is an implementation by transformers' name. Raises ConfigError where the model has none such."""
+        """`attention` is an implementation by transformers' name. Raises ConfigError where the model has none such.
+
+        The standard loss of language models has at most `max_logits` at once.
+        """
         self.structure = structure
         self.dtype = dtype
         self.autocast = autocast
@@ -72,6 +77,8 @@ class StageModel:
         if dtype == torch.float64 and self.model.loss_type == CAUSAL_LM_LOSS and not has_own_loss:
             # The models' own loss converts the logits to float32, which would lose half of the digits.
             self.model.loss_function = causal_lm_loss
+        self._max_logits = max_logits
+        self._chunked: tuple[ChunkedLoss | None] | None = None  # once it is known whether there is one
         self._attention = attention
         if attention is not None:
             use_attention(self.model, attention)
@@ -246,6 +253,8 @@ class StageModel:
         inputs = {"input_ids": batch.input_ids, "use_cache": False, **self._others(batch)}
         if self.compute_loss is not None:
             loss = self.compute_loss(self.model(**inputs), batch.labels, num_items)
+        elif self.structure.task == "causal_lm" and (chunked := self._chunked_for(batch)) is not None:
+            loss = chunked.loss(batch, num_items, scale=self.loss_scale, **inputs)
         elif self.structure.task == "causal_lm":
             outputs = self.model(labels=batch.labels, num_items_in_batch=num_items, **inputs)
             loss = self._share_of_mean(outputs, batch, num_items) if self.structure.loss_rule.is_mean else outputs.loss
@@ -256,6 +265,16 @@ class StageModel:
             scale = self.loss_scale  # as it is now: the backward pass may come after it changes
             loss.register_hook(lambda gradient: gradient * scale)  # type: ignore[no-untyped-call]
         return loss
+
+    def _chunked_for(self, batch: Batch) -> ChunkedLoss | None:
+        """Return what computes a batch's loss by chunks of tokens; None where that is not needed, or not the same."""
+        num_logits = batch.labels.numel() * getattr(self.model.config, "vocab_size", 0)
+        if num_logits <= self._max_logits or self.structure.loss_rule.is_mean:
+            return None
+        if self._chunked is None:
+            self._chunked = (ChunkedLoss.of(self.model, max_logits=self._max_logits),)
+        (chunked,) = self._chunked
+        return None if chunked is None or chunked.is_watched() else chunked
 
     def _script_loss(self) -> Loss | None:
         """Return the script's loss, which its first microbatch tries where the trial on made-up outputs could not."""

@@ -90,7 +90,7 @@ def test_nccl_connects_over_the_interface_of_the_address_that_the_hostfile_gives
 def test_a_users_shell_does_not_decide_whether_a_worker_survives_its_peers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    for name in NCCL_SETTINGS:
+    for name in (*NCCL_SETTINGS, "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     dist.set_debug_level_from_env()  # as torch does on import
@@ -100,6 +100,8 @@ def test_a_users_shell_does_not_decide_whether_a_worker_survives_its_peers(
     named = caplog.text
     assert all(f"sets {name}=0 in place of 1" in named for name in NCCL_SETTINGS)
     assert "turns TORCH_DISTRIBUTED_DEBUG off" in named
+    assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ, "torch would warn of it for each communicator"
+    assert "unsets TORCH_NCCL_TRACE_BUFFER_SIZE=1" in named
     caplog.clear()
     prepare_nccl("127.0.0.1")  # each communicator does so
     assert caplog.text == ""

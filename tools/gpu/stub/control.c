@@ -21,6 +21,11 @@ int64_t now_us(void) {
   return t.tv_sec * 1000000ll + t.tv_nsec / 1000;
 }
 
+bool is_on(const char* name) {
+  const char* given = getenv(name);
+  return given && atoi(given);
+}
+
 static void open_control(void) {
   const char* directory = getenv("CUDA_STUB_DIR");
   rows = unshared;

@@ -20,7 +20,7 @@ from pathlib import Path
 
 _HERE = Path(__file__).parent
 _BUILT = _HERE / "build"
-SOURCES = ("control.c", "cuda.c", "nccl.c")
+SOURCES = ("control.c", "devices.c", "memory.c", "nccl.c", "streams.c")
 """Those of the library that is preloaded."""
 
 # As in `stub.h`.
@@ -68,7 +68,7 @@ def _site() -> Path:
 
 def _compile(name: str, sources: Sequence[str], command: Sequence[str], libraries: Sequence[str] = ()) -> None:
     target, paths = _BUILT / name, [_HERE / source for source in sources]
-    newest = max(path.stat().st_mtime for path in (*paths, _HERE / "stub.h"))
+    newest = max(path.stat().st_mtime for path in (*paths, *_HERE.glob("*.h")))
     if target.exists() and target.stat().st_mtime > newest:
         return
     _BUILT.mkdir(exist_ok=True)

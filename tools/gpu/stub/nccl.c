@@ -1,10 +1,10 @@
 // An NCCL whose links lie in a file that the members map, so that members can be processes that end, freeze or crawl.
 //
 // A sum or a message is an operation of its stream, and ends once all bytes have come, or once its communicator is
-// aborted: then what it wrote is filled with 0xff, which is NaN, so that nobody uses it unnoticed. A peer that has ended
-// is an asynchronous error to those who have an operation under way (CUDA_STUB_SILENT=1: to nobody, as within a node).
-// An abort takes CUDA_STUB_ABORT_MS, and then waits for its device as cudaFree does (CUDA_STUB_ABORT_WAITS=0: it does
-// not).
+// aborted or its device has failed: then what it wrote is filled with 0xff, which is NaN, so that nobody uses it
+// unnoticed. A peer that has ended is an asynchronous error to those who have an operation under way
+// (CUDA_STUB_SILENT=1: to nobody, as within a node). An abort takes CUDA_STUB_ABORT_MS, and then waits for its device as
+// cudaFree does (CUDA_STUB_ABORT_WAITS=0: it does not).
 #define _GNU_SOURCE
 // No use is made of their types, and not all of them are C.
 #define __CUDA_FP16_H__
@@ -26,6 +26,7 @@ enum { MAX_RANKS = 16, CHUNK = 1 << 18, NUM_CHUNKS = 2, DEATH_CHECK_US = 20000 }
 
 typedef struct {  // counters only grow
   _Atomic int64_t pid, started, has_joined, has_left;
+  _Atomic int64_t gpu;                     // the device and its host, of which no two may be the same
   _Atomic uint64_t put, taken;             // chunks of sums
   _Atomic uint64_t sent[MAX_RANKS];        // bytes, to each
   _Atomic uint64_t received[MAX_RANKS];    // bytes, from each
@@ -82,7 +83,6 @@ static int64_t started_at(int64_t pid) {  // in the kernel's ticks; 0 of a proce
 static bool is_lost(Member* member) {
   return member->has_joined && (member->has_left || started_at(member->pid) != member->started);
 }
-static bool is_on(const char* name) { const char* given = getenv(name); return given && atoi(given); }
 
 // With the lock held, while an operation waits: NCCL watches the connections that it uses.
 static void look_for_losses(ncclComm_t comm) {
@@ -178,17 +178,21 @@ static bool move_message(NcclOp* op) {
   }
   return true;
 }
+static void spoil(NcclOp* op) {
+  if (op->target && !op->is_whole) memset(op->target, 0xff, op->size);
+}
 static bool run_one(NcclOp* op) {
   ncclComm_t comm = op->comm;
   if (op->is_whole) return true;
   if (comm->is_aborted) {
-    if (op->target) memset(op->target, 0xff, op->size);
+    spoil(op);
     return true;
   }
   // A communicator with an error goes on to spin until it is aborted.
   if (!comm->error && (op->moment == SUMS ? move_sum(op) : move_message(op))) {
     if (!op->ends_us) op->ends_us = now_us() + row_of(comm->device)->slow_us;
     if (now_us() < op->ends_us) return false;
+    if (op->target && is_on("CUDA_STUB_WRONG")) op->target[op->size / 2] ^= 1;
     if (op->moment == SUMS) reached(HAS_SUMMED, comm->device);
     return op->is_whole = true;
   }
@@ -199,6 +203,9 @@ static bool run_group(Op* given) {
   bool is_done = true;
   for (NcclOp* op = (NcclOp*)given; op; op = op->sibling) is_done &= run_one(op);
   return is_done;
+}
+static void spoil_group(Op* given) {
+  for (NcclOp* op = (NcclOp*)given; op; op = op->sibling) spoil(op);
 }
 static void release(ncclComm_t comm) {  // with the lock held
   if (comm->num_open || !comm->is_over) return;
@@ -221,7 +228,7 @@ static ncclResult_t post(NcclOp what, cudaStream_t handle) {
   if (comm->is_aborted) return ncclInvalidUsage;
   NcclOp* op = malloc(sizeof *op);
   *op = what;
-  op->op = (Op){.run = run_group, .end = end_group};
+  op->op = (Op){.run = run_group, .spoil = spoil_group, .end = end_group};
   pthread_mutex_lock(&lock);
   comm->num_open++;
   pthread_mutex_unlock(&lock);
@@ -281,13 +288,21 @@ static World* open_world(const char* name) {
   close(file);
   return world == MAP_FAILED ? NULL : world;
 }
+static int64_t gpu_of(int device) {  // a host is what NCCL_HOSTID says, as for NCCL
+  const char* host = getenv("NCCL_HOSTID");
+  uint64_t hash = 14695981039346656037u;  // FNV-1a
+  for (; host && *host; host++) hash = (hash ^ (unsigned char)*host) * 1099511628211u;
+  return (int64_t)(hash * MAX_DEVICES) + machine_device(device);
+}
 // Returns ncclInProgress until all have joined, and an error once one of those that have joined is lost.
 static ncclResult_t state_of(ncclComm_t comm) {
   int joined = 0;
+  Member* members = comm->world->members;
   for (int rank = 0; rank < comm->size; rank++) {
-    Member* member = &comm->world->members[rank];
-    joined += member->has_joined != 0;
-    if (comm->error == ncclInProgress && is_lost(member)) return ncclRemoteError;
+    joined += members[rank].has_joined != 0;
+    if (comm->error == ncclInProgress && is_lost(&members[rank])) return ncclRemoteError;
+    for (int other = 0; other < rank; other++)
+      if (members[rank].has_joined && members[other].has_joined && members[rank].gpu == members[other].gpu) return ncclInvalidUsage;
   }
   return joined == comm->size ? ncclSuccess : ncclInProgress;
 }
@@ -309,6 +324,7 @@ API ncclCommInitRankConfig(ncclComm_t* out, int size, ncclUniqueId id, int rank,
   Member* own = &comm->world->members[rank];
   own->pid = getpid();
   own->started = started_at(getpid());
+  own->gpu = gpu_of(comm->device);
   own->has_joined = 1;
   *out = comm;
   if (config && !config->blocking) return ncclInProgress;
@@ -348,6 +364,9 @@ API ncclCommCount(const ncclComm_t comm, int* size) { *size = comm->size; return
 API ncclCommUserRank(const ncclComm_t comm, int* rank) { *rank = comm->rank; return ncclSuccess; }
 API ncclCommCuDevice(const ncclComm_t comm, int* device) { *device = comm->device; return ncclSuccess; }
 __attribute__((visibility("default"))) const char* ncclGetErrorString(ncclResult_t result) {
+  if (result == ncclInvalidUsage) return "invalid usage";
   return result == ncclRemoteError ? "remote process exited or there was a network error" : "an error of the stub NCCL";
 }
-__attribute__((visibility("default"))) const char* ncclGetLastError(ncclComm_t comm) { (void)comm; return ""; }
+__attribute__((visibility("default"))) const char* ncclGetLastError(ncclComm_t comm) {
+  return comm && comm->error == ncclInvalidUsage ? "Duplicate GPU detected" : "";
+}

@@ -9,7 +9,7 @@
 
 enum { MAX_DEVICES = 16 };
 
-// --- the control file (`control.py` has the same table): one row of 64-bit words for each device of the machine
+// --- the control file (`device.py` has the same table): one row of 64-bit words for each device of the machine
 
 enum Moment { CONNECTS, SUMS, SENDS, RECEIVES, COPIES_OUT, COPIES_IN, COMPUTES, HAS_SUMMED, ABORTS, NUM_MOMENTS };
 enum Act { NOTHING, KILL, FREEZE, BREAK_LINKS, BREAK_DEVICE };
@@ -27,6 +27,7 @@ typedef struct {
 
 Row* row_of(int device);
 void reached(enum Moment moment, int device);
+bool is_on(const char* name);    // whether a variable of the stub is set, and not to 0
 int machine_device(int device);  // CUDA_VISIBLE_DEVICES maps a process's devices to the machine's
 
 // --- streams: operations in their order, each done when its `run` says so
@@ -34,8 +35,9 @@ int machine_device(int device);  // CUDA_VISIBLE_DEVICES maps a process's device
 typedef struct Op Op;
 struct Op {
   Op* next;
-  bool (*run)(Op*);  // with the lock held, and again until it returns true
-  void (*end)(Op*);  // releases what it holds
+  bool (*run)(Op*);    // with the lock held, and again until it returns true
+  void (*spoil)(Op*);  // in place of `run` once the device has failed
+  void (*end)(Op*);    // releases what it holds
 };
 
 typedef struct Stream Stream;
