@@ -27,6 +27,8 @@ class PlannerSettings:
     """f: simultaneous node losses that never cost state; plans have at least f + 1 pipelines where nodes allow."""
     num_pipelines: int | None = None
     """Exactly this many pipelines where nodes and microbatches allow it; None lets the planner choose."""
+    num_stages: int | None = None
+    """The most stages of a pipeline."""
     mean_time_to_failure_s: float = 3600.0
     """Expected seconds to the next change, within which a transition has to repay itself."""
     microbatches_per_device: int = 4
@@ -46,6 +48,7 @@ class PlannerSettings:
             "max_sources",
             *at_least_0,
             "num_pipelines",
+            "num_stages",
         ):
             value, least = getattr(self, name), 0 if name in at_least_0 else 1
             if value is not None and value < least:

@@ -48,6 +48,11 @@ def evaluates(trainer: Any) -> bool:
     return trainer.eval_dataset is not None and trainer.args.eval_strategy != IntervalStrategy.NO
 
 
+def overrider_of(trainer: transformers.Trainer, method: str) -> str | None:
+    """Name what overrides a method of transformers' trainer; None if nothing does."""
+    return next((owner for name, owner in _overridden(trainer) if name == method), None)
+
+
 def inner_model(model: Any) -> Any:
     """Return the transformers model within one of PEFT's, with its adapters; any other model unchanged."""
     peft = sys.modules.get("peft")

@@ -215,8 +215,10 @@ METHODS: Mapping[str, Rule] = {
     "create_accelerator_and_postprocess": _honoured(),
     "get_total_train_batch_size": _honoured("of one process"),
     **dict.fromkeys(("get_cp_size", "get_sp_size", "get_tp_size"), _honoured("1")),
-    "training_step": _refused(f"it {_LOOP}; give compute_loss_func"),
-    "compute_loss": _refused(f"it {_LOOP}; give compute_loss_func"),
+    "training_step": _refused(f"it {_LOOP}; compute the loss in compute_loss"),
+    "compute_loss": _honoured(
+        "called in the workers, with the whole model, which is [not cut](models.md#kept-whole); it may not log"
+    ),
     "get_batch_samples": _refused(f"it {_LOOP}; give data_collator"),
     "compute_loss_context_manager": _refused(f"it {_LOOP}"),
     "autocast_smart_context_manager": _refused(f"it {_LOOP}; set bf16 or fp16"),

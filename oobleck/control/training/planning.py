@@ -25,7 +25,10 @@ def planner_for(job: JobSpec, kinds: Sequence[NodeKind], kind_of: Mapping[str, s
 
     check_possible(job, kinds=[kind.name for kind in kinds], num_layers=kinds[0].profile.num_layers)
     settings = PlannerSettings(
-        num_microbatches=job.num_microbatches, fault_threshold=job.fault_threshold, num_pipelines=job.num_pipelines
+        num_microbatches=job.num_microbatches,
+        fault_threshold=job.fault_threshold,
+        num_pipelines=job.num_pipelines,
+        num_stages=job.num_stages,
     )
     # The planner takes the first of equally fast plans, which must not depend on which profile was known first.
     by_name = sorted(kinds, key=lambda kind: kind.name)

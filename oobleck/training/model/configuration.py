@@ -34,7 +34,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from oobleck.errors import ConfigError
+from oobleck.errors import ConfigError, UncutModel
 from oobleck.host.user_path import expand_user
 from oobleck.job import ModelSpec, Scalar, Task, check_model_numbers
 
@@ -99,7 +99,7 @@ def task_of_built(model: PreTrainedModel) -> Task:
         return task
     if isinstance(model, GenerationMixin) and not kind.__module__.startswith("transformers."):
         return "causal_lm"
-    raise ConfigError(
+    raise UncutModel(
         f"model: {kind.__name__} has a head that no task is known for; known are {', '.join(_HEADS)}, as those of "
         "LlamaForCausalLM, BertForMaskedLM, BertForSequenceClassification and BertForTokenClassification: use such a "
         "class, or derive your own from it"
@@ -116,7 +116,7 @@ def require_known_loss(model: PreTrainedModel, task: Task) -> None:
     if own is None and ("_loss_function" in vars(model) or _asks_for_loss_function(forward)):
         own = _written_elsewhere(model.loss_function)
     if own is not None or "_loss_function" in vars(model):
-        raise ConfigError(
+        raise UncutModel(
             f"model: {type(model).__name__} has a forward or a loss_function of its own{_place_of(own)}, and for "
             f"{task} the loss is always the cross entropy of its logits; set Trainer(compute_loss_func=…)"
         )
@@ -157,7 +157,7 @@ def check_head(model: PreTrainedModel, task: Task) -> None:
         return
     if not (config.num_labels or 0) >= 2 or config.problem_type not in (None, "single_label_classification"):
         problem = config.problem_type or "regression"
-        raise ConfigError(
+        raise UncutModel(
             f"model.config.num_labels: {config.num_labels} ({problem}) is not supported for {kind}; a head predicts "
             "one of two labels or more"
         )
