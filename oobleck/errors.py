@@ -56,6 +56,10 @@ class UnbuiltModel(ConfigError):
 class UncutModel(ConfigError):
     """A model that cannot be cut into stages. A Trainer's is then kept whole."""
 
+    def __init__(self, message: str, *, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason or message.removeprefix("model: ")
+
 
 class PlanningError(ConfigError):
     """No execution plan satisfies the model, the nodes and the options given."""

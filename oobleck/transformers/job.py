@@ -124,7 +124,7 @@ class TrainerJob(Job):
         try:
             return self._tried()
         except UncutModel as error:
-            self._why_whole = str(error).removeprefix("model: ")
+            self._why_whole = error.reason
             return None
 
     @functools.cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ COUNTINGS = {
     "regression": "samples",
     "multilabel": "samples",
     "qa": "samples",
-    "choice": "samples",
+    "ragged_qa": "batch",
+    "choice": "labels",
     "reward": "samples",
     "llama": "items",
     "module": "samples",
@@ -71,7 +73,7 @@ def assembled(case: str, tmp_path: Path, **arguments: Any) -> Assembly:
         "def main():", f"def main():\n    make_trainer({case!r}, 'ours', **{ {**STILL, **arguments}!r}).train()\n"
     )
     settings = script(tmp_path, OURS)["make_trainer"](case, tmp_path / "ours", **{**STILL, **arguments}).job().settings
-    job = load_job(settings, source="the script", base=JobSpec(), has_lines=False)
+    job = load_job(json.dumps(settings), source="the script", base=JobSpec(), has_lines=False)
     spec = ScriptSpec(name=SCRIPT.name, source=text, arguments=(case, "ours"), directory=str(SCRIPT.parent))
     return assemble(JobSpec(**{**vars_of(job), "script": spec}), cache_dir=tmp_path / "cache")
 
@@ -97,7 +99,7 @@ def ours(assembly: Assembly) -> tuple[list[float], list[float]]:
             loss = stage.forward(batch, None, num_items=divisor, key=key)
             if loss.requires_grad:
                 loss.backward()
-            total, num_items = total + float(loss), num_items + batch.num_items
+            total, num_items = total + float(loss.detach()), num_items + batch.num_items
         share = num_items / divisor if num_items else 1.0
         gradients = [each.grad.double().square().sum() for each in stage.parameters.values() if each.grad is not None]
         losses.append(total / share)

@@ -28,7 +28,8 @@ def cannot_split(model: nn.Module, why: str) -> UncutModel:
     """Return the error that says why a model has no layers that could be placed apart."""
     kind, config = type(model).__name__, model.config
     assert isinstance(config, PreTrainedConfig)
-    return UncutModel(f"model: {kind} (model.type: {config.model_type}) cannot be split into layers: {why}")
+    message = f"model: {kind} (model.type: {config.model_type}) cannot be split into layers: {why}"
+    return UncutModel(message, reason=why)
 
 
 class _Probe(Passthrough):
