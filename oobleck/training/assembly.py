@@ -42,6 +42,8 @@ def assemble(job: JobSpec, *, cache_dir: Path) -> Assembly:
     made = made_by_script(job)
     if "live_model" in made:
         return _assemble_live(job, made, cache_dir)
+    if job.model.whole_loss is not None:
+        raise ConfigError("model.whole_loss: it is for the models of Trainers' scripts, which set it; leave it out")
     with _blaming_the_data():
         train, validation = _datasets(job, made, cache_dir)
     structure = _structure(job, made, vocab_size=train.vocab_size, cache_dir=cache_dir)

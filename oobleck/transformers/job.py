@@ -45,8 +45,6 @@ _NO_CLIPPING = 0.0
 _TRIED_LENGTH = 16
 """Tokens of the samples that try the model."""
 _TOKENS = "input_ids"
-_LENGTH_OF_WHOLE = 2
-"""A job's least; batches of a whole model are as long as its collator makes them."""
 
 
 class TrainerJob(Job):
@@ -73,7 +71,7 @@ class TrainerJob(Job):
         """The contents of an equivalent job file. Raises as `check`."""
         self.check()
         given = partial(_settings, self._trainer, self.epochs, max_steps=self.max_steps, tag=self._tag)
-        return given(self._length) if self._structure is not None else given(_LENGTH_OF_WHOLE, self._counting)
+        return given(self._length) if self._structure is not None else given(self._whole().length(), self._counting)
 
     @functools.cached_property
     def _length(self) -> int:

@@ -217,7 +217,7 @@ METHODS: Mapping[str, Rule] = {
     **dict.fromkeys(("get_cp_size", "get_sp_size", "get_tp_size"), _honoured("1")),
     "training_step": _refused(f"it {_LOOP}; compute the loss in compute_loss"),
     "compute_loss": _honoured(
-        "called in the workers, with the whole model, which is [not cut](models.md#kept-whole); it may not log"
+        "called in the workers with the whole model, which is then [not cut](#models-that-are-kept-whole)"
     ),
     "get_batch_samples": _refused(f"it {_LOOP}; give data_collator"),
     "compute_loss_context_manager": _refused(f"it {_LOOP}"),

@@ -88,6 +88,12 @@ class TrainerLoss:
         with drawing_alike(seed):
             return dict(self._loader.collate_fn(items_of(self._loader.dataset, numbers)))
 
+    def length(self) -> int:
+        """Return how many tokens the longest of some samples has, for reports; 2, a job's least, if it has none."""
+        columns = self.collated(from_all_over(self.num_samples, _TRIED_SAMPLES))
+        tokens = [columns.get(name) for name in ("input_ids", _LABELS)]
+        return max(2, *(each.shape[-1] for each in tokens if isinstance(each, torch.Tensor) and each.ndim > 1), 2)
+
     @property
     def num_samples(self) -> int:
         return len(self._loader.dataset)

@@ -16,7 +16,7 @@ from oobleck.job import JobSpec, ScriptSpec
 from oobleck.training.assembly import Assembly, assemble
 from oobleck.training.model import MicrobatchKey, StageModel
 
-SCRIPT = Path(__file__).with_name("whole_script.py")
+SCRIPT = Path(__file__).parents[1] / "e2e" / "whole_script.py"
 OURS, THEIRS = "from oobleck.transformers import Trainer", "from transformers import Trainer"
 NUM_STEPS = 5
 """The fourth is the last one of an epoch, with a batch of two samples alone."""
