@@ -238,12 +238,13 @@ def _settings(
         "seed": args.seed,
         "activation_checkpointing": recomputes,
         "compile": args.torch_compile,
-        "checkpoint": _checkpoints(trainer, state, epochs),
+        "checkpoint": {},
         "control": {"start_timeout_s": _START_TIMEOUT_S},
     }
     if evaluates(trainer):
         by_epoch = args.eval_strategy == IntervalStrategy.EPOCH
         settings["eval_steps"] = epochs.num_steps if by_epoch else int(state.eval_steps)
+    settings["checkpoint"] = _checkpoints(trainer, state, epochs, eval_steps=settings.get("eval_steps"))
     return settings
 
 
@@ -304,9 +305,13 @@ def _dtype(trainer: Any) -> str:
     return "bfloat16" if args.bf16 or of_model == torch.bfloat16 else "float32"
 
 
-def _checkpoints(trainer: Any, state: TrainerState, epochs: Epochs) -> dict[str, Any]:
+def _checkpoints(trainer: Any, state: TrainerState, epochs: Epochs, *, eval_steps: int | None) -> dict[str, Any]:
     args = trainer.args
-    by_strategy = {SaveStrategy.STEPS: state.save_steps, SaveStrategy.EPOCH: epochs.num_steps}
+    by_strategy = {
+        SaveStrategy.STEPS: state.save_steps,
+        SaveStrategy.EPOCH: epochs.num_steps,
+        SaveStrategy.BEST: eval_steps,
+    }
     steps, limit = by_strategy.get(args.save_strategy), args.save_total_limit
     return {
         **({"save_steps": int(steps)} if steps else {}),

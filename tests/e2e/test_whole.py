@@ -37,7 +37,7 @@ def plain(directory: Path, case: str) -> dict[str, Any]:
 def test_a_whole_model_survives_the_loss_of_a_node(runner: Runner, tmp_path: Path, case: str) -> None:
     output = tmp_path / "ours.json"
     options = ("--set", "torch_threads=1", "--set", "control.lease_s=10", "--resume", "never", "--kill", "node1@3")
-    arguments = (*options, "--", case, str(output), "--pause", "0.1")
+    arguments = (*options, "--", case, str(output), "--pause", "0.4")
     outcome = runner.run(*arguments, nodes=("--local", "2", str(SCRIPT)))
     assert outcome.exit_code == 0, outcome.output
     assert " is kept whole on each node" in outcome.output

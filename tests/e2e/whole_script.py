@@ -252,7 +252,7 @@ def make_trainer(case, output, *, pause_s=PAUSE_S, **arguments):
     torch.manual_seed(5)
     model = make_model()
     if pause_s:
-        next(iter(model.children())).register_forward_hook(lambda *_: time.sleep(pause_s))
+        model.register_forward_pre_hook(lambda *_: time.sleep(pause_s))
     rows = make_rows()
     return (*kind, Trainer)[0](
         model=model,
