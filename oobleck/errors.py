@@ -6,6 +6,7 @@
     │   └── ConfigError       a file: job, hostfile, profile, trace            (exit code 78)
     │       ├── DataError     the data that a job names                        (exit code 78)
     │       ├── UnbuiltModel  a script's model that cannot be built here       (exit code 78)
+    │       ├── UncutModel    a model that cannot be cut into stages           (exit code 78)
     │       └── PlanningError no plan satisfies what was asked for             (exit code 78)
     ├── PeerError             the other side broke the protocol
     ├── RunFailed             a launched run has not ended as it should
@@ -50,6 +51,14 @@ class DataError(ConfigError):
 
 class UnbuiltModel(ConfigError):
     """A script's model that cannot be built on this machine, for instance as only nodes have its files."""
+
+
+class UncutModel(ConfigError):
+    """A model that cannot be cut into stages. A Trainer's is then kept whole."""
+
+    def __init__(self, message: str, *, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason or message.removeprefix("model: ")
 
 
 class PlanningError(ConfigError):

@@ -21,7 +21,7 @@ from oobleck.host.machine import this_machine
 from oobleck.host.user_path import expand_user
 from oobleck.job import DEFAULT_KIND, JobSpec, NodeSpec
 from oobleck.planner import KNOWN_DEVICES, LayerProfile, NodeKind, Profile, profile_from_json
-from oobleck.planner.profiles import device_sheet, estimate_profile, shape_from_config
+from oobleck.planner.profiles import device_sheet, estimate_profile, in_one_layer, shape_from_config, shape_of_size
 from oobleck.runtime.files import MAX_DATA_BYTES, RunDirectory, read_input
 from oobleck.runtime.processes import LayerOutline, ModelOutline, outline_of
 from oobleck.runtime.profile_files import ProfileFiles
@@ -202,14 +202,17 @@ def _is_same_layer(layer: LayerProfile, other: LayerOutline, item_bytes: int, *,
 
 def _estimate(job: JobSpec, outline: ModelOutline, *, num_local: int, sheet: str = "CPU") -> Profile:
     """Estimate times from a data sheet, or from that of a CPU core if there is none; sizes are the model's own."""
+    is_whole = len(outline.layers) == 1
     profile = estimate_profile(
-        shape_from_config(outline.config),
+        shape_of_size(outline.layers[0].parameters) if is_whole else shape_from_config(outline.config),
         device_sheet(sheet if sheet.lower() in KNOWN_DEVICES else "CPU"),
         microbatch_size=job.microbatch_size,
         sequence_length=job.data.sequence_length,
         precision="bfloat16" if job.dtype in ("bfloat16", "float16") else "float32",
         activation_checkpointing=job.activation_checkpointing,
     )
+    if is_whole:
+        profile = in_one_layer(profile, name=str(outline.config["model_type"]))
     item_bytes = _ITEM_BYTES[job.dtype]
     layers = (_scaled(layer, other, item_bytes) for layer, other in zip(profile.layers, outline.layers, strict=True))
     return _with_memory(replace(profile, layers=tuple(layers)), job, num_local=num_local)

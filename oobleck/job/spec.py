@@ -19,6 +19,9 @@ from .bounds import Bounds, bounded, check_pattern, check_spec, require
 Scalar = bool | int | float | str | None
 Task = Literal["causal_lm", "masked_lm", "sequence_classification", "token_classification"]
 """A model predicts the next token, masked tokens, a label of a sample, or one of each token."""
+LossCounting = Literal["items", "labels", "samples", "sum", "batch"]
+"""The loss of a step is a sum divided by `num_items_in_batch`, the mean over labels or over samples, the sum of its
+microbatches' losses, or is made of the losses of the script's own batches, which are not cut."""
 ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zero-bubble", "auto"]
 
 MAX_NODES = 16_384  # so that a typing error in a hostfile's range does not fill the memory
@@ -101,6 +104,8 @@ class ModelSpec:
     """The model's task; None takes the one that `path` was saved for, or else masked tokens for encoders such
     as BERT and the next token for all others."""
     lora: LoraSpec = field(default_factory=LoraSpec)
+    whole_loss: LossCounting | None = None
+    """Set by a Trainer's script whose model is kept whole: how its loss is counted over microbatches."""
 
     def __post_init__(self) -> None:
         check_spec(self, "model.")
@@ -349,6 +354,8 @@ class JobSpec:
     """The expected seconds between changes of the nodes, within which a plan has to repay what moves for it."""
     num_pipelines: int | None = bounded(None, 1, MAX_NODES)
     """Asks the planner for exactly this many pipelines as long as the nodes allow it."""
+    num_stages: int | None = bounded(None, 1, MAX_NODES)
+    """The most stages of a pipeline; 1 keeps the model whole on each of its nodes. None leaves it to the planner."""
     schedule: ScheduleName = "1f1b"
     """With `auto`, each pipeline of a plan is zero-bubble or interleaved if that saves time, and else 1f1b."""
     num_chunks: int = bounded(2, 2, MAX_CHUNKS)

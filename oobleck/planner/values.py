@@ -29,6 +29,8 @@ class PlannerSettings:
     """Exactly this many pipelines where nodes and microbatches allow it; None lets the planner choose."""
     max_redundancy_percent: float | None = None
     """f + 1 pipelines, or as many as possible, only if they make a step at most so much longer; None: at any price."""
+    num_stages: int | None = None
+    """The most stages of a pipeline."""
     mean_time_to_failure_s: float = 3600.0
     """Expected seconds to the next change, within which a transition has to repay itself."""
     microbatches_per_device: int = 4
@@ -48,6 +50,7 @@ class PlannerSettings:
             "max_sources",
             *at_least_0,
             "num_pipelines",
+            "num_stages",
         ):
             value, least = getattr(self, name), 0 if name in at_least_0 else 1
             if value is not None and value < least:

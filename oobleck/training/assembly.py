@@ -42,6 +42,8 @@ def assemble(job: JobSpec, *, cache_dir: Path) -> Assembly:
     made = made_by_script(job)
     if "live_model" in made:
         return _assemble_live(job, made, cache_dir)
+    if job.model.whole_loss is not None:
+        raise ConfigError("model.whole_loss: it is for the models of Trainers' scripts, which set it; leave it out")
     with _blaming_the_data():
         train, validation = _datasets(job, made, cache_dir)
     structure = _structure(job, made, vocab_size=train.vocab_size, cache_dir=cache_dir)
@@ -77,10 +79,13 @@ def _assemble_live(job: JobSpec, made: _Made, cache_dir: Path) -> Assembly:
     """Make the parts for a script that trains by a transformers `Trainer`."""
     decayed = made["decayed"]()
     structure = _live_structure(job, made, cache_dir)
-    inputs = _inputs(structure)
+    inputs = kept = _inputs(structure)
+    if job.model.whole_loss is not None:
+        whole = made["whole"]().inputs(job.model.whole_loss)
+        inputs, kept = ModelInputs(whole=whole), ModelInputs(whole=whole.for_evaluation())
     with _blaming_the_data():
         train = replace(_collated(job, made["data"]), order=made["order"]()).with_inputs(inputs)
-        validation = _collated(job, made["eval_data"]).with_inputs(inputs) if "eval_data" in made else None
+        validation = _collated(job, made["eval_data"]).with_inputs(kept) if "eval_data" in made else None
     optimizer = _optimizer(job, made, structure, decayed=decayed)
     return Assembly(job=job, train=train, validation=validation, structure=structure, optimizer=optimizer)
 
@@ -95,9 +100,16 @@ def _collated(job: JobSpec, make: Callable[[], Any]) -> Dataset:
 
 
 def _live_structure(job: JobSpec, made: _Made, cache_dir: Path | None) -> model.ModelStructure:
-    whole = made["live_model"]()
-    live = model.LiveModel.skeleton_of(whole) if cache_dir is None else model.LiveModel.taken_apart(whole, cache_dir)
-    length = job.data.sequence_length
+    brought, length = made["live_model"](), job.data.sequence_length
+    is_whole = job.model.whole_loss is not None
+    live = (
+        model.LiveModel.skeleton_of(brought, is_whole=is_whole)
+        if cache_dir is None
+        else model.LiveModel.taken_apart(brought, cache_dir, is_whole=is_whole)
+    )
+    if is_whole:
+        whole = model.ModelStructure.kept_whole(live, made["whole"](), sequence_length=length)
+        return replace(whole, drops=job.dropout)
     structure = model.ModelStructure.from_live(live, compute_loss=made.get("compute_loss"), sequence_length=length)
     return replace(model.with_tried_loss(structure), drops=job.dropout)
 

@@ -14,7 +14,7 @@ from oobleck.control.nodes import Alike, version_of
 from oobleck.control.protocol import Things
 from oobleck.job import JobSpec
 from oobleck.training.assembly import Assembly
-from oobleck.training.data import Batch, Dataset
+from oobleck.training.data import Batch, Dataset, WholeBatch
 from oobleck.training.model import ModelStructure
 
 _PACKAGES = ("torch", "transformers", "peft", "datasets", "tokenizers", "numpy")
@@ -96,6 +96,8 @@ def _digest_of_structure(structure: ModelStructure) -> str:
 
 def _digest_of_batch(batch: Batch) -> str:
     tensors = {"input_ids": batch.input_ids, "labels": batch.labels, **batch.others}
+    if isinstance(batch, WholeBatch):
+        tensors = {str(number): tensor for number, tensor in enumerate(batch.tensors)}
     return _digest(
         b"".join(
             f"{name}:{tensor.dtype}{tuple(tensor.shape)}".encode() + tensor.contiguous().numpy().tobytes()

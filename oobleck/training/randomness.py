@@ -49,6 +49,14 @@ def seed_device(device: torch.device, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
+def generators_of(device: torch.device) -> tuple[torch.Generator, ...]:
+    """Return the generator that models on `device` draw from beside the CPU's, if there is one."""
+    if device.type != "cuda":
+        return ()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return (torch.cuda.default_generators[index],)
+
+
 def seed_scripts() -> None:
     """Seed all global generators before a script begins, alike wherever it runs."""
     random.seed(_SCRIPT_SEED)

@@ -48,6 +48,11 @@ def evaluates(trainer: Any) -> bool:
     return trainer.eval_dataset is not None and trainer.args.eval_strategy != IntervalStrategy.NO
 
 
+def overrider_of(trainer: transformers.Trainer, method: str) -> str | None:
+    """Name what overrides a method of transformers' trainer; None if nothing does."""
+    return next((owner for name, owner in _overridden(trainer) if name == method), None)
+
+
 def inner_model(model: Any) -> Any:
     """Return the transformers model within one of PEFT's, with its adapters; any other model unchanged."""
     peft = sys.modules.get("peft")
@@ -83,8 +88,12 @@ def _check_values(args: TrainingArguments) -> None:
     if schedule in _EVALUATION_SCHEDULES or schedule not in TYPE_TO_SCHEDULER_FUNCTION:
         name = getattr(schedule, "value", schedule)
         raise ConfigError(f"TrainingArguments(lr_scheduler_type={name!r}): choose one that follows steps alone")
-    if args.save_strategy == SaveStrategy.BEST:
-        raise ConfigError("TrainingArguments(save_strategy='best'): save by steps or epochs")
+    asks_for_best = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
+    if asks_for_best and (metric := str(args.metric_for_best_model)).removeprefix("eval_") != "loss":
+        raise ConfigError(
+            f"TrainingArguments(metric_for_best_model={metric!r}): evaluations while training runs have eval_loss "
+            "alone; leave it out, or leave load_best_model_at_end and save_strategy='best' out"
+        )
     for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
         for key in getattr(args, name, None) or {}:
             if key in _OTHER_RECOMPUTATION:

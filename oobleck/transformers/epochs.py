@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,15 @@ class EpochOrder:
         first = within * self._epochs.batches_per_step
         stop = min(first + self._epochs.batches_per_step, len(starts) - 1)
         return tuple(numbers[starts[first] : starts[stop]].tolist())
+
+    def batches(self, step: int) -> list[tuple[int, ...]]:
+        """Return the numbers of a step's samples in the loader's batches."""
+        first = self._epochs.epoch_of(step)[1] * self._epochs.batches_per_step
+        self(step)
+        assert self._kept is not None
+        _, numbers, starts = self._kept
+        bounds = starts[first : first + self._epochs.batches_per_step + 1]
+        return [tuple(numbers[start:stop].tolist()) for start, stop in pairwise(bounds)]
 
     def epoch_of(self, step: int) -> tuple[int, int]:
         return self._epochs.epoch_of(step)

@@ -30,6 +30,7 @@ from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.host.writing import write_whole
 from oobleck.training.checkpoint import newest_checkpoint, newest_weights
 
+from .best import BestCheckpoint
 from .checks import inner_model
 from .epochs import Epochs
 
@@ -79,6 +80,7 @@ class RunFollower:
         """The step after which a callback asked for a stop."""
         self._epoch_stopped_in = ""
         """The event in which a callback asked for the end of the epoch."""
+        self._best: BestCheckpoint | None = None
         self._remarked: set[str] = set()
         """Wishes of callbacks that stderr has been told to be without effect."""
         handler = trainer.callback_handler
@@ -97,6 +99,12 @@ class RunFollower:
         state.max_steps = self._max_steps
         state.num_train_epochs = math.ceil(self._max_steps / self._epochs.num_steps)
         return state
+
+    def saves_in(self, checkpoints: Path) -> None:
+        """Say where the run's checkpoints are, before its first entry."""
+        args = self._trainer.args
+        if args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST:
+            self._best = BestCheckpoint(checkpoints)
 
     @property
     def wants_stop(self) -> bool:
@@ -120,7 +128,13 @@ class RunFollower:
         trainer = self._trainer
         if self._problem:
             raise ConfigError(self._problem)
-        self._load(checkpoints)
+        best = self._best.weights() if self._best is not None else None
+        self._load(checkpoints, newest_weights(checkpoints) if best is None else best)
+        if best is not None:
+            sys.stderr.write(
+                f"oobleck: the weights are those of step {trainer.state.best_global_step}, the best by "
+                f"{trainer.args.metric_for_best_model} ({trainer.state.best_metric:g})\n"
+            )
         if self._first_step is None:  # an earlier run did all steps
             self._restore_state(checkpoints)
         if not self._has_begun:
@@ -145,9 +159,8 @@ class RunFollower:
         self._call("on_train_end")
         return TrainOutput(trainer.state.global_step, mean, metrics)
 
-    def _load(self, checkpoints: Path) -> None:
+    def _load(self, checkpoints: Path, weights: Mapping[str, torch.Tensor]) -> None:
         model = inner_model(self._trainer.model)
-        weights = newest_weights(checkpoints)
         known = model.state_dict(keep_vars=True)
         # By identity, since a tied tensor has several names, of which the file has one.
         loaded = {id(known[name]) for name in weights if name in known}
@@ -188,6 +201,9 @@ class RunFollower:
             case journal.Evaluated():
                 self._evaluated(entry)
             case journal.CheckpointSaved(step=step):
+                if self._best is not None:
+                    self._best.note_saved(step, entry.name)
+                    self._keep_best()
                 self._saved(step)
             case journal.RecoveryDone():
                 self._recovered(entry)
@@ -195,6 +211,10 @@ class RunFollower:
     def _begin(self, *, has_start_weights: bool) -> None:
         self._has_begun = True
         self._has_start_weights = has_start_weights
+        if self._best is not None and has_start_weights:
+            self._best.forget()
+        elif self._best is not None and (kept := self._best.restore()) is not None:
+            self._trainer.state.best_metric, self._trainer.state.best_global_step = kept
         self._call("on_train_begin")
 
     def _step(self, record: CommitRecord) -> None:
@@ -220,7 +240,10 @@ class RunFollower:
     def _saved(self, step: int) -> None:
         """Report a checkpoint once, with the state as it was at its step."""
         state = self._trainer.state
-        if step == self._saved_step or self._trainer.args.save_strategy == SaveStrategy.NO:
+        strategy = self._trainer.args.save_strategy
+        if step == self._saved_step or strategy == SaveStrategy.NO:
+            return
+        if strategy == SaveStrategy.BEST and step != state.best_global_step:
             return
         self._saved_step = step
         now = state.global_step, state.epoch  # the checkpoint was complete on disk some steps later
@@ -266,6 +289,13 @@ class RunFollower:
         best = state.best_metric
         if best is None or (value > best if args.greater_is_better else value < best):
             state.best_metric, state.best_global_step = value, state.global_step
+            self._keep_best()
+
+    def _keep_best(self) -> None:
+        if self._best is not None:
+            state = self._trainer.state
+            self._best.keep(state.best_global_step, state.best_metric)
+            state.best_model_checkpoint = self._best.path
 
     def _recovered(self, entry: journal.RecoveryDone) -> None:
         # transformers has no such event, so its handler cannot call it, and most callbacks lack it.

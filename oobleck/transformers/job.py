@@ -7,10 +7,13 @@ and which optimizer and schedule are used.
 from __future__ import annotations
 
 import functools
+import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,16 +22,17 @@ from transformers import TrainerState
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from oobleck.errors import ConfigError
-from oobleck.host.script import Job
-from oobleck.job import OptimizerSpec
-from oobleck.training.data import items_of, try_collator
+from oobleck.errors import ConfigError, UncutModel
+from oobleck.host.script import SCRIPT_WAITS, Job
+from oobleck.job import LossCounting, OptimizerSpec
+from oobleck.training.data import items_of, try_collator, try_repeats
 from oobleck.training.model import BatchSizes, LiveModel, ModelStructure, try_layers, with_tried_loss
 from oobleck.training.optim import Optimizer
 from oobleck.training.padding_trial import try_padding
 
-from .checks import evaluates, inner_model
+from .checks import evaluates, inner_model, overrider_of
 from .epochs import EpochOrder, Epochs
+from .whole import TrainerLoss, find_counting
 
 # This many microbatches of a step keep four stages busy, or two pipelines of two.
 _MANY_MICROBATCHES = 8
@@ -54,6 +58,8 @@ class TrainerJob(Job):
         self._tag = tag
         self.made = self._parts()
         self.callbacks = ()
+        self._why_whole = ""
+        """Why the model cannot be cut, once that is known."""
 
     @property
     def max_steps(self) -> int:
@@ -64,7 +70,8 @@ class TrainerJob(Job):
     def settings(self) -> Mapping[str, Any]:  # type: ignore[override]  # computed only where they are used
         """The contents of an equivalent job file. Raises as `check`."""
         self.check()
-        return _settings(self._trainer, self.epochs, self._length, max_steps=self.max_steps, tag=self._tag)
+        given = partial(_settings, self._trainer, self.epochs, max_steps=self.max_steps, tag=self._tag)
+        return given(self._length) if self._structure is not None else given(self._whole().length(), self._counting)
 
     @functools.cached_property
     def _length(self) -> int:
@@ -75,12 +82,14 @@ class TrainerJob(Job):
     def check(self) -> None:
         """Take the model apart, try its layers, its loss, the collator and the optimizer, and draw an epoch's order.
 
-        Raises ConfigError for a trainer that cannot be trained.
+        Says on stderr why a model is kept whole. Raises ConfigError for a trainer that cannot be trained.
         """
         self._order().check()
         Optimizer(OptimizerSpec(), max_steps=self.max_steps, factory=self.made["optimizer"]).layout()
         trainer = self._trainer
-        structure = self._tried()
+        if (structure := self._structure) is None:
+            self._say_why()
+            return
         num_batches = self.epochs.batches_per_step
         # Without num_items_in_batch, every class returns the mean.
         is_mean = structure.loss_rule.is_mean or not trainer.model_accepts_loss_kwargs
@@ -95,18 +104,63 @@ class TrainerJob(Job):
 
     def check_microbatch_size(self, size: int) -> None:
         """Check what `check` has checked for the default size of a microbatch. Raises ConfigError likewise."""
-        self._tried(microbatch=size)
+        if self._structure is not None:
+            self._tried(microbatch=size)
+        elif self._counting == "batch" and size != (batch := self._trainer.args.per_device_train_batch_size):
+            raise ConfigError(
+                f"microbatch_size is {size}, and the loss is that of a batch of {batch} as a whole, of which no parts "
+                "can be added up; leave it out"
+            )
+
+    @functools.cached_property
+    def _structure(self) -> ModelStructure | None:
+        """The model's structure; None if it is kept whole, which is the fallback for whatever cannot be cut."""
+        trainer = self._trainer
+        if (owner := overrider_of(trainer, "compute_loss")) is not None:
+            self._why_whole = f"compute_loss is overridden by {owner}, and takes the model as a whole"
+            return None
+        try:
+            return self._tried()
+        except UncutModel as error:
+            self._why_whole = error.reason
+            return None
+
+    @functools.cached_property
+    def _counting(self) -> LossCounting:
+        """How the loss of a model that is kept whole is counted."""
+        trainer = self._trainer
+        for name in sorted(self.made.keys() & {"data", "eval_data"}):
+            samples, collate, place = self.made[name]()
+            try_repeats(samples, collate, place=place)
+        model, loss = inner_model(trainer.model), self._whole()
+        ModelStructure.kept_whole(LiveModel.skeleton_of(model, is_whole=True), loss, sequence_length=_TRIED_LENGTH)
+        sizes = _sizes(trainer, _TRIED_LENGTH)
+        return find_counting(loss, model, batch=sizes.batch, microbatch=sizes.microbatch)
+
+    def _say_why(self) -> None:
+        if SCRIPT_WAITS in os.environ:
+            return  # the script itself, which waits for this run, has said it
+        name, how = type(inner_model(self._trainer.model)).__name__, ""
+        if self._counting == "batch" and self.epochs.batches_per_step == 1:
+            how = (
+                " (a step is one batch, whose loss is no sum over its parts, so one node computes at a time; raise "
+                "gradient_accumulation_steps)"
+            )
+        sys.stderr.write(f"oobleck: {name} is kept whole on each node{how}: {self._why_whole}\n")
+
+    def _whole(self) -> TrainerLoss:
+        return TrainerLoss(self._trainer, self._loader, self.epochs, max_steps=self.max_steps)
 
     def _tried(self, *, microbatch: int | None = None) -> ModelStructure:
         # Returns the model's structure. A microbatch must be trained as it is as a part of its batch.
         trainer = self._trainer
+        live, replaced = LiveModel.skeleton_of(trainer.model), _loss(trainer)
+        structure = ModelStructure.from_live(live, compute_loss=replaced, sequence_length=_TRIED_LENGTH)
         padded = []
         for name in sorted(self.made.keys() & {"data", "eval_data"}):
             samples, collate, place = self.made[name]()
             size = trainer.args.per_device_train_batch_size if name == "data" else trainer.args.eval_batch_size
             padded.append((try_collator(samples, collate, place=place, batch_size=size), size, place))
-        live, replaced = LiveModel.skeleton_of(trainer.model), _loss(trainer)
-        structure = ModelStructure.from_live(live, compute_loss=replaced, sequence_length=_TRIED_LENGTH)
         sizes = _sizes(trainer, self._length)
         if microbatch is not None:
             sizes = replace(sizes, microbatch=microbatch)
@@ -125,6 +179,7 @@ class TrainerJob(Job):
         make_optimizer, peak = _optimizer(trainer)
         parts: dict[str, Callable[..., Any]] = {
             "live_model": lambda: trainer.model,
+            "whole": self._whole,
             "data": lambda: (loader.dataset, loader.collate_fn, "Trainer(train_dataset=…)"),
             "order": self._order,
             "optimizer": make_optimizer,
@@ -150,20 +205,25 @@ def epochs_of(trainer: Any, loader: Any) -> Epochs:
     return Epochs(num_batches=num_batches, batches_per_step=trainer.args.gradient_accumulation_steps)
 
 
-def _settings(trainer: Any, epochs: Epochs, length: int, *, max_steps: int, tag: str) -> dict[str, Any]:
+def _settings(
+    trainer: Any, epochs: Epochs, length: int, counting: LossCounting | None = None, *, max_steps: int, tag: str
+) -> dict[str, Any]:
+    """With `counting`, the model is kept whole."""
     args = trainer.args
     state = TrainerState()
     state.compute_steps(args, max_steps)  # type: ignore[no-untyped-call]  # transformers' own
     sizes = _sizes(trainer, length)
+    embedding = trainer.model.get_input_embeddings() if counting is None else None
     asked = (getattr(args, name, None) for name in ("activation_checkpointing", "gradient_checkpointing"))
     recomputes = any(asked) or any(getattr(each, "gradient_checkpointing", False) for each in trainer.model.modules())
     settings = {
         "tag": args.run_name or re.sub(r"[^A-Za-z0-9._-]", "-", tag).strip(".-_") or "trainer",
-        "model": {"type": "script"},
+        "model": {"type": "script", **({"whole_loss": counting} if counting else {})},
+        **({"num_stages": 1} if counting else {}),
         "data": {
             "sequence_length": length,
             # A job's least vocabulary: 256 bytes and an end.
-            "vocab_size": max(257, trainer.model.get_input_embeddings().num_embeddings),
+            "vocab_size": max(257, 0 if embedding is None else embedding.num_embeddings),
         },
         "optimizer": {
             **({"learning_rate": args.learning_rate} if args.learning_rate > 0 else {}),
@@ -172,18 +232,19 @@ def _settings(trainer: Any, epochs: Epochs, length: int, *, max_steps: int, tag:
         },
         "max_steps": max_steps,
         "global_batch_size": sizes.batch * args.gradient_accumulation_steps,
-        "microbatch_size": sizes.microbatch,
+        "microbatch_size": sizes.batch if counting == "batch" else sizes.microbatch,
         "dtype": _dtype(trainer),
         "device": "cpu" if args.use_cpu or not torch.cuda.is_available() else "cuda",
         "seed": args.seed,
         "activation_checkpointing": recomputes,
         "compile": args.torch_compile,
-        "checkpoint": _checkpoints(trainer, state, epochs),
+        "checkpoint": {},
         "control": {"start_timeout_s": _START_TIMEOUT_S},
     }
     if evaluates(trainer):
         by_epoch = args.eval_strategy == IntervalStrategy.EPOCH
         settings["eval_steps"] = epochs.num_steps if by_epoch else int(state.eval_steps)
+    settings["checkpoint"] = _checkpoints(trainer, state, epochs, eval_steps=settings.get("eval_steps"))
     return settings
 
 
@@ -234,7 +295,7 @@ def microbatch_size_of(batch_size: int, global_batch_size: int, length: int) -> 
 
 
 def _dtype(trainer: Any) -> str:
-    args, of_model = trainer.args, trainer.model.dtype
+    args, of_model = trainer.args, next(trainer.model.parameters()).dtype
     if of_model == torch.float64:
         if args.bf16 or args.fp16:
             raise ConfigError("TrainingArguments: the model is of float64; leave bf16 and fp16 out")
@@ -244,9 +305,13 @@ def _dtype(trainer: Any) -> str:
     return "bfloat16" if args.bf16 or of_model == torch.bfloat16 else "float32"
 
 
-def _checkpoints(trainer: Any, state: TrainerState, epochs: Epochs) -> dict[str, Any]:
+def _checkpoints(trainer: Any, state: TrainerState, epochs: Epochs, *, eval_steps: int | None) -> dict[str, Any]:
     args = trainer.args
-    by_strategy = {SaveStrategy.STEPS: state.save_steps, SaveStrategy.EPOCH: epochs.num_steps}
+    by_strategy = {
+        SaveStrategy.STEPS: state.save_steps,
+        SaveStrategy.EPOCH: epochs.num_steps,
+        SaveStrategy.BEST: eval_steps,
+    }
     steps, limit = by_strategy.get(args.save_strategy), args.save_total_limit
     return {
         **({"save_steps": int(steps)} if steps else {}),

@@ -61,6 +61,7 @@ def train_here(trainer: Any, script: Path) -> TrainOutput:
     finally:
         del os.environ[SCRIPT_WAITS]
     follower: RunFollower = trainer.follow(job)
+    follower.saves_in(run.checkpoints)
     for event in run:
         follower.take(event.entry)
         if follower.wants_stop:

@@ -121,15 +121,15 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     **dict.fromkeys(("per_device_eval_batch_size", "prediction_loss_only", "eval_do_concat_batches"), _AFTERWARDS),
     **dict.fromkeys(("eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics"), _AFTERWARDS),
     **dict.fromkeys(("batch_eval_metrics",), _AFTERWARDS),
-    "load_best_model_at_end": _refused(
-        "leave it out: the newest weights are loaded; export a checkpoint with `oobleck checkpoint export`"
+    "load_best_model_at_end": _honoured(
+        "by `eval_loss`; the best checkpoint is kept in `checkpoints-best` beside the others"
     ),
-    "metric_for_best_model": _honoured("for callbacks"),
+    "metric_for_best_model": _honoured("`eval_loss`, or for callbacks"),
     "greater_is_better": _honoured("for callbacks"),
     # Checkpoints.
     "save_strategy": _mapped(
         "`checkpoint.save_steps`: the steps of an epoch, for `epoch`; for `no`, as often as it pays off, since the "
-        "run needs its state; `best` is refused"
+        "run needs its state; for `best`, at each evaluation"
     ),
     "save_steps": _mapped("`checkpoint.save_steps`"),
     "save_total_limit": _mapped("`checkpoint.save_total_limit`"),
@@ -140,11 +140,9 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     "restore_callback_states_from_checkpoint": _refused("leave it out: callbacks start afresh"),
     # Data.
     "remove_unused_columns": _honoured(),
-    "train_sampling_strategy": _refused(
-        "leave it out: rows are padded to one length, so lengths need not be grouped", "random", "sequential"
-    ),
-    "length_column_name": _unused("lengths are not grouped"),
-    "group_by_length": _refused("leave it out: rows are padded to one length"),
+    "train_sampling_strategy": _refused("leave it out, or group_by_length", "random", "sequential", "group_by_length"),
+    "length_column_name": _honoured(),
+    "group_by_length": _honoured("rows of models that are cut are padded to one length all the same"),
     "dataloader_drop_last": _honoured(),
     **dict.fromkeys(("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"), _OF_LOADER),
     **dict.fromkeys(("dataloader_prefetch_factor", "dataloader_multiprocessing_context"), _OF_LOADER),
@@ -215,8 +213,10 @@ METHODS: Mapping[str, Rule] = {
     "create_accelerator_and_postprocess": _honoured(),
     "get_total_train_batch_size": _honoured("of one process"),
     **dict.fromkeys(("get_cp_size", "get_sp_size", "get_tp_size"), _honoured("1")),
-    "training_step": _refused(f"it {_LOOP}; give compute_loss_func"),
-    "compute_loss": _refused(f"it {_LOOP}; give compute_loss_func"),
+    "training_step": _refused(f"it {_LOOP}; compute the loss in compute_loss"),
+    "compute_loss": _honoured(
+        "called in the workers with the whole model, which is then [not cut](#models-that-are-kept-whole)"
+    ),
     "get_batch_samples": _refused(f"it {_LOOP}; give data_collator"),
     "compute_loss_context_manager": _refused(f"it {_LOOP}"),
     "autocast_smart_context_manager": _refused(f"it {_LOOP}; set bf16 or fp16"),

@@ -34,10 +34,16 @@ def checked(made: transformers.Trainer) -> None:
         {"neftune_noise_alpha": 5.0},
         {"auto_find_batch_size": True},
         {"eval_on_start": True, "eval_dataset": rows(3), "eval_strategy": "steps"},
-        {"train_sampling_strategy": "group_by_length"},
+        {"train_sampling_strategy": "batch_rebalance"},
         {"label_names": ["start_positions"]},
         {"average_tokens_across_devices": False},
-        {"load_best_model_at_end": True, "save_strategy": "no", "eval_dataset": rows(3), "eval_strategy": "no"},
+        {
+            "metric_for_best_model": "accuracy",
+            "load_best_model_at_end": True,
+            "save_strategy": "epoch",
+            "eval_dataset": rows(3),
+            "eval_strategy": "epoch",
+        },
         {"torch_compile_mode": "max-autotune"},
         {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch", "eval_dataset": rows(3)},
         {"accelerator_config": {"split_batches": True}},
@@ -118,7 +124,7 @@ CALLED = {
     "__init__", "train", "call_model_init", "get_decay_parameter_names", "get_optimizer_cls_and_kwargs", "log",
     "get_eval_dataloader", "create_accelerator_and_postprocess", "_get_train_sampler", "_validate_args",
     "_build_accelerator_args", "_move_model_to_device", "_set_signature_columns_if_needed", "_remove_unused_columns",
-    "_get_collator_with_removed_columns", "_load_from_checkpoint", "_issue_warnings_after_load",
+    "_get_collator_with_removed_columns", "_load_from_checkpoint", "_issue_warnings_after_load", "compute_loss",
 }  # fmt: skip
 """What a run calls in the script, or in workers."""
 OF_THE_SCRIPT = {
@@ -149,8 +155,8 @@ def test_methods_of_ones_own_that_nothing_calls_are_fine(tmp_path: Path):
 
 
 def test_a_method_is_overridden_wherever_that_is_done(tmp_path: Path):
-    mixed = type("Mine", (overriding("compute_loss", base=(object,)), Trainer), {})
-    with pytest.raises(ConfigError, match=r"Trainer\.compute_loss is overridden by Mine"):
+    mixed = type("Mine", (overriding("training_step", base=(object,)), Trainer), {})
+    with pytest.raises(ConfigError, match=r"Trainer\.training_step is overridden by Mine"):
         checked(trainer(tmp_path, kind=mixed))
     behind = type("Both", (Trainer, overriding("_prepare_inputs", base=(transformers.Trainer,))), {})
     with pytest.raises(ConfigError, match=r"Trainer\._prepare_inputs is overridden by Mine"):
@@ -163,21 +169,21 @@ def test_a_method_is_overridden_wherever_that_is_done(tmp_path: Path):
 
 @pytest.mark.parametrize("kind", [Trainer, transformers.Trainer])
 def test_a_method_that_is_replaced_on_a_trainers_own_class_is_refused(kind: Any, tmp_path: Path):
-    theirs = transformers.Trainer.compute_loss
+    theirs = transformers.Trainer.training_step
 
     @functools.wraps(theirs)
     def scaled(self: Any, *given: Any, **named: Any) -> Any:
         return 0.1 * theirs(self, *given, **named)
 
-    kind.compute_loss = scaled
+    kind.training_step = scaled
     try:
-        with pytest.raises(ConfigError, match=r"Trainer\.compute_loss is overridden by an assignment to "):
+        with pytest.raises(ConfigError, match=r"Trainer\.training_step is overridden by an assignment to "):
             checked(trainer(tmp_path))
     finally:
         if kind is Trainer:
-            del kind.compute_loss
+            del kind.training_step
         else:
-            kind.compute_loss = theirs
+            kind.training_step = theirs
 
 
 def test_overridden_logs_and_decays_are_not(tmp_path: Path):

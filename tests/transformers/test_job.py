@@ -182,13 +182,18 @@ def test_an_optimizer_that_depends_on_the_plan_is_refused_before_anything_is_lau
         trainer(tmp_path, optimizer_cls_and_kwargs=(Clipping, {"lr": 0.3})).job().check()
 
 
-def test_a_model_that_cannot_be_cut_is_refused_before_anything_is_launched(tmp_path: Path):
-    config = transformers.T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, vocab_size=VOCAB_SIZE)
+def test_a_model_that_cannot_be_cut_is_kept_whole_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = transformers.T5Config(
+        d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, vocab_size=VOCAB_SIZE, decoder_start_token_id=0
+    )
     job = trainer(tmp_path, model=transformers.T5ForConditionalGeneration(config)).job()
-    with pytest.raises(ConfigError, match=r"t5\) cannot be split into layers"):
-        job.check()
-    with pytest.raises(ConfigError, match=r"t5\) cannot be split into layers"):
-        _ = job.settings
+    found = job.settings
+    assert found["num_stages"] == 1
+    assert found["model"] == {"type": "script", "whole_loss": "labels"}
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("oobleck: T5ForConditionalGeneration is kept whole on each node: it is an encoder-decoder: ")
 
 
 def test_settings_say_what_the_arguments_say(tmp_path: Path):
@@ -346,7 +351,6 @@ def trainable_tokens(made: Any) -> Any:
     ("change", "words"),
     [
         (lambda made: made.lm_head.weight.register_hook(torch.sign), r"hook on (transformer\.wte|lm_head)\.weight"),
-        (lambda made: made.transformer.h.append(made.transformer.h[0]), "2 transformer blocks"),
         (trainable_tokens, "LoRA with trainable_token_indices is not supported; leave it out"),
     ],
 )

@@ -380,7 +380,7 @@ def _start_callbacks(
     process: CallbackProcess | TrainerProcess
     if run.trainer is not None:
         process = run.trainer
-        process.begin(log, on_stop=lambda: master.submit(stop))
+        process.begin(log, _checkpoints(run, directory).path, on_stop=lambda: master.submit(stop))
     elif script is not None and "callbacks" in script.provides and SCRIPT_WAITS not in os.environ:
         process = CallbackProcess(
             run.job,

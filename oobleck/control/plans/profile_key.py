@@ -26,7 +26,7 @@ def profile_key(
     # A script that makes neither model nor optimizer may change without changing what was measured.
     counts = script is not None and not {"model", "optimizer"}.isdisjoint(script.provides)
     depends_on = {
-        "model": asdict(job.model),
+        "model": {key: value for key, value in asdict(job.model).items() if (key, value) != ("whole_loss", None)},
         "script": [script.source, script.arguments] if script is not None and counts else None,
         "layers": list(layer_names),
         "parameters": parameters,

@@ -30,6 +30,7 @@ def planner_for(job: JobSpec, kinds: Sequence[NodeKind], kind_of: Mapping[str, s
         num_pipelines=job.num_pipelines,
         max_redundancy_percent=job.max_redundancy_percent,
         mean_time_to_failure_s=job.change_interval_s,
+        num_stages=job.num_stages,
     )
     # The planner takes the first of equally fast plans, which must not depend on which profile was known first.
     by_name = sorted(kinds, key=lambda kind: kind.name)

@@ -146,11 +146,15 @@ class MixedCatalog(Catalog):
             self._nominal[key] = form.template, self.costs.timing(form)
         return self._nominal[key][1]
 
+    @property
+    def _most_stages(self) -> int:
+        return min(self.costs.num_layers, self.costs.settings.num_stages or self.costs.num_layers)
+
     def _reach(self, nodes: Counts) -> Counts:
         """Return the most nodes of each kind in a pipeline."""
         # Powers of two, so that a few more nodes need no new search.
         return tuple(
-            min(self.costs.num_layers // devices, 1 << (max(number, _FEWEST) - 1).bit_length()) if number else 0
+            min(self._most_stages // devices, 1 << (max(number, _FEWEST) - 1).bit_length()) if number else 0
             for number, devices in zip(nodes, self.costs.devices, strict=True)
         )
 
@@ -175,4 +179,9 @@ class MixedCatalog(Catalog):
         for index, layer in enumerate(self.costs.kinds[0].profile.layers):
             if not any(costs.most_in_flight(1)[index, index + 1] >= 1 for costs in self.costs.of):
                 return f"layer {index} ({layer.name}) fits on a device of no kind: more memory is needed than any has"
+        if self._most_stages < min(self.costs.devices):
+            return (
+                f"{there}: {counted(self._most_stages, 'stage')} cannot be spread over so many devices of a node; name "
+                "each device as a node of its own, by a line `HOST devices=NUMBER` of the hostfile"
+            )
         return f"{there} cannot hold the model; add nodes, or take smaller microbatches"

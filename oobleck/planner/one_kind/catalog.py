@@ -8,6 +8,7 @@ from dataclasses import replace
 from oobleck.plan import ExecutionPlan, PipelineTemplate
 from oobleck.planner.catalog import STILL_FAST, Catalog, speeds_among
 from oobleck.planner.costs import Timing, footprint
+from oobleck.planner.formatting import counted
 from oobleck.planner.instantiation import (
     SizeOption,
     Sizing,
@@ -127,7 +128,11 @@ class OneKindCatalog(Catalog):
     @property
     def most_nodes(self) -> int:
         """The most nodes that a pipeline can have, since every stage needs a layer."""
-        return self._costs.num_layers * self._costs.device_counts[-1] // self.settings.devices_per_node
+        return self._most_stages * self._costs.device_counts[-1] // self.settings.devices_per_node
+
+    @property
+    def _most_stages(self) -> int:
+        return min(self._costs.num_layers, self.settings.num_stages or self._costs.num_layers)
 
     def options(self, num_nodes: int) -> Mapping[int, SizeOption]:
         """Return the sizes of pipelines that hold the model, up to `num_nodes` nodes, smallest first."""
@@ -302,8 +307,9 @@ class OneKindCatalog(Catalog):
                 return f"layer {index} ({layer.name}) fits on no number of nodes: {each}, {missing} bytes too few"
         if self.most_nodes < 1:
             return (
-                f"{self._costs.num_layers} layers cannot be spread over the {self.settings.devices_per_node} devices "
-                f"of a node with at most {largest} a stage"
+                f"{counted(self._most_stages, 'stage')} cannot be spread over the {self.settings.devices_per_node} "
+                f"devices of a node with at most {largest} a stage; name each device as a node of its own, by a line "
+                "`HOST devices=NUMBER` of the hostfile"
             )
         if larger := self.options(self.most_nodes):
             return (

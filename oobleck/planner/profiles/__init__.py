@@ -18,11 +18,12 @@ from .profile import (
     NetworkProfile,
     Profile,
     SplitBackward,
+    in_one_layer,
     profile_from_json,
     profile_to_json,
     with_speed,
 )
-from .shapes import KNOWN_MODELS, ModelShape, model_shape, shape_from_config, training_flops
+from .shapes import KNOWN_MODELS, ModelShape, model_shape, shape_from_config, shape_of_size, training_flops
 
 __all__ = [
     "ASSUMED_COMMUNICATION_BYTES",
@@ -42,6 +43,7 @@ __all__ = [
     "device_sheet_from_json",
     "estimate_profile",
     "fit_link",
+    "in_one_layer",
     "link_from_json",
     "link_to_json",
     "median_link",
@@ -49,6 +51,7 @@ __all__ = [
     "profile_from_json",
     "profile_to_json",
     "shape_from_config",
+    "shape_of_size",
     "sheet_of_product",
     "training_flops",
     "with_speed",

@@ -208,6 +208,24 @@ def with_speed(profile: Profile, speed: float) -> Profile:
     return replace(profile, layers=tuple(map(at_speed, profile.layers)))
 
 
+def in_one_layer(profile: Profile, *, name: str) -> Profile:
+    """Return the profile of a model that is kept whole, as one layer, from that of its layers."""
+    layers = profile.layers
+
+    whole = LayerProfile(
+        name="model",
+        forward_s={count: sum(layer.forward_s[count] for layer in layers) for count in layers[0].forward_s},
+        backward_s={count: sum(layer.backward_s[count] for layer in layers) for count in layers[0].backward_s},
+        param_bytes=sum(layer.param_bytes for layer in layers),
+        optimizer_bytes=sum(layer.optimizer_bytes for layer in layers),
+        activation_bytes=sum(layer.activation_bytes for layer in layers),
+        output_bytes=0,
+        copy_bytes=sum(layer.copy_bytes for layer in layers),
+        transient_bytes=max(layer.transient_bytes for layer in layers),
+    )
+    return replace(profile, model=name, layers=(whole,))
+
+
 def profile_to_json(profile: Profile) -> str:
     """Return the profile as the text of a profile file; `profile_from_json` is the inverse."""
     document = {

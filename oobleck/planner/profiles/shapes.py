@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -158,6 +159,21 @@ def shape_from_config(config: Mapping[str, Scalar]) -> ModelShape:
         num_kv_heads=numbers["num_kv_heads"] or num_heads,
         is_gated=not has_table and config.get("hidden_act", "silu") in ("silu", "gelu_pytorch_tanh"),
         is_tied=bool(config.get("tie_word_embeddings", True)),
+    )
+
+
+def shape_of_size(num_parameters: int) -> ModelShape:
+    """Return the shape of one block with about so many parameters, for a model of which no more is known."""
+    size = max(1, math.isqrt(num_parameters // 12))
+    return ModelShape(
+        name="whole",
+        hidden_size=size,
+        num_blocks=1,
+        num_heads=1,
+        vocab_size=1,
+        num_positions=0,
+        feed_forward_size=4 * size,
+        num_kv_heads=1,
     )
 
 

@@ -68,10 +68,14 @@ class TrainerProcess(EntryFeed):
 
     # --- during the run ----------------------------------------------------------------------------------------
 
-    def begin(self, log: Path, *, on_stop: Callable[[], None]) -> None:
-        """Redirect its output to `log`; call `on_stop` when a callback asks training to stop."""
+    def begin(self, log: Path, checkpoints: Path, *, on_stop: Callable[[], None]) -> None:
+        """Redirect its output to `log`; call `on_stop` when a callback asks training to stop.
+
+        `checkpoints` is the directory of the run's checkpoints.
+        """
         self._on_stop = on_stop
-        self._ours.sendall(json.dumps({"log": str(log.absolute())}).encode() + b"\n")
+        paths = {"log": str(log.absolute()), "checkpoints": str(checkpoints.absolute())}
+        self._ours.sendall(json.dumps(paths).encode() + b"\n")
 
     async def run(self) -> None:
         """Feed the process until `finish`."""

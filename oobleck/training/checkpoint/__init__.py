@@ -6,7 +6,7 @@ from .digests import digest_of
 from .saving import LayerSaver
 from .state import FlashSaver, LayerTensors, StateReader
 from .trainer_checkpoint import import_trainer_checkpoint, is_trainer_checkpoint
-from .weights import newest_checkpoint, newest_weights, read_weights
+from .weights import newest_checkpoint, newest_weights, read_weights, weights_of
 
 __all__ = [
     "FlashSaver",
@@ -19,4 +19,5 @@ __all__ = [
     "newest_checkpoint",
     "newest_weights",
     "read_weights",
+    "weights_of",
 ]

@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
@@ -68,7 +69,12 @@ def export_model(checkpoint: Path, target: Path, *, adapters_alone: bool = False
         raise ConfigError(f"{checkpoint}: there are no adapters in it; export it as hf")
     config = _config_of(checkpoint, metadata)
     dtype = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), torch.float32)
-    build = partial(models.build_model, task=cast("Task", task), dtype=dtype)
+    if "class" in metadata:
+        build: Callable[[PreTrainedConfig], PreTrainedModel] = partial(
+            _whole_model, checkpoint, metadata["class"], dtype
+        )
+    else:
+        build = partial(models.build_model, task=cast("Task", task), dtype=dtype)
     model = build(config)
     tuner = None if adapters is None else models.add_adapters(model, adapters)
     if "tied" in metadata:  # an earlier version did not write it
@@ -90,6 +96,15 @@ def export_model(checkpoint: Path, target: Path, *, adapters_alone: bool = False
         model = tuner.merge_and_unload()
     model.tie_weights()
     _save_whole(model.save_pretrained, target)
+
+
+def _whole_model(checkpoint: Path, name: str, dtype: torch.dtype, config: PreTrainedConfig) -> PreTrainedModel:
+    """Build a model that was kept whole. Raises ConfigError for a class that is not transformers' own."""
+    kind: Any = getattr(transformers, name, None)
+    if kind is None:
+        raise ConfigError(f"{checkpoint}: its model is of a class of the script; have the script save it after train()")
+    model: PreTrainedModel = kind._from_config(config, dtype=dtype)
+    return model
 
 
 def _tied_as_trained(

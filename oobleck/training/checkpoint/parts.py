@@ -30,7 +30,8 @@ def model_metadata(structure: ModelStructure) -> dict[str, str]:
     tied = json.dumps(dict(sorted(structure.anatomy.tied.items())))
     buffers = json.dumps({name: str(dtype).removeprefix("torch.") for name, dtype in structure.buffers.items()})
     config = structure.config.to_json_string(use_diff=False)
-    return {"config": config, "task": structure.task, "tied": tied, "buffers": buffers, **adapters}
+    kind = {"class": structure.whole_class} if structure.is_whole else {"task": structure.task}
+    return {"config": config, **kind, "tied": tied, "buffers": buffers, **adapters}
 
 
 def part_metadata(share: Share) -> dict[str, str]:

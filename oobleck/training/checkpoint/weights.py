@@ -29,6 +29,11 @@ def newest_checkpoint(directory: Path) -> tuple[str, int]:
 def newest_weights(directory: Path) -> dict[str, torch.Tensor]:
     """Return the weights of the newest checkpoint in a directory. Raises CorruptCheckpoint."""
     name, _ = newest_checkpoint(directory)
+    return weights_of(directory, name)
+
+
+def weights_of(directory: Path, name: str) -> dict[str, torch.Tensor]:
+    """Return the weights of a checkpoint in a directory. Raises CorruptCheckpoint."""
     try:
         return read_weights(directory / name)[1]
     except CorruptCheckpoint as error:

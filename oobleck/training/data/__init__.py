@@ -13,11 +13,11 @@ from .sampling import samples_of_step
 from .shard_scanner import ShardScanner
 
 if TYPE_CHECKING:
-    from .batches import IGNORED_LABEL, Batch
-    from .collator_trial import PaddedRow, try_collator
+    from .batches import IGNORED_LABEL, Batch, WholeBatch, mapped_tensors
+    from .collator_trial import PaddedRow, try_collator, try_repeats
     from .data import Dataset, open_source, prepare_dataset
-    from .samples import ModelInputs
-    from .script_data import CollatedSamples, ScriptSamples, items_of
+    from .samples import ModelInputs, WholeInputs
+    from .script_data import CollatedSamples, ScriptSamples, from_all_over, items_of
     from .script_stream import ScriptStream
 
 __all__ = [
@@ -31,11 +31,16 @@ __all__ = [
     "ScriptSamples",
     "ScriptStream",
     "ShardScanner",
+    "WholeBatch",
+    "WholeInputs",
+    "from_all_over",
     "items_of",
+    "mapped_tensors",
     "open_source",
     "prepare_dataset",
     "samples_of_step",
     "try_collator",
+    "try_repeats",
 ]
 
 _WITH_TORCH = {
@@ -47,10 +52,15 @@ _WITH_TORCH = {
     "PaddedRow": "collator_trial",
     "ScriptSamples": "script_data",
     "ScriptStream": "script_stream",
+    "WholeBatch": "batches",
+    "WholeInputs": "samples",
+    "from_all_over": "script_data",
     "items_of": "script_data",
+    "mapped_tensors": "batches",
     "open_source": "data",
     "prepare_dataset": "data",
     "try_collator": "collator_trial",
+    "try_repeats": "collator_trial",
 }
 
 

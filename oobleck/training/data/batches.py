@@ -7,7 +7,8 @@ exactly the same number of chosen tokens. The choice depends on (seed, step, sam
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -63,6 +64,50 @@ class Batch:
             # Counted before the copy: on a GPU, counting would wait for everything launched so far.
             counted=self.num_items,
         )
+
+
+def _nothing() -> torch.Tensor:
+    return torch.zeros(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeBatch(Batch):
+    """What a collator has made of some samples, for a model that is kept whole: it has no tokens of its own.
+
+    The share of a microbatch in the loss of a step is the model's loss times `weight` divided by the step's divisor,
+    or, without `divides_by`, the loss that the model itself divides by it.
+    """
+
+    input_ids: torch.Tensor = field(default_factory=_nothing)
+    labels: torch.Tensor = field(default_factory=_nothing)
+    inputs: Mapping[str, Any]
+    """Tensors, and containers of them, keyed by the names of arguments."""
+    weight: float
+    """0 where no sample counts."""
+    divides_by: int | None
+    """What the loss is told to be the number of items."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        found: dict[int, torch.Tensor] = {}
+        mapped_tensors(self.inputs, lambda tensor: found.setdefault(id(tensor), tensor))
+        return tuple(found.values())
+
+    def mapped(self, place: Callable[[torch.Tensor], torch.Tensor]) -> WholeBatch:
+        """Return a batch of other tensors with the same values, on a device."""
+        return replace(self, inputs=mapped_tensors(self.inputs, place))
+
+
+def mapped_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return containers with each tensor in them changed; a mapping becomes a dict."""
+    match value:
+        case torch.Tensor():
+            return change(value)
+        case Mapping():
+            return {name: mapped_tensors(each, change) for name, each in value.items()}
+        case list() | tuple() if type(value) in (list, tuple):
+            return type(value)(mapped_tensors(each, change) for each in value)
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,6 +67,24 @@ def try_collator(samples: Any, collate: script.Collate, *, place: str, batch_siz
     return padded
 
 
+def try_repeats(samples: Any, collate: script.Collate, *, place: str) -> None:
+    """Raise ConfigError if samples, or what is collated of them, depend on earlier calls. Reads a few a few times."""
+    numbers = script.from_all_over(len(samples), _TRIED_SAMPLES)
+    if (fault := _fault_of_samples(samples, numbers)) is not None:
+        raise ConfigError(f"{place}: {fault}")
+
+    def collated() -> bytes:
+        with drawing_alike(0):
+            return script.numbers_in(dict(collate(script.items_of(samples, numbers))))
+
+    first = collated()
+    if (counter := counter_of({_COLLATOR: collate}, lambda: collated() == first)) is not None:
+        raise ConfigError(
+            f"{place}: {_COLLATOR} returns other rows later, by {counter}, which changes with every call, and "
+            f"{script.ASKED_AGAIN}"
+        )
+
+
 def _fault_of_samples(samples: Any, numbers: Sequence[int]) -> str | None:
     for number in numbers:
         if _read(samples, number) != _read(samples, number):

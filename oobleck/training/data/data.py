@@ -20,7 +20,7 @@ from .corpus import Corpus, prepare_corpus
 from .records import NO_SAMPLE, Records
 from .samples import ModelInputs, Sample, side_by_side
 from .sampling import permuted, samples_of_step
-from .script_data import CollatedSamples, ScriptSamples
+from .script_data import CollatedSamples, PlaceInStep, ScriptSamples
 from .script_stream import ScriptStream
 from .shard_readers import ShardSet, ShardSource
 from .text import open_table
@@ -48,6 +48,9 @@ class StepOrder(Protocol):
 
     def digest(self, epoch: int) -> str:
         """Digest the order of an epoch's samples."""
+
+    def batches(self, step: int) -> Sequence[Sequence[int]]:
+        """Return the numbers of a step's samples in batches, as the script by itself reads them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,8 @@ class Dataset:
         """The number of predicted tokens in a sample, as far as it is known beforehand."""
         if self.masking is not None:
             return self.masking.num_masked(self.sequence_length)
+        if self.inputs.whole is not None:
+            return self.sequence_length if self.inputs.whole.counts_labels else 1
         match self.inputs.task:
             case "sequence_classification":
                 return 1
@@ -122,14 +127,33 @@ class Dataset:
         numbers = tuple(self.order(step))
         return (*numbers, *[NO_SAMPLE] * (batch - len(numbers)))
 
-    def batch(self, indices: Sequence[int], *, step: int = 0) -> Batch:
-        """Return samples side by side in the order of `indices`, on the CPU, and masked for a step if required."""
+    def largest_batch(self, size: int) -> Batch:
+        """Return a batch of samples that take much memory, for a whole model to be measured with."""
+        assert isinstance(self.source, CollatedSamples)
+        numbers = self.source.largest(size)
+        return self.batch([numbers[place % len(numbers)] for place in range(size)], step=1)
+
+    def divisor_of(self, step: int, numbers: Sequence[int]) -> int:
+        """Return the divisor of the losses of a step with these samples, before its predicted tokens are counted."""
+        whole = self.inputs.whole
+        if whole is None or whole.counting == "items" or self.order is None:
+            return len(numbers) * self.items_per_sample
+        num_batches = len(self.order.batches(step))
+        if whole.counting == "labels" and num_batches == 1:
+            return len(numbers) * self.items_per_sample
+        return num_batches if whole.averages else 1
+
+    def batch(self, indices: Sequence[int], *, step: int = 0, first: int | None = None) -> Batch:
+        """Return samples side by side in the order of `indices`, on the CPU, and masked for a step if required.
+
+        `first` is the position of the first of them in the step, None if they are not trained on.
+        """
         numbers = list(indices)
         if self.part is not None:
             # Not with the job's seed, so that the split is the same for every seed, and in a run that resumes another.
             numbers = permuted(0, _SPLIT, [self.part[index] for index in numbers], self.source.num_samples)
         if isinstance(self.source, CollatedSamples):
-            return self.source.batch(numbers, self.inputs, step=step)
+            return self.source.batch(numbers, self.inputs, step=step, place=self._place(step, first))
         if isinstance(self.source, ScriptSamples):
             samples = [self.source.sample(number, self.inputs, step=step) for number in numbers]
             return self._side_by_side(samples, numbers, step)
@@ -144,6 +168,11 @@ class Dataset:
         if self.masking is not None:
             return self.masking.masked(input_ids, numbers, step)
         return Batch(input_ids=input_ids, labels=input_ids, is_causal=self.inputs.shifts_labels)
+
+    def _place(self, step: int, first: int | None) -> PlaceInStep | None:
+        if self.inputs.whole is None or self.order is None or first is None:
+            return None
+        return PlaceInStep(self.order.batches(step), first)
 
     def _side_by_side(self, samples: Sequence[Sample], numbers: Sequence[int], step: int) -> Batch:
         try:

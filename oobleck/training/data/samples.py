@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from oobleck.errors import ConfigError
-from oobleck.job import Task
+from oobleck.job import LossCounting, Task
 
 from .batches import IGNORED_LABEL, Batch
 from .columns import states_default
@@ -27,6 +27,25 @@ Array = npt.NDArray[Any]
 _TOKENS, _MASK, _POSITIONS = "input_ids", "attention_mask", "position_ids"
 LABELS = ("labels", "label_ids")
 _LABEL = "label"  # the name in datasets for classification, which transformers' collators rename too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeInputs:
+    """How the loss of a whole model is counted over the microbatches of a step."""
+
+    counting: LossCounting
+    count: Callable[[Mapping[str, Any]], int | None]
+    """Returns how many labels of a collated batch count, None if it has none."""
+    averages: bool
+    """Whether the script's loss of a step is the mean of its batches' losses, not their sum."""
+
+    @property
+    def counts_labels(self) -> bool:
+        return self.counting in ("items", "labels")
+
+    def for_evaluation(self) -> WholeInputs:
+        """Return how evaluations count: losses of microbatches are weighed by their samples, if not by labels."""
+        return self if self.counts_labels else replace(self, counting="samples")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +63,8 @@ class ModelInputs:
     """Whether each sample's first label counts in causal language modelling too: the model does not shift labels."""
     separates_documents: Callable[[], bool] = lambda: False
     """Returns whether the model keeps documents apart where positions restart in a sample. May take a second."""
+    whole: WholeInputs | None = None
+    """Set for a model that is kept whole, which takes what the collator makes."""
 
     @property
     def is_classified(self) -> bool:

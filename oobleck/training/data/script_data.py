@@ -11,18 +11,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from oobleck.errors import ConfigError
 from oobleck.training.counters import counter_of
 from oobleck.training.randomness import derive_seed, drawing_alike
 
-from .batches import Batch
+from . import samples as reading
+from .batches import Batch, WholeBatch
 from .records import NO_SAMPLE
-from .samples import LABELS, ModelInputs, Sample, ignored, read_sample, side_by_side
+from .samples import LABELS, ModelInputs, Sample, WholeInputs, read_sample, side_by_side
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 """Turns samples into named arrays, [samples, …]."""
@@ -98,6 +102,26 @@ class ScriptSamples:
             return numbers_in(self._samples[index])
 
 
+@dataclass(frozen=True, slots=True)
+class PlaceInStep:
+    """Where a microbatch is among the samples of a step."""
+
+    batches: Sequence[Sequence[int]]
+    """The samples of the step, in the batches that the script by itself reads."""
+    first: int
+    """The position of the microbatch's first sample."""
+
+    @property
+    def own_batch(self) -> Sequence[int]:
+        """The batch that the microbatch is a part of."""
+        stop = 0
+        for batch in self.batches:
+            stop += len(batch)
+            if self.first < stop:
+                return batch
+        raise AssertionError(f"no sample is at {self.first}")
+
+
 class CollatedSamples:
     mask_id = None
 
@@ -115,15 +139,71 @@ class CollatedSamples:
         if not self.num_samples:
             raise ConfigError(f"{place}: it has no samples")
         self.digest = _digest_of(self.num_samples, self._numbers_of, place=place)
+        self._counted: tuple[object, int] = (None, 0)
+        """The batches whose labels were counted last, and how many there are."""
 
-    def batch(self, numbers: Sequence[int], inputs: ModelInputs, *, step: int) -> Batch:
-        """Return samples side by side, fillers for `NO_SAMPLE` last. Raises ConfigError if one does not fit."""
+    def batch(
+        self, numbers: Sequence[int], inputs: ModelInputs, *, step: int, place: PlaceInStep | None = None
+    ) -> Batch:
+        """Return samples side by side, fillers for `NO_SAMPLE` last. Raises ConfigError if one does not fit.
+
+        For whole models there are no fillers, and training needs the `place` of the samples.
+        """
         real = [number for number in numbers if number != NO_SAMPLE]
+        if inputs.whole is not None:
+            return self._whole_batch(real, inputs.whole, step, place)
         # A microbatch without samples still needs a row to fill it with.
         rows = self._rows(real or [0], inputs, step)
-        rows = [*rows[: len(real)], *[ignored(rows[0], inputs)] * (len(numbers) - len(real))]
+        rows = [*rows[: len(real)], *[reading.ignored(rows[0], inputs)] * (len(numbers) - len(real))]
         with blaming(self._place_of(real)):
             return side_by_side(rows, inputs, length=self.sequence_length)
+
+    def _whole_batch(
+        self, numbers: Sequence[int], whole: WholeInputs, step: int, place: PlaceInStep | None
+    ) -> WholeBatch:
+        if not numbers:
+            return WholeBatch(inputs={}, weight=0.0, divides_by=1, counted=0)
+        inputs = self.collated(numbers, step=step)
+        num_rows, num_items = len(numbers), whole.count(inputs) or 0
+        batch = partial(WholeBatch, inputs=inputs)
+        if whole.counting == "items":
+            return batch(weight=num_items, divides_by=None, counted=num_items)
+        if place is None or (whole.counting == "labels" and len(place.batches) == 1):
+            # The labels of a step are known once all of it is read.
+            weight = num_items if whole.counting == "labels" else num_rows
+            return batch(weight=weight, divides_by=num_items or num_rows, counted=weight)
+        own, share = place.own_batch, 1.0
+        if whole.counting == "samples":
+            share = num_rows / len(own)
+        elif whole.counting == "labels":
+            share = num_items / (num_items if len(own) == num_rows else self._count_items([own], whole, step) or 1)
+        is_told = whole.counting == "batch" and not whole.averages and len(place.batches) > 1
+        told = self._count_items(place.batches, whole, step) if is_told else num_items
+        return batch(weight=share, divides_by=told or num_rows, counted=0)
+
+    def _count_items(self, batches: Sequence[Sequence[int]], whole: WholeInputs, step: int) -> int:
+        """Count the labels of batches, each of which is read as a whole."""
+        key = step, *map(tuple, batches)
+        if self._counted[0] != key:  # microbatches of a batch follow each other
+            self._counted = key, sum(whole.count(self.collated(numbers, step=step)) or 0 for numbers in batches)
+        return self._counted[1]
+
+    def collated(self, numbers: Sequence[int], *, step: int) -> dict[str, Any]:
+        """Return what the collator makes of samples in a step, arrays as tensors. Raises ConfigError if it fails."""
+        with blaming(self._place_of(numbers)), self._drawing(numbers, step):
+            made = self._collate(items_of(self._samples, numbers))
+            return {
+                name: torch.from_numpy(each) if isinstance(each, np.ndarray) else each for name, each in made.items()
+            }
+
+    def _drawing(self, numbers: Sequence[int], step: int) -> AbstractContextManager[None]:
+        # All readers of a microbatch read the same samples, so the first one's number stands for all of them.
+        return drawing_alike(derive_seed(self._seed, "collated", step, numbers[0]))
+
+    def largest(self, count: int) -> list[int]:
+        """Return the numbers of the largest samples, among some from all over."""
+        some = from_all_over(self.num_samples, _DIGESTED_SAMPLES)
+        return sorted(some, key=lambda number: (-len(self._numbers_of(number)), number))[:count]
 
     def check(self, inputs: ModelInputs) -> None:
         """Read some samples. Raises ConfigError if one does not fit the model."""
@@ -135,9 +215,7 @@ class CollatedSamples:
             return numbers_in_all(items_of(self._samples, [number]))
 
     def _rows(self, numbers: Sequence[int], inputs: ModelInputs, step: int) -> list[Sample]:
-        # All readers of a microbatch read the same samples, so the first one's number stands for all of them.
-        seed = derive_seed(self._seed, "collated", step, numbers[0])
-        with blaming(self._place_of(numbers)), drawing_alike(seed):
+        with blaming(self._place_of(numbers)), self._drawing(numbers, step):
             columns = dict(self._collate(items_of(self._samples, numbers)))
             lengths = {name: len(values) for name, values in columns.items() if len(values) != len(numbers)}
             if lengths:
@@ -185,7 +263,11 @@ def numbers_in(item: Any) -> bytes:
     """Return the numbers in an item, with their names and shapes, for a digest."""
     parts: list[bytes] = []
     for name, value in sorted(item.items()) if isinstance(item, Mapping) else [("", item)]:
-        values = np.asarray(value)
+        try:
+            values = np.asarray(value)
+        except ValueError:  # its rows have different lengths
+            parts.append(f"{name}:{value}".encode())
+            continue
         if values.dtype.kind in "iubf":
             parts += [f"{name}:{values.dtype.str}{values.shape}".encode(), values.tobytes()]
     return b"".join(parts)

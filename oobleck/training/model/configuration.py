@@ -34,7 +34,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from oobleck.errors import ConfigError
+from oobleck.errors import ConfigError, UncutModel
 from oobleck.host.user_path import expand_user
 from oobleck.job import ModelSpec, Scalar, Task, check_model_numbers
 
@@ -53,9 +53,11 @@ CAUSAL_LM_LOSS = "ForCausalLM"
 
 TWO_STACKS = (
     "every block of its decoder reads the encoder's output for all tokens, and pipelines pass hidden states only from "
-    "one block to the next; train an encoder (bert) or a decoder (llama)"
+    "one block to the next"
 )
-"""The reason why encoder-decoders are refused."""
+"""The reason why encoder-decoders are not cut."""
+_TWO_STACKS_IN_A_JOB = f"{TWO_STACKS}; train it by the script of an oobleck.transformers.Trainer, which keeps it whole"
+
 
 _KNOWN_PACKAGES = ("transformers", "torch", "accelerate", "peft", "contextlib", "functools")
 """Packages that write forward passes and losses of transformers' models, or wrap them unchanged."""
@@ -74,7 +76,7 @@ def task_of(model: ModelSpec, config: PreTrainedConfig) -> Task:
     Raises ConfigError for a task that the model's type has no head for.
     """
     if model.task is None and model.path is not None and _is_saved_encoder_decoder(config):
-        raise ConfigError(f"model.path: the model in {model.path} is an encoder-decoder: {TWO_STACKS}")
+        raise ConfigError(f"model.path: the model in {model.path} is an encoder-decoder: {_TWO_STACKS_IN_A_JOB}")
     masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     is_encoder = masked and not getattr(config, "is_decoder", False) and not config.is_encoder_decoder
     saved = None if model.path is None else _task_of_classes(config.architectures or ())
@@ -99,7 +101,7 @@ def task_of_built(model: PreTrainedModel) -> Task:
         return task
     if isinstance(model, GenerationMixin) and not kind.__module__.startswith("transformers."):
         return "causal_lm"
-    raise ConfigError(
+    raise UncutModel(
         f"model: {kind.__name__} has a head that no task is known for; known are {', '.join(_HEADS)}, as those of "
         "LlamaForCausalLM, BertForMaskedLM, BertForSequenceClassification and BertForTokenClassification: use such a "
         "class, or derive your own from it"
@@ -116,7 +118,7 @@ def require_known_loss(model: PreTrainedModel, task: Task) -> None:
     if own is None and ("_loss_function" in vars(model) or _asks_for_loss_function(forward)):
         own = _written_elsewhere(model.loss_function)
     if own is not None or "_loss_function" in vars(model):
-        raise ConfigError(
+        raise UncutModel(
             f"model: {type(model).__name__} has a forward or a loss_function of its own{_place_of(own)}, and for "
             f"{task} the loss is always the cross entropy of its logits; set Trainer(compute_loss_func=…)"
         )
@@ -157,7 +159,7 @@ def check_head(model: PreTrainedModel, task: Task) -> None:
         return
     if not (config.num_labels or 0) >= 2 or config.problem_type not in (None, "single_label_classification"):
         problem = config.problem_type or "regression"
-        raise ConfigError(
+        raise UncutModel(
             f"model.config.num_labels: {config.num_labels} ({problem}) is not supported for {kind}; a head predicts "
             "one of two labels or more"
         )
@@ -262,7 +264,7 @@ def prepared(model: PreTrainedModel) -> PreTrainedModel:
 def _config_class(model_type: str) -> type[PreTrainedConfig]:
     known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MASKED_LM_MAPPING_NAMES}
     if model_type not in known and model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
-        raise ConfigError(f"model.type: {model_type} is an encoder-decoder: {TWO_STACKS}")
+        raise ConfigError(f"model.type: {model_type} is an encoder-decoder: {_TWO_STACKS_IN_A_JOB}")
     if model_type not in known:
         raise ConfigError(f"model.type: {model_type!r} is not a language model{_suggestion(model_type, known)}")
     config_class = CONFIG_MAPPING[model_type]

@@ -69,6 +69,19 @@ def recompute_activations(module: nn.Module, *, draws_at_random: bool) -> None:
     module.forward = checkpointed
 
 
+def prepare_whole(model: nn.Module, *, recomputes: bool, compiles: bool) -> None:
+    """Set up a model that is kept whole. Raises ConfigError where it cannot recompute, or is to be compiled."""
+    name = type(model).__name__
+    if compiles:
+        raise ConfigError(f"compile: {name} is kept whole, and blocks alone are compiled; leave it out")
+    if not recomputes:
+        return
+    if not isinstance(model, PreTrainedModel) or not model.supports_gradient_checkpointing:
+        raise ConfigError(f"activation_checkpointing: {name} is kept whole, and cannot do it itself; leave it out")
+    enable: Any = model.gradient_checkpointing_enable
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
 def keep_casts(output: torch.Tensor) -> None:
     """Have the backward pass of an output leave autocast's casts of weights to the forward passes that follow."""
     forward_thread, kind = threading.get_ident(), output.device.type  # not the output, which the hook would keep

@@ -45,7 +45,7 @@ class LayeredModel(nn.Module):
         self.embedding = layers[0]
         self.blocks = nn.ModuleList(layers[1:-1])
         self.head = layers[-1]
-        self.config = _config(vocab_size)
+        self.config = config_of_script(vocab_size)
         self.loss = loss
         self._taken = [_further_arguments(layer) for layer in layers]
         self.train()
@@ -131,7 +131,7 @@ def _further_arguments(layer: nn.Module) -> frozenset[str]:
     return arguments_of(layer.forward) - {first}
 
 
-def _config(vocab_size: int) -> PreTrainedConfig:
+def config_of_script(vocab_size: int) -> PreTrainedConfig:
     """Return a stand-in for the configuration of a transformers model."""
     config = PreTrainedConfig()
     config.model_type = "script"  # type: ignore[misc]  # this is no class of configurations, just the one

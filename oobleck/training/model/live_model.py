@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from oobleck.errors import ConfigError, ResourceLost
+from oobleck.errors import ConfigError, ResourceLost, UncutModel
 
 from .adapters import unwrapped
 from .brought import GradientHook, gradient_hooks, named_state, require_trainable
@@ -33,25 +33,25 @@ from .splitting import require_one_stack
 class LiveModel:
     """A model's skeleton, and its weights."""
 
-    _skeleton: SplittableModel
+    _skeleton: nn.Module
     weights: LiveWeights | None
     """None for a skeleton alone."""
     hooks: Mapping[str, tuple[GradientHook, ...]]
     """The hooks on gradients, under every name that their parameter has."""
 
     @classmethod
-    def skeleton_of(cls, model: object) -> LiveModel:
-        """Return a model's skeleton alone.
+    def skeleton_of(cls, model: object, *, is_whole: bool = False) -> LiveModel:
+        """Return a model's skeleton alone. With `is_whole`, any module is a model.
 
-        Raises ConfigError for any other object, and for a model with a part that stages could not copy faithfully.
+        Raises UncutModel for one that is none of transformers, and ConfigError for any other object, and for a model
+        with a part that stages could not copy faithfully.
         """
         inner = unwrapped(model)
-        if not isinstance(inner, SplittableModel):
-            raise ConfigError(
-                f"Trainer(model=…): {type(inner).__name__} is not a model of transformers; write a job() whose model "
-                "is a list of layers"
-            )
-        if isinstance(inner, PreTrainedModel):
+        if not isinstance(inner, nn.Module):
+            raise ConfigError(f"Trainer(model=…): {type(inner).__name__} is not a torch module")
+        if not is_whole and not isinstance(inner, SplittableModel):
+            raise UncutModel(f"model: {type(inner).__name__} is not a model of transformers")
+        if isinstance(inner, PreTrainedModel) and not is_whole:
             require_one_stack(inner)
             task_of_built(inner)  # refuses a head without a known task before anything is copied
         require_trainable(inner)
@@ -64,12 +64,12 @@ class LiveModel:
         return cls(skeleton, None, hooks)
 
     @classmethod
-    def taken_apart(cls, model: object, cache_dir: Path) -> LiveModel:
+    def taken_apart(cls, model: object, cache_dir: Path, *, is_whole: bool = False) -> LiveModel:
         """Return a model's skeleton, and its weights in a file. The model itself loses its memory.
 
         Raises ConfigError as `skeleton_of`, and ResourceLost where the file cannot be written.
         """
-        live = cls.skeleton_of(model)
+        live = cls.skeleton_of(model, is_whole=is_whole)
         inner = unwrapped(model)
         assert isinstance(inner, nn.Module)
         weights = LiveWeights.saved(inner, cache_dir)
@@ -77,12 +77,12 @@ class LiveModel:
             parameter.data = parameter.data.new_empty(0)
         return cls(live._skeleton, weights, live.hooks)
 
-    def make(self) -> SplittableModel:
+    def make(self) -> nn.Module:
         """Return a copy of the skeleton: parameters without memory, buffers with their values."""
         return _without_memory(self._skeleton)
 
 
-def _without_memory(model: SplittableModel) -> SplittableModel:
+def _without_memory(model: nn.Module) -> nn.Module:
     """Copy a model with parameters on the meta device. Raises ConfigError for a model that cannot be copied."""
     empty: dict[int, Any] = {}
     for each in model.parameters():

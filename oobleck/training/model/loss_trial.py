@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers.utils.generic import ModelOutput
 
-from oobleck.errors import ConfigError
+from oobleck.errors import ConfigError, UncutModel
 from oobleck.job import Task
 from oobleck.training.counters import changed_since, counter_of, states_of
 from oobleck.training.data import IGNORED_LABEL, Batch
@@ -132,7 +132,7 @@ def _require_label_loss(structure: ModelStructure) -> None:
                 losses.is_near(each, mean) or abs(each - mean) < _NOTHING for each in others
             ):
                 continue
-            raise ConfigError(
+            raise UncutModel(
                 f"model: {type(stage.model).__name__} returns the loss {own:g} for {num_labels} made-up labels whose "
                 f"cross entropy is {mean:g}, and for {structure.task} the loss is always the cross entropy of the "
                 "logits; leave out what changes it, or set Trainer(compute_loss_func=…)"
@@ -372,7 +372,7 @@ class _Trial:
         together, halved = self._loss(both), self._loss(both, 2 * _NUM_ITEMS)
         read = next((name for name in _OF_BLOCKS if not math.isfinite(self._loss_without(name, both))), None)
         if read is not None:
-            raise ConfigError(
+            raise UncutModel(
                 f"model: the loss of {self._name} reads {read}, which are those of all blocks, and a node has some of "
                 "them; have it compute the loss from the logits alone"
             )
@@ -391,7 +391,7 @@ class _Trial:
         mean = sum(loss * count for loss, count in zip(alone, counts, strict=True)) / sum(counts)
         if losses.is_near(halved, together) and losses.is_near(mean, together):
             return losses.LossRule(is_mean=True, counts_first=counts_first)
-        raise ConfigError(
+        raise UncutModel(
             f"model: {self._name} returns a loss of which it is not known what each microbatch adds to that of a step: "
             f"{together:g} for two samples, {alone[0]:g} and {alone[1]:g} for each of them, which have {counts[0]} and "
             f"{counts[1]} labels, and {halved:g} for twice as many num_items_in_batch; have it return the sum divided "
@@ -423,7 +423,7 @@ class _Trial:
         sizes = [abs(each) for each in (together, *shares)]
         if losses.is_near(sum(shares), together) or max(sizes) < _NOTHING or not math.isfinite(sum(sizes)):
             return  # of made-up values there may be no loss
-        raise ConfigError(
+        raise UncutModel(
             f"model: {self._name} returns a loss of which it is not known what each microbatch adds to that of a step: "
             f"{together:g} for {count} samples, and {sum(shares):g} for microbatches of {size} in all, by {rule}; have "
             "each label's loss count by itself, whatever the size of the batch and of the loss, or give "
@@ -490,7 +490,7 @@ class _Trial:
         # It is somebody else's code, and may fail in any way.
         except Exception as error:
             detail = " ".join(str(error).split())
-            raise ConfigError(f"model: the loss of {self._name} cannot be tried on its head: {detail}") from error
+            raise UncutModel(f"model: the loss of {self._name} cannot be tried on its head: {detail}") from error
 
 
 def made_up_weights(structure: ModelStructure, layer: int, *, spread: float = 1.0) -> Mapping[str, torch.Tensor]:

@@ -17,14 +17,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from oobleck.errors import ConfigError
-from oobleck.training.data import Batch
+from oobleck.training.data import Batch, WholeBatch, mapped_tensors
 from oobleck.training.dropout import turn_off_dropout
-from oobleck.training.randomness import MicrobatchKey
+from oobleck.training.randomness import MicrobatchKey, derive_seed, drawing_alike, generators_of
 
+from . import forward_passes
 from .buffers import StageBuffers
 from .chunked_loss import MAX_LOGITS, ChunkedLoss
 from .configuration import CAUSAL_LM_LOSS, CLASSIFICATION
-from .forward_passes import check_attention, compile_forward, keep_casts, recompute_activations, use_attention
+from .forward_passes import check_attention, keep_casts, prepare_whole, use_attention
 from .initialization import initialize_adapters, initialize_module, materialize_buffers, move_buffers, unset
 from .layered_model import LayeredModel, arguments_of
 from .live_model import LiveWeights
@@ -73,8 +74,8 @@ class StageModel:
         """All modules of the model; those of layers held elsewhere have no memory."""
         self.compute_loss = self._script_loss()
         """Replaces the model's own loss."""
-        has_own_loss = "_loss_function" in vars(self.model)
-        if dtype == torch.float64 and self.model.loss_type == CAUSAL_LM_LOSS and not has_own_loss:
+        has_own_loss = structure.is_whole or "_loss_function" in vars(self.model)
+        if dtype == torch.float64 and not has_own_loss and self.model.loss_type == CAUSAL_LM_LOSS:
             # The models' own loss converts the logits to float32, which would lose half of the digits.
             self.model.loss_function = causal_lm_loss
         self._max_logits = max_logits
@@ -86,7 +87,7 @@ class StageModel:
             turn_off_dropout(self.model)
         self._vacant = dict(self.model.named_parameters(remove_duplicate=False))
         self._trunk_takes = structure.takes
-        if isinstance(self.model, PreTrainedModel):
+        if isinstance(self.model, PreTrainedModel) and not structure.is_whole:
             # A model with its head may take arguments that its trunk does not.
             self._trunk_takes &= arguments_of(type(self.model.base_model).forward)
         if structure.keeps_buffers:
@@ -95,12 +96,14 @@ class StageModel:
             materialize_buffers(self.model, device=self.device)
         self._modules = StageModules(self.model, structure, device=self.device)
         self._buffers = StageBuffers(self.model, self._modules.by_name, structure)
+        if structure.is_whole:
+            prepare_whole(self.model, recomputes=activation_checkpointing, compiles=compiles)
         for layer in filter(structure.is_block, range(structure.num_layers)):
             for module in self.modules_of(layer):
                 if compiles:
-                    compile_forward(module)
+                    forward_passes.compile_forward(module)
                 if activation_checkpointing:
-                    recompute_activations(module, draws_at_random=structure.draws_at_random)
+                    forward_passes.recompute_activations(module, draws_at_random=structure.draws_at_random)
 
     # --- what it holds -------------------------------------------------------------------------------------
 
@@ -217,7 +220,10 @@ class StageModel:
         # Within a stage hidden states are added up as precisely as in the uncut model.
         received = None if hidden is None else hidden.to(self.dtype)
         with self._buffers.in_use(), self._computing(), self._modules.running(batch, received, key):
-            output = self._loss(batch, num_items) if self.is_last else self._hidden(batch)
+            if isinstance(batch, WholeBatch):
+                output = self._whole_loss(batch, num_items, key)
+            else:
+                output = self._loss(batch, num_items) if self.is_last else self._hidden(batch)
         if self.autocast is not None and output.requires_grad:
             keep_casts(output)
         return output
@@ -261,6 +267,22 @@ class StageModel:
         else:
             logits = self.model(**inputs).logits
             loss = label_loss(logits if self.dtype == torch.float64 else logits.float(), batch.labels, num_items)
+        return self._scaled(loss)
+
+    def _whole_loss(self, batch: WholeBatch, num_items: int, key: MicrobatchKey) -> torch.Tensor:
+        """Return the share of a microbatch in the loss of a step, as its data says (`WholeBatch`)."""
+        assert self.structure.whole_loss is not None
+        if not batch.weight:  # nothing in it counts, and a mean over nothing is not a number
+            return torch.zeros((), device=self.device)
+        inputs = mapped_tensors(batch.inputs, self._in_precision)
+        divisor = num_items if batch.divides_by is None else batch.divides_by
+        # Models and losses may also draw by numpy and random.
+        seed = derive_seed(key.seed, "forward", key.step, key.microbatch)
+        with drawing_alike(seed, beside=generators_of(self.device)):
+            loss = self.structure.whole_loss(self.model, inputs, divisor, step=key.step)
+        return self._scaled(loss if batch.divides_by is None else loss * (batch.weight / num_items))
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         if self.loss_scale != 1.0 and loss.requires_grad:
             scale = self.loss_scale  # as it is now: the backward pass may come after it changes
             loss.register_hook(lambda gradient: gradient * scale)  # type: ignore[no-untyped-call]
@@ -297,9 +319,10 @@ class StageModel:
 
     def _others(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Return a batch's tensors other than tokens and labels, floating-point ones in this stage's precision."""
-        return {
-            name: value.to(self.dtype) if value.is_floating_point() else value for name, value in batch.others.items()
-        }
+        return {name: self._in_precision(value) for name, value in batch.others.items()}
+
+    def _in_precision(self, value: torch.Tensor) -> torch.Tensor:
+        return value.to(self.dtype) if value.is_floating_point() else value
 
     def _computing(self) -> AbstractContextManager[object]:
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)

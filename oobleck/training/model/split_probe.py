@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from oobleck.errors import ConfigError
+from oobleck.errors import UncutModel
 from oobleck.job import Task
 from oobleck.training.memory import is_of_a_script
 
@@ -24,11 +24,12 @@ from .adapters import is_adapted, tied_parameters
 from .placeholders import Passthrough, replace_module, stand_in_before_blocks
 
 
-def cannot_split(model: nn.Module, why: str) -> ConfigError:
+def cannot_split(model: nn.Module, why: str) -> UncutModel:
     """Return the error that says why a model has no layers that could be placed apart."""
     kind, config = type(model).__name__, model.config
     assert isinstance(config, PreTrainedConfig)
-    return ConfigError(f"model: {kind} (model.type: {config.model_type}) cannot be split into layers: {why}")
+    message = f"model: {kind} (model.type: {config.model_type}) cannot be split into layers: {why}"
+    return UncutModel(message, reason=why)
 
 
 class _Probe(Passthrough):

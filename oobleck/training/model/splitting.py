@@ -22,6 +22,7 @@ from oobleck.errors import ConfigError
 from oobleck.job import Task
 
 from .adapters import tied_parameters
+from .brought import shared_tensors
 from .configuration import TWO_STACKS
 from .split_probe import SplitProbe, cannot_split
 
@@ -46,9 +47,13 @@ class Anatomy:
     hidden_size: int
     widths: Mapping[str, int] = field(default_factory=dict)
     """The number of output features of modules of the prelude that change it."""
+    is_whole: bool = False
+    """Whether the model is one layer, the module of the empty name."""
 
     @property
     def layer_roots(self) -> tuple[tuple[str, ...], ...]:
+        if self.is_whole:
+            return (("",),)
         blocks = ((f"{self.block_list}.{index}",) for index in range(self.num_blocks))
         return (self.prelude, *blocks, self.postlude)
 
@@ -76,6 +81,21 @@ def dissect(model: PreTrainedModel, *, task: Task, sequence_length: int) -> Anat
     )
     _require_every_parameter_has_a_layer(model, anatomy)
     return anatomy
+
+
+def uncut(model: nn.Module) -> Anatomy:
+    """Return the anatomy of a model that is kept whole."""
+    tied = tied_parameters(model) if isinstance(model, PreTrainedModel) else shared_tensors(model, {})
+    return Anatomy(
+        block_list="",
+        num_blocks=0,
+        prelude=(),
+        postlude=(),
+        blocks_return_tuples=False,
+        tied=tied,
+        hidden_size=0,
+        is_whole=True,
+    )
 
 
 def require_one_stack(model: PreTrainedModel) -> None:

@@ -32,7 +32,12 @@ class StageModules:
         self._model = model
         self._structure = structure
         self._device = device
-        self._placeholders = {root: self._placeholder(root) for root in self._roots(range(structure.num_layers))}
+        # A whole model is in place for good: workers without it never run it.
+        self._placeholders = (
+            {}
+            if structure.is_whole
+            else {root: self._placeholder(root) for root in self._roots(range(structure.num_layers))}
+        )
         self._received: torch.Tensor | None = None
         self._key: MicrobatchKey | None = None
         self._traces: dict[tuple[bool, torch.Size, range], TracedForward | None] = {}
@@ -54,7 +59,7 @@ class StageModules:
     def put_in_place(self, chunk: range) -> None:
         """Have the model's code reach the modules of these layers, and stand-ins for all others."""
         before, self.chunk = self.chunk, chunk
-        for layer in {*before} ^ {*chunk}:
+        for layer in {*before} ^ {*chunk} if not self._structure.is_whole else ():
             self._place(layer)
 
     def forget_traces(self) -> None:
@@ -66,9 +71,9 @@ class StageModules:
         """Within the block, the model's code runs the chunk in place on `received`, None for the first layers."""
         self._received, self._key = received, key
         try:
-            if self.is_first:
+            if self.is_first and not self._structure.is_whole:
                 self._seed_layer(0)
-            trace = self._trace_of(batch)
+            trace = None if self._structure.is_whole else self._trace_of(batch)
             if trace is None:
                 yield
             else:
@@ -96,7 +101,7 @@ class StageModules:
             replace_module(self._model, root, modules[root])
 
     def _hook_up(self) -> None:
-        for layer in range(self._structure.num_layers):
+        for layer in range(self._structure.num_layers) if not self._structure.is_whole else ():
             if layer > 0:
                 root = self._structure.layer_roots(layer)[0]
                 # Hooks stay, whichever of the two is in place. The first layer takes tokens, and `running` seeds it.

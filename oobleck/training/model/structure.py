@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,11 +26,18 @@ from oobleck.training.randomness import building_alike
 
 from . import brought, configuration
 from .adapters import Adapters, adapters_of, add_adapters, new_adapters, unwrapped, with_fake_tensors
-from .layered_model import LayeredModel, LossFunction, SplittableModel, anatomy_of_layers, arguments_of
+from .layered_model import (
+    LayeredModel,
+    LossFunction,
+    SplittableModel,
+    anatomy_of_layers,
+    arguments_of,
+    config_of_script,
+)
 from .live_model import LiveModel, LiveWeights
 from .losses import LossRule
 from .own_values import own_value_of
-from .splitting import Anatomy, dissect, require_one_stack
+from .splitting import Anatomy, dissect, require_one_stack, uncut
 from .weights import WeightFiles
 
 LossOfOutputs = Callable[..., torch.Tensor]
@@ -57,6 +65,16 @@ _OURS = frozenset(
 """Arguments that no sample may bring: every batch has them, another model computes them, or they choose the output."""
 
 
+class LossOfInputs(Protocol):
+    """The loss of a whole model."""
+
+    def __call__(self, model: nn.Module, inputs: dict[str, Any], num_items: int, *, step: int) -> torch.Tensor:
+        """Return the loss of what a collator has made, as the script's own loop computes it in a step, from 1.
+
+        `num_items` is the number of labels to divide by, for losses that do.
+        """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
     """A place in the model's modules where a parameter or a persistent buffer is plugged in."""
@@ -78,6 +96,7 @@ class ModelStructure:
 
     config: PreTrainedConfig
     task: Task
+    """Without a meaning for a model that is kept whole."""
     sequence_length: int
     anatomy: Anatomy
     sites: tuple[tuple[Site, ...], ...]
@@ -111,6 +130,10 @@ class ModelStructure:
     """They start from the seed."""
     hooks: Mapping[str, tuple[brought.GradientHook, ...]] = field(default_factory=dict)
     """The script's hooks on gradients of trained parameters, keyed by canonical name."""
+    whole_loss: LossOfInputs | None = None
+    """Computes the loss of a model that is kept whole; None for one that is cut into layers."""
+    whole_class: str = ""
+    """The class of a model of transformers that is kept whole."""
 
     @classmethod
     def from_spec(cls, model: ModelSpec, *, vocab_size: int, sequence_length: int) -> ModelStructure:
@@ -208,6 +231,7 @@ class ModelStructure:
 
         def make(dtype: torch.dtype) -> SplittableModel:
             built = live.make()
+            assert isinstance(built, SplittableModel)
             return configuration.prepared(built) if isinstance(built, PreTrainedModel) else built
 
         structure = cls._of(
@@ -221,6 +245,46 @@ class ModelStructure:
         # A tied parameter has its hooks under each of its names; stages look them up under the canonical one.
         hooks = {name: live.hooks[name] for name in structure.shapes if name in live.hooks}
         return replace(structure, keeps_buffers=True, compute_loss=compute_loss, hooks=hooks)
+
+    @classmethod
+    def kept_whole(cls, live: LiveModel, loss: LossOfInputs, *, sequence_length: int) -> ModelStructure:
+        """Take a script's model as one layer, which computes `loss`. Raises ConfigError where nodes cannot train it."""
+
+        def make(_dtype: torch.dtype) -> SplittableModel:
+            built: Any = live.make()  # any module: what splitting needs of it is not used
+            whole: SplittableModel = (
+                configuration.prepared(built) if isinstance(built, PreTrainedModel) else built.train()
+            )
+            return whole
+
+        on_meta = _on_meta(make)
+        brought.require_no_hooks(on_meta)
+        brought.require_independent_samples(on_meta)
+        if (adapters := adapters_of(on_meta)) is None:
+            brought.require_one_type(on_meta)
+        config = getattr(on_meta, "config", None)
+        structure = cls._placed(
+            on_meta,
+            uncut(on_meta),
+            config=config if isinstance(config, PreTrainedConfig) else config_of_script(0),
+            task="causal_lm",
+            sequence_length=sequence_length,
+            takes=frozenset(),
+            # Nothing declares what a whole model draws.
+            draws_at_random=True,
+            make=make,
+            weights=live.weights,
+            adapters=adapters,
+        )
+        hooks = {name: live.hooks[name] for name in structure.shapes if name in live.hooks}
+        is_known = type(on_meta).__module__.startswith("transformers.")
+        return replace(
+            structure,
+            keeps_buffers=True,
+            hooks=hooks,
+            whole_loss=loss,
+            whole_class=type(on_meta).__name__ if is_known else "",
+        )
 
     @classmethod
     def _of(
@@ -257,18 +321,12 @@ class ModelStructure:
         # Adapters may have another type than the model that they adapt.
         if adapters is None:
             brought.require_one_type(on_meta)
-        sites = _all_sites(skeleton, anatomy)
-        placed = [site for layer in sites for site in layer]
-        state = dict(brought.named_state(skeleton))
-        return cls(
+        return cls._placed(
+            skeleton,
+            anatomy,
             config=skeleton.config if config is None else config,
             task=task,
             sequence_length=sequence_length,
-            anatomy=anatomy,
-            sites=sites,
-            shapes={site.parameter: state[site.name].shape for site in placed},
-            frozen=_frozen({site.parameter for site in placed}, state),
-            buffers={site.parameter: state[site.parameter].dtype for site in placed if site.is_buffer},
             takes=takes,
             # A script's own layers may draw in functions, which nothing declares.
             draws_at_random=isinstance(skeleton, LayeredModel) or _draws_at_random(skeleton),
@@ -277,12 +335,34 @@ class ModelStructure:
             adapters=adapters,
         )
 
+    @classmethod
+    def _placed(cls, skeleton: nn.Module, anatomy: Anatomy, **others: Any) -> ModelStructure:
+        """Return a structure with the places, shapes and types of what the skeleton's layers hold."""
+        sites = _all_sites(skeleton, anatomy)
+        placed = [site for layer in sites for site in layer]
+        state = dict(brought.named_state(skeleton))
+        return cls(
+            anatomy=anatomy,
+            sites=sites,
+            shapes={site.parameter: state[site.name].shape for site in placed},
+            frozen=_frozen({site.parameter for site in placed}, state),
+            buffers={site.parameter: state[site.parameter].dtype for site in placed if site.is_buffer},
+            **others,
+        )
+
     @cached_property
     def buffers_everywhere(self) -> frozenset[str]:
         """The names of the persistent buffers that belong to modules which run on every stage."""
+        if self.is_whole:
+            return frozenset()
         # Without the dot, `h.1` would match `h.10` too.
         roots = tuple(f"{root}." for root in self.layer_roots(0))
         return frozenset(site.name for site in self.sites[0] if site.is_buffer and not site.name.startswith(roots))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the model is one layer, on the only stage of each pipeline."""
+        return self.anatomy.is_whole
 
     @property
     def num_layers(self) -> int:
@@ -298,6 +378,8 @@ class ModelStructure:
 
     @cached_property
     def layer_names(self) -> tuple[str, ...]:
+        if self.is_whole:
+            return ("model",)
         blocks = (f"{self.anatomy.block_list}.{index}" for index in range(self.num_blocks))
         return ("embedding", *blocks, "head")
 
@@ -380,7 +462,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _all_sites(skeleton: SplittableModel, anatomy: Anatomy) -> tuple[tuple[Site, ...], ...]:
+def _all_sites(skeleton: nn.Module, anatomy: Anatomy) -> tuple[tuple[Site, ...], ...]:
     embedding, *others = (tuple(_sites(skeleton, anatomy, roots)) for roots in anatomy.layer_roots)
     placed = {site.name for layer in (embedding, *others) for site in layer}
     modules = ((path, module) for path, module in skeleton.named_modules(remove_duplicate=False))
@@ -389,11 +471,11 @@ def _all_sites(skeleton: SplittableModel, anatomy: Anatomy) -> tuple[tuple[Site,
     return (*embedding, *(site for site in everywhere if site.name not in placed)), *others
 
 
-def _sites(skeleton: SplittableModel, anatomy: Anatomy, roots: tuple[str, ...]) -> Iterator[Site]:
+def _sites(skeleton: nn.Module, anatomy: Anatomy, roots: tuple[str, ...]) -> Iterator[Site]:
     for root in roots:
         for path, module in skeleton.get_submodule(root).named_modules(prefix=root):
             for attribute, _ in module.named_parameters(recurse=False):
-                name = f"{path}.{attribute}"
+                name = brought.full_name(path, attribute)
                 yield Site(module=path, attribute=attribute, parameter=anatomy.tied.get(name, name))
             yield from _buffer_sites(path, module, anatomy)
 

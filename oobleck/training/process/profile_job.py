@@ -62,7 +62,7 @@ def _profile(job: JobSpec, cache_dir: Path, profile_dir: Path, workers: int, *, 
     )
     if not is_fresh and (cached := _cached(profile_dir / f"{key}.json")) is not None:
         return {"key": key, "profile": cached, "was_cached": True}
-    profile = profile_of_job(job, structure, assembly.optimizer, device_memory_bytes=memory_bytes)
+    profile = profile_of_job(assembly, device_memory_bytes=memory_bytes)
     return {"key": key, "profile": profile_to_json(profile), "was_cached": False}
 
 

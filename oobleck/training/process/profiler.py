@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
-from oobleck.job import JobSpec
 from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, SplitBackward
 from oobleck.planner.profiles import ASSUMED_COMMUNICATION_BYTES, LINKS
+from oobleck.training.assembly import Assembly
 from oobleck.training.data import Batch
 from oobleck.training.model import MicrobatchKey, ModelStructure, Precision, StageModel, WeightGradients
-from oobleck.training.optim import Optimizer
 
 _ASSUMED_NETWORK = NetworkProfile(
     inter_node_bytes_per_s=1e9,
@@ -61,12 +60,13 @@ def measure_profile(
     splits: bool = False,
     state_tensors: int = 2,
     communication_bytes: int = 0,
+    whole: Batch | None = None,
 ) -> Profile:
     """Measure all layers for microbatches of `microbatch_size` samples: the quickest of five runs after two to warm up.
 
     With `splits`, also measure backward passes in two parts. `state_tensors` is the number of tensors that the
     optimizer keeps for a parameter, each of the parameter's size; `communication_bytes` is what NCCL keeps on the
-    device.
+    device; `whole` is a microbatch for a model that is kept whole.
 
     The memory in use at any time is one layer with its gradients and activations. Changes the state of the device's
     generator.
@@ -81,7 +81,8 @@ def measure_profile(
         attention=attention,
     )
     on_gpu = stage.device.type == "cuda"
-    batch = _batch(structure, microbatch_size, stage.device)
+    batch = _batch(structure, microbatch_size, stage.device) if whole is None else whole.to(stage.device)
+    splits = splits and not structure.is_whole
     hidden_bytes = microbatch_size * structure.sequence_length * structure.hidden_size * stage.hidden_dtype.itemsize
     measured: dict[object, _Cost] = {}
     layers = []
@@ -127,10 +128,9 @@ def _num_elements(structure: ModelStructure, parameters: Iterable[str]) -> int:
     return sum(structure.shapes[parameter].numel() for parameter in parameters)
 
 
-def profile_of_job(
-    job: JobSpec, structure: ModelStructure, optimizer: Optimizer, *, device_memory_bytes: int, owns_device: bool = True
-) -> Profile:
+def profile_of_job(assembly: Assembly, *, device_memory_bytes: int, owns_device: bool = True) -> Profile:
     """Measure all layers of a job's model as its workers run them; `owns_device` if no two workers share a device."""
+    job, structure, optimizer = assembly.job, assembly.structure, assembly.optimizer
     precision = Precision.of(job.dtype)
     device = torch.device(job.device)
     return measure_profile(
@@ -146,6 +146,7 @@ def profile_of_job(
         splits=job.may_split_backward,
         state_tensors=optimizer.layout(device).num_tensors,
         communication_bytes=bytes_of_nccl(device, owns_device=owns_device),
+        whole=assembly.train.largest_batch(job.microbatch_size) if structure.is_whole else None,
     )
 
 
@@ -223,7 +224,7 @@ def _run(stage: StageModel, batch: Batch) -> tuple[float, float]:
     """Return the seconds of one forward and of one backward pass."""
     hidden, gradient = _inputs(stage, batch)
     with _timed_layer(stage) as forward_s:
-        output = stage.forward(batch, hidden, num_items=batch.num_items, key=_KEY)
+        output = stage.forward(batch, hidden, num_items=max(1, batch.num_items), key=_KEY)
     start_s = _now_s(stage.device)
     if output.requires_grad:
         output.backward(gradient)  # type: ignore[no-untyped-call]
@@ -287,7 +288,9 @@ def _cast_weights(stage: StageModel, batch: Batch) -> dict[int, torch.Tensor]:
     """Return the copies of weights that autocast makes once, which two microbatches in flight share, by address."""
     if stage.autocast is None:
         return {}
-    sample = Batch(input_ids=batch.input_ids[:1], labels=batch.labels[:1])  # one sample shows as much as many
+    # One sample shows as much as many.
+    is_whole = stage.structure.is_whole
+    sample = batch if is_whole else Batch(input_ids=batch.input_ids[:1], labels=batch.labels[:1])
     # Activation checkpointing hides the copies, and is off in evaluation.
     with stage.evaluating():
         first, second = _kept(stage, sample), _kept(stage, sample)
@@ -306,7 +309,7 @@ def _kept(stage: StageModel, batch: Batch) -> dict[int, torch.Tensor]:
 
     hidden, _ = _inputs(stage, batch)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        stage.forward(batch, hidden, num_items=batch.num_items, key=_KEY)
+        stage.forward(batch, hidden, num_items=max(1, batch.num_items), key=_KEY)
     return kept
 
 

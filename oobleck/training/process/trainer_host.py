@@ -8,7 +8,7 @@ calls the script's callbacks, and continues with the trained weights when the ru
     sends       {"settings": …, "provides": …, "resume": …}, or {"problem": …, "is_usage": …}
     receives    {"microbatch_size": …}, if another one is set than was described
     sends       {}, or {"problem": …, "is_usage": …}
-    receives    {"log": …}, the journal's entries, and at last {"exit_code": …, "checkpoints": …}
+    receives    {"log": …, "checkpoints": …}, the journal's entries, and at last {"exit_code": …, "checkpoints": …}
     sends       "stop" when a callback asks for that
 """
 
@@ -97,6 +97,8 @@ class _TrainerHost:
                     job.check_microbatch_size(asked["microbatch_size"])
                 self.send({})
                 asked = self._next_line()
+            if "checkpoints" in asked:
+                run.saves_in(Path(asked["checkpoints"]))
             ended = asked if "exit_code" in asked else self._follow(run, Path(asked["log"]))
         finally:
             signal.signal(signal.SIGINT, before)

@@ -291,11 +291,7 @@ class _Worker:
                 self._memory_bytes = self._device_memory_bytes or self._job.device_memory_bytes or memory_bytes
             case protocol.ProfileRequest():
                 profile = profile_of_job(
-                    self._job,
-                    self._assembly.structure,
-                    self._assembly.optimizer,
-                    device_memory_bytes=self._memory_bytes,
-                    owns_device=self._owns_device,
+                    self._assembly, device_memory_bytes=self._memory_bytes, owns_device=self._owns_device
                 )
                 self._log.info("has measured the model's layers")
                 self._link.send(protocol.Profiled(device=self._worker_id.device, profile_json=profile_to_json(profile)))

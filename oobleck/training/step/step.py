@@ -92,7 +92,7 @@ class StepInFlight:
         batch, records = self.job.global_batch_size, self.dataset.records
         if records is None:
             samples = self.dataset.samples_of_step(self.job.seed, step, batch)
-            return samples, len(samples) * self.dataset.items_per_sample
+            return samples, self.dataset.divisor_of(step, samples)
         self.waiter.wait(lambda: records.is_told(step), self.commit_state.is_pipeline_stopped)
         numbers, num_items = records.numbers_of(step, batch)
         # If no token counts, the sums are zero, whatever divides them.

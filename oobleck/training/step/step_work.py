@@ -106,7 +106,7 @@ class GlobalBatch:
     def load(self, microbatch: int) -> Batch:
         """Return a microbatch's samples, on the CPU. Raises ShardUnreadable."""
         first = microbatch * self.microbatch_size
-        return self.dataset.batch(self.samples[first : first + self.microbatch_size], step=self.step)
+        return self.dataset.batch(self.samples[first : first + self.microbatch_size], step=self.step, first=first)
 
     def key(self, microbatch: int) -> MicrobatchKey:
         """Return the key of all randomness in a microbatch."""
