@@ -68,6 +68,7 @@ SMOKES: dict[str, tuple[str, ...]] = {
         "| 4 A100-40 + 4 V100-16 | Oobleck | ",
         "| 4 A100-40 + 4 V100-16 | Oobleck, A100-40 alone | ",
     ),
+    "save_pause.py": ("save: ", "save, with checksums: "),
     "scale.py": (
         "Real workers, one killed node",
         "| 4 | ",

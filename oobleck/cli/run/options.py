@@ -20,7 +20,7 @@ from oobleck.errors import UsageError
 from oobleck.host.user_path import expand_user
 from oobleck.job import MAX_NODES, ControlSpec
 from oobleck.job.bounds import bounds_of, require
-from oobleck.job.ranks import DEFAULT_RESTARTS, RanksSpec, RankStreams, Redirection
+from oobleck.job.ranks import DEFAULT_COPY_RATE, DEFAULT_RESTARTS, RanksSpec, RankStreams, Redirection
 from oobleck.storage.scripts import DIRECTORY_VARIABLE, MEMORY_VARIABLE, START_VARIABLE
 
 # For a script, --hosts-from runs at its default interval.
@@ -38,6 +38,8 @@ LAUNCHER_OPTIONS = {
     "--hang-timeout": ("SECONDS", "How long ranks may print and save nothing while one waits (600; 0: no limit)."),
     "--join-timeout": ("SECONDS", "How long to wait for MIN nodes (600)."),
     "--node-unit": ("N", "Run on a multiple of N nodes (1)."),
+    "--copies": ("N", "How many other nodes get a copy of sharded states in memory (1; 0: none)."),
+    "--copy-rate": ("RATE", "How fast a node may send copies, as in 2GB/s (256MB/s)."),
     "--lease": ("SECONDS", "How long a node may be silent before it is lost (3)."),
 }
 LAUNCHER_FLAGS = {
@@ -166,6 +168,8 @@ def parse_command_line(words: Sequence[str], environment: Mapping[str, str]) -> 
         shutdown_timeout_s=seconds("--shutdown-timeout", values, 30.0),
         hang_timeout_s=seconds("--hang-timeout", own, 600.0),
         join_timeout_s=seconds("--join-timeout", own, 600.0),
+        copies=1 if (copies := whole("--copies", own)) is None else copies,
+        copy_rate=_rate(own),
         hides_devices="--virtual-local-rank" in flags,
         is_warmed="--no-warm" not in flags and entry != "program",
         control=ControlSpec(lease_s=lease_s, heartbeat_interval_s=min(0.5, lease_s / 2), relay_nodes=0),
@@ -300,6 +304,16 @@ def seconds(name: str, values: Mapping[str, object], default: float) -> float:
         return float(str(values.get(name, default)))
     except ValueError:
         raise UsageError(f"{name}: {values[name]!r} is not a number of seconds") from None
+
+
+def _rate(own: Mapping[str, str]) -> float:
+    text = own.get("--copy-rate")
+    if text is None:
+        return DEFAULT_COPY_RATE
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([kMGT]?)B/s", text)
+    if match is None:
+        raise UsageError(f"--copy-rate: {text!r} is not a rate, as in 500MB/s or 2GB/s")
+    return float(match[1]) * 1000.0 ** " kMGT".index(match[2] or " ")
 
 
 def _ranks(values: Mapping[str, object]) -> tuple[int, ...]:
