@@ -71,6 +71,7 @@ class Cluster:
         self.master = Copies(num_copies)
         self.nodes = {f"node{number}": Node() for number in range(num_nodes)}
         self.sending: list[tuple[str, ScriptState, int, str]] = []
+        self.now_s = 0.0
         self.generation = 0
         self.step = 0
         for node in self.nodes:
@@ -124,7 +125,8 @@ class Cluster:
         self.decide()
 
     def decide(self) -> None:
-        for name, order in self.master.orders(0.0, {}):
+        self.now_s += 1.0
+        for name, order in self.master.orders(self.now_s, {}):
             self.nodes[name].down.append(order)
 
     def obey(self, name: str) -> None:

@@ -145,8 +145,6 @@ def parse_command_line(words: Sequence[str], environment: Mapping[str, str]) -> 
     hostfile, command = _split_command(rest, entry, values)
     own = {name: str(values[name]) for name in LAUNCHER_OPTIONS if name in values and name not in _REPEATED}
     flags = frozenset(name for name in (*LAUNCHER_FLAGS, *_FLAGS) if name in values)
-    lease_s, lease_bounds = seconds("--lease", own, 3.0), bounds_of(ControlSpec)["lease_s"]
-    require(lease_bounds.hold(lease_s), "lease_s", lease_s, str(lease_bounds))
     max_restarts = whole("--max-restarts", values)
     spec = RanksSpec(
         tag=own.get("--tag", _tag_of(command[0])),
@@ -172,7 +170,7 @@ def parse_command_line(words: Sequence[str], environment: Mapping[str, str]) -> 
         copy_rate=_rate(own),
         hides_devices="--virtual-local-rank" in flags,
         is_warmed="--no-warm" not in flags and entry != "program",
-        control=ControlSpec(lease_s=lease_s, heartbeat_interval_s=min(0.5, lease_s / 2), relay_nodes=0),
+        control=_control(own),
     )
     return CommandLine(
         own=own,
@@ -182,6 +180,12 @@ def parse_command_line(words: Sequence[str], environment: Mapping[str, str]) -> 
         spec=spec,
         unused=tuple(f"{name} is not used: {why}" for name, why in UNUSED.items() if name in values),
     )
+
+
+def _control(own: Mapping[str, str]) -> ControlSpec:
+    lease_s, lease_bounds = seconds("--lease", own, 3.0), bounds_of(ControlSpec)["lease_s"]
+    require(lease_bounds.hold(lease_s), "lease_s", lease_s, str(lease_bounds))
+    return ControlSpec(lease_s=lease_s, heartbeat_interval_s=min(0.5, lease_s / 2), relay_nodes=0)
 
 
 def _tag_of(command: str) -> str:

@@ -110,7 +110,8 @@ class RanksCoordinator(BaseCoordinator):
 
     @property
     def due_s(self) -> float:
-        return min(deadline(self._state, self._rules), *(until_s for until_s, _ in self._handing_on.values()), math.inf)
+        handed_on_s = min((until_s for until_s, _ in self._handing_on.values()), default=math.inf)
+        return min(deadline(self._state, self._rules), handed_on_s, self._copies.due_s)
 
     def act(self, turn: Turn, held_up_s: float) -> None:
         self._give_up_silent(turn)

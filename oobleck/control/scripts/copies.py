@@ -11,18 +11,22 @@ nothing is copied.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from oobleck.control.protocol import CopyDoor, CopyParts, HeldPart, KeepStates, PartCopies, PartNotCopied, ScriptState
+from oobleck.control import protocol
+from oobleck.control.protocol import HeldPart, KeepStates, ScriptState
 
 from .placement import place
 
-Order = tuple[str, KeepStates | CopyParts]
+Order = tuple[str, KeepStates | protocol.CopyParts]
 """A node, and what it is told."""
 
 _MOST_AHEAD = 1 << 16
+_NODES_PER_S = 2000
+"""With more nodes, their reports are taken together."""
 _REFUSED_S = 30.0  # after this time a node that could not take a copy is asked again
 
 
@@ -61,12 +65,12 @@ class _Wanted:
 
 
 class Copies:
-    """Follows what nodes hold. `orders` is called after changes."""
+    """Follows what nodes hold; `orders` takes the consequences."""
 
     def __init__(self, num_copies: int) -> None:
         self._num_copies = num_copies
         self._domains: Mapping[str, str] = {}
-        self._doors: dict[str, CopyDoor] = {}
+        self._doors: dict[str, protocol.CopyDoor] = {}
         """Of the nodes that can hold copies."""
         self._leaving: set[str] = set()
         self._held: dict[str, frozenset[HeldPart]] = {}
@@ -89,12 +93,16 @@ class Copies:
         self._heeded: dict[str, int] = {}
         """The number of the one that it reports."""
         self._kept_since: dict[ScriptState, int] = {}
+        self._is_changed = False
+        self._next_s = 0.0
+        self.protection = Protection()
+        """As of the last orders."""
         self.newest: ScriptState | None = None
         """The newest state of the run that was whole once."""
 
     # --- what happens ------------------------------------------------------------------------------------------------
 
-    def meet(self, node: str, door: CopyDoor | None) -> None:
+    def meet(self, node: str, door: protocol.CopyDoor | None) -> None:
         """Take in a node, which holds what it will report."""
         if door is not None and self._doors.get(node) != door:
             self._doors[node] = door
@@ -102,11 +110,13 @@ class Copies:
 
     def remind(self, node: str) -> None:
         """Note that a node may have missed what it was told."""
+        self._is_changed = True
         self._told.pop(node, None)
         self._asked = {key: source for key, source in self._asked.items() if source != node}
 
     def hold(self, node: str, parts: Iterable[HeldPart], *, kept: int) -> None:
         """Note all that a node holds while it heeds the order with the number `kept`."""
+        self._is_changed = True
         self._heeded[node] = kept
         held, before = frozenset(parts), self._held.get(node, frozenset())
         for part in before - held:
@@ -122,14 +132,17 @@ class Copies:
 
     def begin(self, unique: str, nodes: Iterable[str]) -> None:
         """Note that a generation begins on these nodes, whose saves are told by the end of their start's name."""
+        self._is_changed = True
         self._unique, self._part, self._wanted, self._num_ahead = unique, frozenset(nodes), None, 0
 
     def end(self) -> None:
         """Note that no rank saves any more."""
+        self._is_changed = True
         self._unique, self._part, self._wanted = "", frozenset(), None
 
     def leave(self, node: str) -> None:
         """Note that a node is to leave: it gives copies, and is given none."""
+        self._is_changed = True
         self._leaving.add(node)
 
     def drop(self, node: str) -> None:
@@ -141,8 +154,9 @@ class Copies:
         self._told.pop(node, None)
         self._asked = {key: source for key, source in self._asked.items() if node not in (key[2], source)}
 
-    def fail(self, node: str, failed: PartNotCopied, now_s: float) -> None:
+    def fail(self, node: str, failed: protocol.PartNotCopied, now_s: float) -> None:
         """Note that a node could not copy a part."""
+        self._is_changed = True
         self._asked.pop((failed.state, failed.rank, failed.target), None)
         if failed.is_gone:
             if self._wanted is not None and self._wanted.state == failed.state:
@@ -160,15 +174,9 @@ class Copies:
     # --- what follows ------------------------------------------------------------------------------------------------
 
     @property
-    def protection(self) -> Protection:
-        newest, kept = self._newest_whole(), self._protected
-        lacking = [] if kept not in self._spreads else self._lacking(kept)
-        is_safe = kept in self._spreads and self._is_kept(kept) and not lacking and self._num_needed > 1
-        return Protection(
-            newest=None if newest is None else newest.step,
-            protected=kept.step if kept is not None and is_safe else None,
-            num_missing=len(lacking),
-        )
+    def due_s(self) -> float:
+        """When `orders` is to be called; infinity for never."""
+        return self._next_s if self._is_changed else math.inf
 
     def is_needed(self, node: str) -> bool:
         """Whether the newest whole state would not be whole without a node that others could relieve of it."""
@@ -179,10 +187,14 @@ class Copies:
         return spread.is_sharded and any(not holders - self._leaving - {node} for holders in spread.holders.values())
 
     def orders(self, now_s: float, domains: Mapping[str, str]) -> list[Order]:
-        """Return what to tell nodes that they have not been told."""
+        """Return what to tell nodes that they have not been told; nothing before `due_s`."""
+        if now_s < self.due_s:
+            return []
+        self._is_changed, self._next_s = False, now_s + len(self._doors) / _NODES_PER_S
         self._domains = domains
         self._places = place(self._staying, self._num_copies, domains=domains, before=self._places)
         self._advance()
+        self.protection = self._assess()
         targets = [each for each in dict.fromkeys((self._protected, self._to_copy())) if each is not None]
         targets = [each for each in targets if self._spreads[each].is_sharded]
         if not targets and self._wanted is None:
@@ -196,6 +208,16 @@ class Copies:
         for state in targets:
             orders += self._copy(state, now_s)
         return orders
+
+    def _assess(self) -> Protection:
+        newest, kept = self._newest_whole(), self._protected
+        lacking = [] if kept not in self._spreads else self._lacking(kept)
+        is_safe = kept in self._spreads and self._is_kept(kept) and not lacking and self._num_needed > 1
+        return Protection(
+            newest=None if newest is None else newest.step,
+            protected=kept.step if kept is not None and is_safe else None,
+            num_missing=len(lacking),
+        )
 
     def _renew(self, states: tuple[ScriptState, ...], from_step: int | None) -> None:
         """Have nodes keep these states."""
@@ -305,7 +327,7 @@ class Copies:
 
     def _copy(self, state: ScriptState, now_s: float) -> list[Order]:
         """Ask for the copies that a state lacks."""
-        by_source: dict[str, list[PartCopies]] = {}
+        by_source: dict[str, list[protocol.PartCopies]] = {}
         spread = self._spreads[state]
         if not spread.is_sharded:
             return []
@@ -325,8 +347,10 @@ class Copies:
             doors = tuple(self._doors[node] for node in others[:num_lacking])
             self._asked |= {(state, rank, door.node): source for door in doors}
             if doors:
-                by_source.setdefault(source, []).append(PartCopies(rank=rank, doors=doors))
-        return [(source, CopyParts(state=state, parts=tuple(parts))) for source, parts in sorted(by_source.items())]
+                by_source.setdefault(source, []).append(protocol.PartCopies(rank=rank, doors=doors))
+        return [
+            (source, protocol.CopyParts(state=state, parts=tuple(parts))) for source, parts in sorted(by_source.items())
+        ]
 
     def _ranked(self, source: str) -> list[str]:
         """Return the nodes that may take a source's copies, its own places first."""

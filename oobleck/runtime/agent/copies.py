@@ -27,11 +27,11 @@ from pathlib import Path
 
 import trio
 
+from oobleck import storage
 from oobleck.control.protocol import CopyDoor
 from oobleck.errors import CorruptCheckpoint, PeerError
 from oobleck.runtime.listening import accept
-from oobleck.storage import FlashMemory, Layout, Slot, memory_files, next_memory_file, scripts
-from oobleck.storage.memory import CHUNK_BYTES
+from oobleck.storage import CHUNK_BYTES, FlashMemory, Layout, Slot, scripts
 from oobleck.wire import decode_json
 
 _NONCE_BYTES = 16
@@ -204,12 +204,14 @@ class CopyPort:
         return ""
 
     def _slot(self, stem: str, layout: Layout) -> Slot:
-        for path in memory_files(self._memory, stem)[:1]:
+        for path in storage.memory_files(self._memory, stem)[:1]:
             memory = FlashMemory.open(path)
             if memory.layout == layout:
                 kept = self._keeps()
                 return min(memory.slots(), key=lambda slot: _worth(slot, kept))
-        return FlashMemory.create(next_memory_file(self._memory, stem), layout, num_slots=_NUM_SLOTS).next_slot()
+        return FlashMemory.create(
+            storage.next_memory_file(self._memory, stem), layout, num_slots=_NUM_SLOTS
+        ).next_slot()
 
 
 def _worth(slot: Slot, kept: frozenset[str]) -> tuple[bool, int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oobleck.errors import PeerError
-from oobleck.host.writing import write_whole
+from oobleck.storage.layer_file import write_file
 from oobleck.wire import decode_json, encode_json
 
 _FILE = "kept.json"
@@ -22,7 +22,7 @@ class Kept:
 
 def note_kept(memory: Path, kept: Kept) -> None:
     """Tell the ranks that save in a directory. Raises OSError."""
-    write_whole(memory / _FILE, encode_json(kept))
+    write_file(memory / _FILE, [memoryview(encode_json(kept))])
 
 
 def kept_in(memory: Path) -> Kept:
