@@ -21,7 +21,7 @@ from oobleck.host.user_path import expand_user
 from oobleck.job import MAX_NODES, ControlSpec
 from oobleck.job.bounds import bounds_of, require
 from oobleck.job.ranks import DEFAULT_COPY_RATE, DEFAULT_RESTARTS, RanksSpec, RankStreams, Redirection
-from oobleck.storage.scripts import DIRECTORY_VARIABLE, MEMORY_VARIABLE, START_VARIABLE
+from oobleck.storage import scripts
 
 # For a script, --hosts-from runs at its default interval.
 _SHARED = [
@@ -89,7 +89,11 @@ REFUSED = {
 """Options of torchrun and dlrover-run that do not exist here, and what to use instead."""
 _OWN_VARIABLES = {
     **OWN_VARIABLES,
-    **dict.fromkeys((MEMORY_VARIABLE, START_VARIABLE), f"{DIRECTORY_VARIABLE} says where states lie"),
+    **dict.fromkeys(
+        (scripts.MEMORY_VARIABLE, scripts.START_VARIABLE, scripts.SAVED_VARIABLE),
+        f"{scripts.DIRECTORY_VARIABLE} says where states lie",
+    ),
+    scripts.COPIES_VARIABLE: "--copies sets it",
 }
 _DLROVERS = ("--comm-perf-test", "--auto-config", "--auto-tunning")
 _SHORT = {"-m": "--module", "-r": "--redirects", "-t": "--tee", "-h": "--help"}
