@@ -36,8 +36,8 @@ class Node:
             (
                 state.step
                 for state, _ in self.own
-                if state.start == part.state.start and self.kept.from_step is not None
-                and state.step >= self.kept.from_step
+                if state.start == part.state.start and state.start.endswith(self.kept.start)
+                and self.kept.from_step is not None and state.step >= self.kept.from_step
             ),
             default=None,
         )  # fmt: skip

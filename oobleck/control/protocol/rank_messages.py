@@ -235,7 +235,9 @@ class KeepStates(ForRanks):
     """Counts these orders of the run."""
     states: tuple[ScriptState, ...]
     from_step: int | None
-    """Keep the first state, too, that ranks save from this step on: it is to be copied."""
+    """Keep the first state, too, that ranks of the generation save from this step on: it is to be copied."""
+    start: str = ""
+    """Identifies that generation, as in `StartRanks`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

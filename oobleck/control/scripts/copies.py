@@ -224,9 +224,9 @@ class Copies:
         keep = self._keep
         # A node without others keeps its newest state anyway, and needs to be told only which starts are past.
         is_alone = self._num_needed == 1 and {each.start for each in states} == {each.start for each in keep.states}
-        if is_alone or (states, from_step) == (keep.states, keep.from_step):
+        if is_alone or (states, from_step, self._unique) == (keep.states, keep.from_step, keep.start):
             return
-        self._keep = KeepStates(number=keep.number + 1, states=states, from_step=from_step)
+        self._keep = KeepStates(number=keep.number + 1, states=states, from_step=from_step, start=self._unique)
         self._kept_since = {state: self._kept_since.get(state, self._keep.number) for state in states}
 
     def _is_kept(self, state: ScriptState) -> bool:

@@ -123,7 +123,7 @@ class RankStates:
     def keep_in_memory(self, order: protocol.KeepStates) -> None:
         """Keep states, and remove the copies of others that no rank would load any more."""
         names = tuple(scripts.state_name(state.step, state.start) for state in order.states)
-        self._kept = scripts.Kept(names=names, from_step=order.from_step)
+        self._kept = scripts.Kept(names=names, from_step=order.from_step, start=order.start)
         try:
             scripts.note_kept(self._memory, self._kept)
             self._kept_number = order.number

@@ -17,7 +17,8 @@ class Kept:
     names: tuple[str, ...] = ()
     """The states to keep, the protected one first."""
     from_step: int | None = None
-    """The first state that is saved from this step on is kept, too."""
+    """The first state is kept, too, that is saved from this step on, since a start whose name ends with `start`."""
+    start: str = ""
 
 
 def note_kept(memory: Path, kept: Kept) -> None:

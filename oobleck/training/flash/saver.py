@@ -74,14 +74,11 @@ class MemorySaver:
     def _slot_of(self, memory: storage.FlashMemory, start: str, kept: scripts.Kept) -> storage.Slot:
         """Choose the slot whose state is needed least."""
         notes = {slot.number: note for slot in memory.valid_slots() if (note := scripts.note_of(slot)) is not None}
-        wanted = min(
-            (
-                note.step
-                for note in notes.values()
-                if note.start == start and kept.from_step is not None and note.step >= kept.from_step
-            ),
-            default=None,
-        )
+        own_steps = [note.step for note in notes.values() if note.start == start]
+        wanted: int | None = None
+        # An order of an earlier generation must not have a state kept that nobody copies.
+        if kept.from_step is not None and start.endswith(kept.start):
+            wanted = min((step for step in own_steps if step >= kept.from_step), default=None)
 
         def need(slot: storage.Slot) -> tuple[bool, bool, bool, int]:
             if (note := notes.get(slot.number)) is None:
