@@ -23,7 +23,7 @@ from oobleck.job.ranks import RanksSpec
 from oobleck.runtime.files import AgentDir, stat_fields
 from oobleck.runtime.python_process import module_command
 from oobleck.runtime.script_command import check_command
-from oobleck.storage.scripts import START_VARIABLE
+from oobleck.storage.scripts import COPIES_VARIABLE, SAVED_VARIABLE, START_VARIABLE
 from oobleck.wire import encode_frame
 
 from .fork_client import ForkedProcess, ForkServer, OomKills, send_descriptors
@@ -229,6 +229,9 @@ class RankProcesses:
         self._states = states
         self.num_saved = states.num_saved
         self.keep_states = states.keep
+        self.keep_in_memory = states.keep_in_memory
+        self.copy = states.copy
+        self.next_report = states.next_report
         self.settle = states.settle
         self.leave = states.leave
         self._logs = logs
@@ -246,6 +249,9 @@ class RankProcesses:
     async def server_ended(self) -> protocol.ForkServerEnded | protocol.RanksCold:
         await self._has_server.wait()
         return await self._server.server_ended()
+
+    async def open_door(self, run: RanksSpec, address: str) -> protocol.CopyDoor | None:
+        return await self._states.open_door(run, self._directory.node, address)
 
     async def prepare(self, run: RanksSpec, devices: tuple[int, ...]) -> int:
         """Start the fork server, and return the node's number of ranks. Raises ConfigError."""
@@ -291,6 +297,7 @@ class RankProcesses:
         """Fork a rank. Raises WorkersUnavailable, or ConfigError if its files cannot be created."""
         logs = self._logs / f"attempt_{setup.attempt}" / str(setup.local_rank)
         _make_logs(logs)
+        self._states.begin(setup.order.start, num_nodes=setup.order.num_groups)
         process, guard = await self._server.fork()
         self._directory.note_process(f"rank{setup.local_rank}", process.pid)
         # Packets keep the head of each piece of output with its data.
@@ -309,6 +316,9 @@ class RankProcesses:
         environment = {**os.environ, **rank_environment(setup, os.environ)}
         environment["TORCHELASTIC_ERROR_FILE"] = str(logs / "error.json")
         environment |= {**self._states.environment, START_VARIABLE: setup.order.start}
+        environment[COPIES_VARIABLE] = str(run.copies if setup.order.num_groups > 1 else 0)
+        if setup.order.saved_step is not None:
+            environment[SAVED_VARIABLE] = str(setup.order.saved_step)
         return protocol.BecomeRank(
             entry=run.entry,
             command=tuple(word.replace("${local_rank}", str(setup.local_rank)) for word in run.command),

@@ -29,6 +29,7 @@ from oobleck.control.journal import (
     JobEnded,
     NodeLeft,
     NodeLost,
+    Notice,
     RankDown,
     RanksHung,
     ScriptStarted,
@@ -39,9 +40,12 @@ from oobleck.control.protocol import (
     AgentStopped,
     CheckpointCommitted,
     ConfigureRanks,
+    CopyDoor,
+    CopyParts,
     EndRanks,
     Exited,
     Heartbeat,
+    HeldPart,
     Hello,
     Killed,
     Leaving,
@@ -54,7 +58,9 @@ from oobleck.control.protocol import (
     RanksReady,
     RanksStarted,
     RankStacks,
+    ScriptState,
     StartRanks,
+    StatesHeld,
     StopAgent,
     TraceRanks,
 )
@@ -103,7 +109,14 @@ class World:
         return self.give(NodeUp(node=node, hello=Hello(**{**fields, **differs}), address=f"{node}.address"))
 
     def ready(self, node: str, generation: int = 0) -> list[Command]:
-        return self.say(node, RanksReady(generation=generation, num_ranks=2, port=1000 + NODES.index(node)))
+        door = CopyDoor(node=node, host=f"{node}.address", port=1, ticket=b"")
+        return self.say(node, RanksReady(generation=generation, num_ranks=2, port=1000 + NODES.index(node), door=door))
+
+    def hold(self, node: str, *ranks: int, step: int = 5) -> list[Command]:
+        """Report the parts of one state, which all six ranks have saved."""
+        state = ScriptState(number=1, step=step, start="s1-20260101-000001")
+        parts = tuple(HeldPart(state=state, rank=rank, world_size=6, is_sharded=True) for rank in ranks)
+        return self.say(node, StatesHeld(parts=parts, kept=99))
 
     def begin(self, *nodes: str) -> None:
         for node in nodes:
@@ -221,6 +234,67 @@ def test_a_drained_node_leaves_once_its_ranks_are_gone():
     assert [entry.node for entry in world.entries(NodeLeft)] == ["b"]
     world.ready("a", 1)
     assert sent(world.ready("c", 1), StartRanks).keys() == {"a", "c"}
+
+
+def test_a_drained_node_leaves_and_the_others_start_once_its_parts_have_copies():
+    world = World()
+    world.begin(*NODES)
+    for number, node in enumerate(NODES):
+        world.hold(node, 2 * number, 2 * number + 1)
+    world.give(DrainRequested(node="b"))
+    world.ready("a", 1)
+    world.ready("c", 1)
+    assert not sent(world.ready("b", 1), StopAgent)
+    world.hold("a", 0, 1, 2)
+    commands = world.hold("c", 3, 4, 5)
+    assert sent(commands, StopAgent)["b"].is_dismissal
+    orders = sent(commands, StartRanks)
+    assert orders.keys() == {"a", "c"}
+    assert {order.saved_step for order in orders.values()} == {5}
+
+
+def test_a_drained_node_whose_parts_no_other_takes_leaves_in_time():
+    world = World()
+    world.begin(*NODES)
+    for number, node in enumerate(NODES):
+        world.hold(node, 2 * number, 2 * number + 1)
+    world.give(DrainRequested(node="b"))
+    for node in ("a", "c", "b"):
+        world.ready(node, 1)
+    for _ in range(50):
+        world.now_s = max(world.now_s, min(world.coordinator.next_deadline(), world.now_s + 1.0))
+        for node in ("a", "b", "c"):
+            world.say(node, Heartbeat(sequence=None))
+        world.commands += world.coordinator.handle_deadline(world.now_s)
+    assert [formed.generation for formed in world.entries(GenerationFormed)] == [1, 2]
+    assert any("b leaves, and no other node has all" in notice.text for notice in world.entries(Notice))
+
+
+def test_a_run_whose_saved_states_are_all_lost_ends_although_restarts_are_left():
+    world = World(max_restarts=9)
+    world.begin(*NODES)
+    error = RankError(message="StatesLost: step 5 was saved", is_exception=True)
+    end = Exited(exit_code=1)
+    world.say("b", RankFailed(generation=1, rank=3, local_rank=1, pid=9, end=end, error=error))
+    for node in NODES:
+        world.ready(node, 1)
+    assert "step 5 was saved" in world.end.reason
+
+
+def test_the_parts_of_a_state_are_copied_to_another_node_each():
+    world = World()
+    world.begin(*NODES)
+    for number, node in enumerate(NODES):
+        world.hold(node, 2 * number, 2 * number + 1)
+    copies = {
+        (part.rank, door.node)
+        for command in world.commands
+        if isinstance(command, Send) and isinstance(command.message, CopyParts)
+        for part in command.message.parts
+        for door in part.doors
+    }
+    assert sorted(rank for rank, _ in copies) == list(range(6))
+    assert all(NODES[rank // 2] != node for rank, node in copies)
 
 
 def test_a_node_that_has_notice_is_drained():

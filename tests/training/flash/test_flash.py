@@ -33,13 +33,15 @@ def kept_port() -> Iterator[int]:
         yield int(keeper.getsockname()[1])
 
 
-def run(script: str | Path, ranks: int, *, fails: bool = False, **environment: str) -> list[str]:
+def run(
+    script: str | Path, ranks: int, *, fails: bool = False, arguments: Sequence[str] = (), **environment: str
+) -> list[str]:
     """Run a script as so many ranks; returns what each has printed, or what a single one that fails has said of it."""
     words = [str(script)] if isinstance(script, Path) else ["-c", script]
     with kept_port() as port:
         processes = [
             subprocess.Popen(
-                [sys.executable, *words],
+                [sys.executable, *words, *arguments],
                 env={
                     **os.environ,
                     **environment,
@@ -218,3 +220,23 @@ def test_what_cannot_be_saved_is_named(value: object, problem: str) -> None:
 def test_a_step_is_a_whole_number(step: int) -> None:
     with pytest.raises(UsageError, match="is not a whole number from 0"):
         save(step, {})
+
+
+def test_another_script_is_refused_by_name_under_any_launcher(tmp_path: Path) -> None:
+    where = {"OOBLECK_CHECKPOINT_DIR": str(tmp_path / "disk")}
+    first, second = tmp_path / "train.py", tmp_path / "other.py"
+    first.write_text(ONE)
+    second.write_text(ONE)
+    run(first, 1, **where)
+    assert run(first, 1, **where)[0].startswith("(3, ")
+    (said,) = run(second, 1, fails=True, **where)
+    assert f"saved by {first}, and this is {second}" in said
+    assert run(second, 1, **where, OOBLECK_CHECKPOINT_SCRIPT=str(first))[0].startswith("(6, ")
+
+
+def test_a_save_that_a_kill_cuts_short_at_any_line_is_never_loaded(tmp_path: Path) -> None:
+    (said,) = run(Path(__file__).with_name("torn_saves.py"), 1, arguments=(str(tmp_path / "memory"),))
+    before, after, unsummed = map(int, said.split())
+    assert before > 50, "kills met the save at many lines"
+    assert after > 0, "and after it was whole"
+    assert unsummed > 5
