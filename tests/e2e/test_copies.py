@@ -63,7 +63,7 @@ def undisturbed(steps: int) -> dict[int, float]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found[step + 1] = float(loss)
+        found[step + 1] = loss.item()
     return found
 
 

@@ -158,6 +158,8 @@ class RankError:
     """Its traceback, or else the end of its standard error."""
     is_exception: bool = False
     """Whether a Python exception ended it; else `message` is only its last output."""
+    has_lost_states: bool = False
+    """Whether no node has the states any more that its run had saved, so that another start would not help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

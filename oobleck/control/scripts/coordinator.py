@@ -14,7 +14,7 @@ from oobleck import __version__
 from oobleck.control import events, journal, protocol
 from oobleck.control.events import Turn
 from oobleck.control.nodes import BaseCoordinator, Member, Membership, MemberState
-from oobleck.errors import ExitCode, PeerError, StatesLost
+from oobleck.errors import ExitCode, PeerError
 from oobleck.job import NodeSpec
 from oobleck.job.ranks import RanksSpec
 
@@ -236,7 +236,7 @@ class RanksCoordinator(BaseCoordinator):
         turn.record(entry)
         detail = f"\n{message.error.detail}" if message.error is not None and message.error.detail else ""
         reason = f"{entry.sentence}{detail}"
-        is_final = message.error is not None and message.error.message.startswith(f"{StatesLost.__name__}: ")
+        is_final = message.error is not None and message.error.has_lost_states
         failed = states.Failed(node=node, generation=message.generation, reason=reason, is_final=is_final)
         self._give(turn, failed)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from oobleck.control import protocol
@@ -56,7 +56,7 @@ class _Spread:
         return len(self.holders) == self.world_size
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Wanted:
     """The state to copy next: the first one of this generation from a step on, or what it has loaded."""
 
@@ -298,7 +298,7 @@ class Copies:
                     firsts |= dict.fromkeys(self._spreads[state].holders, state)
             if firsts and len(firsts) == self._spreads[next(iter(firsts.values()))].world_size:
                 if len(set(firsts.values())) == 1:
-                    wanted.state = next(iter(firsts.values()))
+                    self._wanted = replace(wanted, state=next(iter(firsts.values())))
                 else:
                     self._aim_further()
 

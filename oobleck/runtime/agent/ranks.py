@@ -18,7 +18,7 @@ import trio
 
 from oobleck.control import protocol
 from oobleck.control.node_ranks import RankSetup, rank_environment
-from oobleck.errors import ConfigError, WorkersUnavailable
+from oobleck.errors import ConfigError, StatesLost, WorkersUnavailable
 from oobleck.job.ranks import RanksSpec
 from oobleck.runtime.files import AgentDir, stat_fields
 from oobleck.runtime.python_process import module_command
@@ -167,10 +167,11 @@ class Rank:
         # The script writes this file, so it may be missing or hold anything.
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             message = json.loads(self._error_file.read_text(encoding="utf-8"))["message"]
-            if isinstance(message, str):
-                return protocol.RankError(message=message, is_exception=True)
-            detail = str(message.get("extraInfo", {}).get("py_callstack", ""))
-            return protocol.RankError(message=str(message["message"]), detail=detail.rstrip(), is_exception=True)
+            text, detail = message, ""
+            if not isinstance(message, str):
+                text, detail = str(message["message"]), str(message.get("extraInfo", {}).get("py_callstack", ""))
+            is_lost = text.startswith(f"{StatesLost.__name__}: ")
+            return protocol.RankError(message=text, detail=detail.rstrip(), is_exception=True, has_lost_states=is_lost)
         if isinstance(end, protocol.Killed) and end.signal not in _OWN_SIGNALS:
             return None  # another process killed it, so its last output is not about its end
         tail = self._output[True].tail().rstrip()

@@ -273,7 +273,7 @@ def test_a_drained_node_whose_parts_no_other_takes_leaves_in_time():
 def test_a_run_whose_saved_states_are_all_lost_ends_although_restarts_are_left():
     world = World(max_restarts=9)
     world.begin(*NODES)
-    error = RankError(message="StatesLost: step 5 was saved", is_exception=True)
+    error = RankError(message="StatesLost: step 5 was saved", is_exception=True, has_lost_states=True)
     end = Exited(exit_code=1)
     world.say("b", RankFailed(generation=1, rank=3, local_rank=1, pid=9, end=end, error=error))
     for node in NODES:
