@@ -237,6 +237,7 @@ def job_specs(draw: st.DrawFn) -> JobSpec:
             JobSpec,
             tag=_TAGS,
             env=st.dictionaries(WHOLE, WHOLE, max_size=3),
+            attn_implementation=st.sampled_from([None, "eager", "sdpa"]),
             microbatch_size=st.just(microbatch_size),
             global_batch_size=st.just(microbatch_size * num_microbatches),
             schedule=st.just(schedule),
