@@ -11,6 +11,7 @@ PACKAGE = Path(oobleck.__file__).parent
 READS = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today")}
 READERS = {
     "cli/masterless.py": "shown to people",
+    "cli/runs.py": "the age of files of this machine",
     "cli/up/options.py": "a deadline that the user names, as time that is left",
     "cli/up/run_job.py": "the run's name, and how long it had no master, which never goes back",
     "cli/verify/command.py": "files of this machine that this process has written",

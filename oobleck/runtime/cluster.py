@@ -93,7 +93,7 @@ class SSHCluster:
         """`nodes` are those known at the start; others may join. `start_timeout_s` limits a node's start.
 
         With `runs_ranks`, agents run a script's ranks instead of workers. With `checks_returning`, a node that the run
-        let go is checked before its agent is started again. Processes run in `workdir`, which nodes get first.
+        released is checked before its agent is started again. Processes run in `workdir`, which nodes get first.
         """
         self._workdir = workdir
         self._tag = tag
@@ -157,7 +157,7 @@ class SSHCluster:
             await self._connections.to(node)
         except NodeUnreachable:
             return False
-        # A run that counts as dead is started anew, so no single connection that breaks decides that.
+        # A run that counts as dead is started from its newest state, so one broken connection must not decide that.
         for _ in range(_TRIES):
             with suppress(NodeUnreachable):
                 return await self._run(node, self._commands(node).is_alive()) == 0

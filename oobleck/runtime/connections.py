@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 from collections import defaultdict
@@ -12,6 +13,7 @@ import trio
 
 from oobleck.job import NodeSpec
 
+from .files import RUN_ENVIRONMENT
 from .launchers import Launcher
 from .ssh import SSHConnection
 
@@ -40,7 +42,9 @@ class NodeConnections:
         if not self._environment:
             return command, b""
         # A command line can be read by all users of a node, and sshd takes variables of a few names alone.
-        line = "; ".join(f"export {name}={_quoted(value)}" for name, value in self._environment.items())
+        digest = hashlib.sha256(repr(sorted(self._environment.items())).encode("utf-8", "surrogateescape")).hexdigest()
+        variables = {**self._environment, RUN_ENVIRONMENT: digest}
+        line = "; ".join(f"export {name}={_quoted(value)}" for name, value in variables.items())
         script = f"n=$(printf '\\nx'); n=${{n%x}}; IFS= read -r line && eval \"$line\"; unset n line; {command}"
         return f"exec /bin/sh -c {shlex.quote(script)}", os.fsencode(f"{line}\n")
 

@@ -185,7 +185,7 @@ def test_repeats_have_means_with_intervals(arguments: list[str], capsys: pytest.
         assert means[policy]["samples_per_s"]["mean"] == pytest.approx(sum(values) / 3)
         assert means[policy]["samples_per_s"]["half_width"] > 0
     assert main([*arguments, "--repeat", "2"]) == 0
-    assert "2 traces: means and 95 % confidence intervals" in capsys.readouterr().out
+    assert "2 traces: means and 95 % confidence intervals" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

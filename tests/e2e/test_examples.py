@@ -31,6 +31,7 @@ def _entries(runner: Runner, kind: str) -> list[dict[str, object]]:
 
 def test_every_example_is_tested() -> None:
     others = [Path(__file__).with_name(name) for name in ("test_launch.py", "test_run_scripts.py")]
+    others.append(Path(__file__).parents[1] / "sim" / "test_example.py")
     tests = "".join(path.read_text() for path in (Path(__file__), *others))
     jobs = [path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".yaml")]
     assert len(jobs) >= 5

@@ -120,7 +120,8 @@ def test_a_run_goes_on_when_its_terminal_is_gone(runner: Runner, options: tuple[
     _forget_other_runs(runner)
     ours, theirs = pty.openpty()
     leader = (
-        "import fcntl, os, subprocess, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        "import fcntl, os, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL); "  # under nohup, tests are started with it ignored
         "os.execv(sys.executable, [sys.executable, '-m', 'oobleck', *sys.argv[1:]])"
     )
     command = [sys.executable, "-c", leader, "up", "--local", "2", "--base-dir", str(runner.base_dir)]

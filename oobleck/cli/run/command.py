@@ -58,7 +58,6 @@ def run(
         said = "the ranks do not get this command's input: they have none, as they may start again; name a file instead"
         print(f"oobleck: {said}", file=sys.stderr)  # noqa: T201
     source = _read_source(line)
-    _check_together(line, source)
     with _naming_options():
         spec = _spec_of(line, source)
     named_dir = own.get("--base-dir") or os.environ.get(BASE_DIR_VARIABLE)
@@ -67,6 +66,7 @@ def run(
     if not spec.is_tag_given and (tag := default_tag(base_dir, spec.tag, owner)) != spec.tag:
         print(f"oobleck: another script's run is called {spec.tag}; this one is {tag}", file=sys.stderr)  # noqa: T201
         spec = replace(spec, tag=tag)
+    _check_together(line, source)
 
     from .run_ranks import RanksRun, run_ranks
 

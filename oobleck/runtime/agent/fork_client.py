@@ -27,7 +27,7 @@ import trio
 from oobleck.control import protocol
 from oobleck.errors import WorkersUnavailable
 from oobleck.host.machine import num_oom_kills
-from oobleck.runtime.files import AgentDir, ProcessId, stat_fields
+from oobleck.runtime.files import RUN_ENVIRONMENT, AgentDir, ProcessId, stat_fields
 from oobleck.runtime.listening import listen_at
 
 # A report is (FORKED, pid, is warm) once a process exists, then (ENDED, pid, wait status).
@@ -301,6 +301,7 @@ class ForkServer:
         # Without the lock, two agents that find no server at the same time would each start one.
         with open(self._directory.fork_server_lock, "w") as lock:  # noqa: ASYNC230  a local file, held for milliseconds
             await _lock(lock)
+            self._end_other()
             try:
                 stream = await trio.open_unix_socket(path)
             except OSError:
@@ -309,6 +310,19 @@ class ForkServer:
                 self.has_started = True
                 stream = await trio.open_unix_socket(path)
         return _Connection(stream, ProcessId.read(self._directory.fork_server_pid))
+
+    def _end_other(self) -> None:
+        """End a server that the run before has left, if that had other variables, which its processes would have."""
+        noted = ProcessId.read(self._directory.fork_server_pid)
+        if noted is None:
+            return
+        own = f"{RUN_ENVIRONMENT}={self._environment.get(RUN_ENVIRONMENT, '')}"
+        with suppress(OSError):  # it has ended
+            variables = Path(f"/proc/{noted.pid}/environ").read_bytes().split(b"\0")
+            found = [each for each in variables if each.startswith(f"{RUN_ENVIRONMENT}=".encode())]
+            if (found or [f"{RUN_ENVIRONMENT}=".encode()]) != [own.encode()]:
+                noted.send(signal.SIGKILL)
+                self._directory.fork_server_socket.unlink(missing_ok=True)
 
 
 async def _lock(file: IO[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .agent_dir import (
     MEMORY_OWNER,
     ONLY_COPY,
+    RUN_ENVIRONMENT,
     AgentCommands,
     AgentDir,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "MAX_WAITING_BYTES",
     "MEMORY_OWNER",
     "ONLY_COPY",
+    "RUN_ENVIRONMENT",
     "AgentCommands",
     "AgentDir",
     "LineFile",

@@ -27,6 +27,8 @@ MEMORY_OWNER = "agent.pid"
 """Names the process that owns a directory in memory; its other files are somewhere that depends on TMPDIR."""
 ONLY_COPY = "only-copy"
 """Marks a directory in memory that has a state which no disk has."""
+RUN_ENVIRONMENT = "OOBLECK_RUN_ENVIRONMENT"
+"""The variable with a digest of those that a run gives to its processes; unset if there are none."""
 _MAX_NAME_CHARS = 24  # with the longest tag and user id, sockets in /tmp stay below the limit of 107 bytes
 
 _SLOW_PERIOD_S = 0.1

@@ -1,4 +1,4 @@
-"""How often a job writes checkpoints, if nobody says so: Young and Daly's interval for the losses of a trace."""
+"""How often a job writes checkpoints by default: Young and Daly's interval for the losses of a trace."""
 
 from __future__ import annotations
 

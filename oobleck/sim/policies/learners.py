@@ -33,7 +33,7 @@ def play(trace: Trace, job: SweepSettings) -> Outcome:
 
 
 def play_learners(trace: Trace, job: SweepSettings, throughput_of: Callable[[int], Throughput]) -> Outcome:
-    """Play a trace with at most `num_learners`; `throughput_of` has the speed of one of so many on its nodes."""
+    """Play a trace with at most `num_learners`; `throughput_of` takes their number, and returns the speed of each."""
     number, most = int(job.costs.num_learners), max(count for _, count in trace.counts)
     if number < 1:
         raise ConfigError(f"num_learners is {number}; it must be at least 1")

@@ -51,7 +51,7 @@ class Pipelines(Throughput, Protocol):
         """Return the nodes of each pipeline; None for too few nodes."""
 
     def pipelines_s(self, depth: int, num_pipelines: int, num_microbatches: int) -> float:
-        """Return the seconds of a step of so many pipelines, each with so many microbatches."""
+        """Return the seconds of a step of a number of pipelines, each with a number of microbatches."""
 
 
 def play(trace: Trace, job: SweepSettings, rules: ReplicaRules, pipelines: Pipelines) -> Outcome:

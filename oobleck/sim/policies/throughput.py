@@ -77,7 +77,7 @@ class Grids:
         return num_nodes if depth is None else depth * min(num_nodes // depth, self.num_microbatches)
 
     def pipelines_s(self, depth: int, num_pipelines: int, num_microbatches: int) -> float:
-        """Return the seconds of a step of pipelines of `depth` nodes, each with so many microbatches."""
+        """Return the seconds of a step of pipelines of `depth` nodes, each with a number of microbatches."""
         template = self._planner.templates(depth)[depth]
         reduce_s = reduction_s(self._settings.profile.network, self._pace.reduced_bytes(template), num_pipelines)
         return self._pipeline_s(template, num_microbatches) + reduce_s

@@ -194,7 +194,7 @@ def abort_all(groups: Iterable[NcclGroup]) -> None:
     Any thread may call this, and more than once.
     """
     # All are recorded before the first one is ended. So no work that an abort completes is taken for a result, and
-    # nobody polls one of them while the abort of another waits for the device.
+    # nothing polls one of them while the abort of another waits for the device.
     recorded = [(group, group._record_abort()) for group in groups]
     for group, held in recorded:
         if held is not None:

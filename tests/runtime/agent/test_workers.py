@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ from oobleck.errors import WorkersUnavailable
 from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
 from oobleck.runtime.agent.workers import ForkingWorkerHost, Worker
-from oobleck.runtime.files import AgentDir, stat_fields
+from oobleck.runtime.files import RUN_ENVIRONMENT, AgentDir, stat_fields
 
 SERVER = (sys.executable, str(Path(__file__).parents[1] / "forking.py"))
 
@@ -195,6 +196,29 @@ async def test_agents_of_one_machine_share_the_next_server(directory: AgentDir) 
         assert {server_of(worker) for worker in after} == {directory.fork_server_pid.read_text().split()[0]}
         for worker in before:
             os.kill(worker.pid, 0)  # it lives
+
+
+async def test_a_server_of_a_run_with_other_variables_is_not_used(
+    directory: AgentDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers, workers = [], []
+    for variables in ("", "one", "one", "two", ""):
+        if variables:
+            monkeypatch.setenv(RUN_ENVIRONMENT, variables)
+        else:
+            monkeypatch.delenv(RUN_ENVIRONMENT, raising=False)
+        async with trio.open_nursery() as nursery:
+            host = _Host(directory, server=SERVER)
+            nursery.start_soon(host.run)
+            with trio.fail_after(30):
+                worker = await host.start(setup())
+            servers.append(server_of(worker))
+            workers.append(worker)  # which keeps the server
+            nursery.cancel_scope.cancel()
+    for worker in workers:
+        await worker.aclose()
+    kill_server(directory)
+    assert [before != after for before, after in itertools.pairwise(servers)] == [True, False, True, True]
 
 
 async def test_a_worker_prints_to_the_log_of_its_own_agent(directory: AgentDir, tmp_path: Path) -> None:
