@@ -17,6 +17,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -261,6 +262,35 @@ class Slot:
         _, sequence, note_bytes, _ = self._fields()
         note = memoryview(self.memory._map)[self._note_start : self._note_start + note_bytes]
         return zlib.crc32(note, zlib.crc32(struct.pack("<QI", sequence, note_bytes)))
+
+
+class MappedFiles:
+    """The memory files of a directory, each mapped once: every new mapping costs a page fault for each page."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._lock = threading.Lock()
+        self._mapped: dict[Path, FlashMemory] = {}
+
+    def all(self, stem: str) -> tuple[FlashMemory, ...]:
+        """Return the unbroken files `<stem>.<n>`, newest first. Any thread may call this."""
+        with self._lock:
+            for gone in [path for path in self._mapped if not path.exists()]:
+                self._mapped.pop(gone).close()
+            paths = memory_files(self.directory, stem)
+            for path in paths:
+                # Its writer may be creating it at this moment, and then the next look finds it.
+                with suppress(CorruptCheckpoint, OSError):
+                    self._mapped[path] = self._mapped.get(path) or FlashMemory.open(path)
+            return tuple(self._mapped[path] for path in paths if path in self._mapped)
+
+    def create(self, stem: str, layout: Layout, *, num_slots: int) -> FlashMemory:
+        """Create the next file of a stem; O(size). Raises OSError if memory is short."""
+        path = next_memory_file(self.directory, stem)
+        memory = FlashMemory.create(path, layout, num_slots=num_slots)
+        with self._lock:
+            self._mapped[path] = memory  # this mapping, because all its pages are there
+        return memory
 
 
 def find_slots(directory: Path, stem: str) -> tuple[Slot, ...]:

@@ -13,7 +13,7 @@ from oobleck.control.protocol import CopyDoor, CopyParts, HeldPart, KeepStates, 
 from oobleck.control.scripts.copies import Copies
 from tests.examples import examples
 
-OWN_SLOTS, COPY_SLOTS = 4, 2
+COPY_SLOTS = 2
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Node:
     def held(self) -> set[HeldPart]:
         return {part for _, part in self.own} | {part for parts in self.copies.values() for part in parts}
 
-    def save(self, part: HeldPart) -> None:
+    def save(self, part: HeldPart, num_slots: int) -> None:
         """As a rank does: into the slot that is needed least."""
         newest = self.own[-1][0] if self.own else None
         wanted = min(
@@ -47,7 +47,7 @@ class Node:
             is_wanted = state in self.kept.states or (state.start == part.state.start and state.step == wanted)
             return state == newest, state in self.kept.states[:1], is_wanted
 
-        if len(self.own) == OWN_SLOTS:
+        if len(self.own) == num_slots:
             self.own.remove(min(self.own, key=need))
         self.own.append((part.state, part))
 
@@ -66,8 +66,9 @@ class Node:
 class Cluster:
     """Nodes, their master's bookkeeping, and what happens in a drawn order."""
 
-    def __init__(self, num_nodes: int, num_copies: int, random: Random) -> None:
+    def __init__(self, num_nodes: int, num_copies: int, random: Random, num_slots: int = 4) -> None:
         self.random = random
+        self.num_slots = num_slots
         self.master = Copies(num_copies)
         self.nodes = {f"node{number}": Node() for number in range(num_nodes)}
         self.sending: list[tuple[str, ScriptState, int, str]] = []
@@ -107,7 +108,10 @@ class Cluster:
         name = self.random.choice(behind)
         state = ScriptState(number=self.generation, step=self.step + 1, start=self.start)
         rank = list(self.nodes).index(name)
-        self.nodes[name].save(HeldPart(state=state, rank=rank, world_size=len(self.nodes), is_sharded=True))
+        part = HeldPart(
+            state=state, rank=rank, world_size=len(self.nodes), is_sharded=True, can_stay=self.num_slots > 2
+        )
+        self.nodes[name].save(part, self.num_slots)
         self.ahead.add(name)
         if len(self.ahead) == len(self.nodes):
             self.ahead, self.step = set(), self.step + 1
@@ -170,10 +174,11 @@ class Cluster:
 
 seeds = st.integers(0, 2**32).map(Random)
 clusters = st.builds(Cluster, st.integers(2, 5), st.integers(1, 2), seeds)
+short_of_memory = st.builds(Cluster, st.integers(2, 5), st.integers(1, 2), seeds, st.integers(2, 3))
 
 
 @examples(150)
-@given(clusters, st.integers(1, 12), st.lists(st.integers(0, 60), min_size=1, max_size=4))
+@given(clusters | short_of_memory, st.integers(1, 12), st.lists(st.integers(0, 60), min_size=1, max_size=4))
 def test_what_is_called_protected_survives_the_loss_of_any_node_at_any_moment(
     cluster: Cluster, saves_per_round: int, waits: list[int]
 ) -> None:
@@ -208,6 +213,16 @@ def test_states_are_protected_again_and_again_however_fast_ranks_save(cluster: C
     later = cluster.master.protection.protected
     assert later is not None
     assert later > first
+
+
+@examples(50)
+@given(st.builds(Cluster, st.integers(2, 5), st.integers(1, 2), seeds, st.just(3)))
+def test_with_three_slots_states_are_protected_where_copies_take_less_than_two_saves(cluster: Cluster) -> None:
+    for _ in range(10):
+        cluster.act(len(cluster.nodes))
+        for _ in range(40):
+            cluster.act(0)
+        assert cluster.master.protection.protected == cluster.step
 
 
 @examples(50)

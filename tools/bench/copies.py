@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds 
 
 from oobleck.control.protocol import CopyDoor
 from oobleck.runtime.agent.copies import CopyPort, Pace, send_part
-from oobleck.storage import FlashMemory, Layout, Slot, TensorSpec
+from oobleck.storage import FlashMemory, Layout, MappedFiles, Slot, TensorSpec
 from oobleck.storage.scripts import PartNote, state_name
 from oobleck.wire import encode_json
 from tools.smoke import parse_arguments
@@ -71,7 +71,7 @@ def _receive_for_ever(directory: Path, plain: socket.socket, writes: int, size: 
     threading.Thread(target=_receive_plain, args=(plain, size), daemon=True).start()
 
     async def receive() -> None:
-        port = CopyPort(directory, frozenset)
+        port = CopyPort(MappedFiles(directory), frozenset)
         door = await port.listen("target", "127.0.0.1")
         os.write(writes, json.dumps({"port": door.port, "ticket": door.ticket.hex()}).encode())
         await port.run()

@@ -92,7 +92,7 @@ REFUSED = {
 _OWN_VARIABLES = {
     **OWN_VARIABLES,
     **dict.fromkeys(
-        (scripts.MEMORY_VARIABLE, scripts.START_VARIABLE, scripts.SAVED_VARIABLE),
+        (scripts.MEMORY_VARIABLE, scripts.START_VARIABLE, scripts.SAVED_VARIABLE, scripts.LOCAL_RANK_VARIABLE),
         f"{scripts.DIRECTORY_VARIABLE} says where states lie",
     ),
     scripts.COPIES_VARIABLE: "--copies sets it",

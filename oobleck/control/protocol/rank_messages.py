@@ -65,6 +65,8 @@ class HeldPart:
     """The rank that saved it."""
     world_size: int
     is_sharded: bool
+    can_stay: bool = True
+    """Whether its node can keep it while later states are saved: not where memory is too short for that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,7 @@ class _Spread:
     is_sharded: bool
     holders: dict[int, set[str]] = field(default_factory=dict)
     """Keyed by the rank that saved the part."""
+    can_stay: bool = True
 
     @property
     def is_whole(self) -> bool:
@@ -125,6 +126,7 @@ class Copies:
         for part in held - before:
             spread = self._spreads.setdefault(part.state, _Spread(part.world_size, part.is_sharded))
             spread.holders.setdefault(part.rank, set()).add(node)
+            spread.can_stay &= part.can_stay
             self._asked.pop((part.state, part.rank, node), None)
             if spread.is_whole and (self.newest is None or part.state > self.newest):
                 self.newest = part.state
@@ -231,6 +233,8 @@ class Copies:
 
     def _is_kept(self, state: ScriptState) -> bool:
         """Whether what nodes have reported of a state still holds."""
+        if not self._spreads[state].can_stay:
+            return False
         if not self._spreads[state].is_sharded:
             return True  # if nodes have overwritten it, they have newer ones, which are as whole
         since = self._kept_since.get(state)
@@ -309,6 +313,8 @@ class Copies:
         # What ranks have loaded is copied until they have saved. A node without others copies nothing.
         if newest not in current or self._num_needed == 1:
             return _Wanted(None, newest)
+        if not self._spreads[newest].can_stay:
+            return None
         if not self._num_ahead:
             return _Wanted(newest.step, newest)
         steps = sorted({state.step for state in current})

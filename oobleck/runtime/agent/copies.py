@@ -21,17 +21,16 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 
 import trio
 
-from oobleck import storage
 from oobleck.control.protocol import CopyDoor
 from oobleck.errors import CorruptCheckpoint, PeerError
 from oobleck.runtime.listening import accept
-from oobleck.storage import CHUNK_BYTES, FlashMemory, Layout, Slot, scripts
+from oobleck.storage import CHUNK_BYTES, Layout, MappedFiles, Slot, scripts
 from oobleck.wire import decode_json
 
 _NONCE_BYTES = 16
@@ -110,9 +109,9 @@ def send_part(slot: Slot, door: CopyDoor, pace: Pace) -> None:
 class CopyPort:
     """Takes in copies for a node. `run` must be running."""
 
-    def __init__(self, memory: Path, keeps: Callable[[], frozenset[str]]) -> None:
-        """Copies go to the directory `memory`; the states that `keeps` names are not overwritten."""
-        self._memory = memory
+    def __init__(self, files: MappedFiles, keeps: Callable[[], frozenset[str]]) -> None:
+        """Copies go to `files`; the states that `keeps` names are not overwritten."""
+        self._files = files
         self._keeps = keeps
         self._ticket = secrets.token_bytes(_PROOF_BYTES)
         self._listener: trio.SocketListener | None = None
@@ -188,30 +187,24 @@ class CopyPort:
                 return f"{len(sums)} bytes of checksums, and {slot.sums_bytes} are needed"
             _send_text(sock, "")
             slot.begin()
-            for index, start in enumerate(range(0, len(slot.data), CHUNK_BYTES)):
-                chunk = slot.data[start : start + CHUNK_BYTES]
-                _receive_into(sock, chunk)
-                if zlib.crc32(chunk) != struct.unpack_from("<I", sums, 4 * index)[0]:
-                    return f"bytes {start} to {start + len(chunk)} differ from their checksum"
+            if wrong := _receive_data(sock, slot.data, struct.iter_unpack("<I", sums)):
+                return f"{wrong} differ from their checksum"
             slot.store_sums(slot.sequence, sums)
             slot.seal(note)
         except OSError as error:
             if isinstance(error, TimeoutError | ConnectionError):
                 raise
-            return f"{self._memory}: {error.strerror}"
+            return f"{self._files.directory}: {error.strerror}"
         finally:
             self._receiving.discard(stem)
         return ""
 
     def _slot(self, stem: str, layout: Layout) -> Slot:
-        for path in storage.memory_files(self._memory, stem)[:1]:
-            memory = FlashMemory.open(path)
-            if memory.layout == layout:
-                kept = self._keeps()
-                return min(memory.slots(), key=lambda slot: _worth(slot, kept))
-        return FlashMemory.create(
-            storage.next_memory_file(self._memory, stem), layout, num_slots=_NUM_SLOTS
-        ).next_slot()
+        memory = next(iter(self._files.all(stem)), None)
+        if memory is None or memory.layout != layout:
+            return self._files.create(stem, layout, num_slots=_NUM_SLOTS).next_slot()
+        kept = self._keeps()
+        return min(memory.slots(), key=lambda slot: _worth(slot, kept))
 
 
 def _worth(slot: Slot, kept: frozenset[str]) -> tuple[bool, int]:
@@ -256,6 +249,22 @@ def _receive_into(sock: socket.socket, view: memoryview) -> None:
         if not (count := sock.recv_into(view)):
             raise EOFError("the other side hung up")
         view = view[count:]
+
+
+def _receive_data(sock: socket.socket, data: memoryview, sums: Iterator[tuple[int]]) -> str:
+    """Receive into a slot; return which bytes differ from their checksums, if any do. Raises OSError and EOFError."""
+    starts = range(0, len(data), CHUNK_BYTES)
+    # A second thread, so that the link does not wait while a chunk is summed.
+    with ThreadPoolExecutor(1) as summing:
+        summed = []
+        for start in starts:
+            chunk = data[start : start + CHUNK_BYTES]
+            _receive_into(sock, chunk)
+            summed.append(summing.submit(zlib.crc32, chunk))
+        for start, each, (expected,) in zip(starts, summed, sums, strict=True):
+            if each.result() != expected:
+                return f"bytes {start} to {min(start + CHUNK_BYTES, len(data))}"
+    return ""
 
 
 def _send_text(sock: socket.socket, text: str) -> None:

@@ -21,7 +21,7 @@ from oobleck.errors import CorruptCheckpoint
 from oobleck.host.user_path import expand_user
 from oobleck.job import CheckpointSpec
 from oobleck.job.ranks import RanksSpec
-from oobleck.storage import FlashMemory, Slot, memory_files, scripts
+from oobleck.storage import MappedFiles, Slot, memory_files, scripts
 
 from .checkpoint_store import NodeCheckpoints
 from .copies import CopyPort, NotCopied, Pace, send_part
@@ -43,11 +43,10 @@ class RankStates:
 
     def __init__(self, store: NodeCheckpoints) -> None:
         self._store = store
-        self._memory = Path()
+        self._files = MappedFiles(Path())
         self._directory = Path()
         self._identity: Mapping[str, str] = {}
         self._is_open = trio.Event()
-        self._opened: dict[Path, FlashMemory] = {}
         self._written: set[tuple[str, int]] = set()
         self._requested = 0  # requests to write all states in memory
         self._done = 0
@@ -71,7 +70,7 @@ class RankStates:
         """Listen for copies of other nodes' parts, if the run makes any."""
         if not run.copies or not address:
             return None
-        port = CopyPort(self._memory, lambda: frozenset(self._kept.names))
+        port = CopyPort(self._files, lambda: frozenset(self._kept.names))
         try:
             door = await port.listen(node, address)
         except OSError as error:
@@ -92,7 +91,7 @@ class RankStates:
         named = inherited.get(scripts.DIRECTORY_VARIABLE)
         directory = None if not named else str(Path(run.directory, expand_user(Path(named))))
         paths = self._store.open(CheckpointSpec(directory=directory), run="")
-        self._memory, self._directory = Path(paths.memory), Path(paths.checkpoints)
+        self._files, self._directory = MappedFiles(Path(paths.memory)), Path(paths.checkpoints)
         self._identity = scripts.identity_of(run).environment(inherited)
         self._is_open.set()
 
@@ -100,7 +99,7 @@ class RankStates:
     def environment(self) -> Mapping[str, str]:
         """The variables by which ranks find their states."""
         return {
-            scripts.MEMORY_VARIABLE: str(self._memory),
+            scripts.MEMORY_VARIABLE: str(self._files.directory),
             scripts.DIRECTORY_VARIABLE: str(self._directory),
             **self._identity,
         }
@@ -125,12 +124,12 @@ class RankStates:
         names = tuple(scripts.state_name(state.step, state.start) for state in order.states)
         self._kept = scripts.Kept(names=names, from_step=order.from_step, start=order.start)
         try:
-            scripts.note_kept(self._memory, self._kept)
+            scripts.note_kept(self._files.directory, self._kept)
             self._kept_number = order.number
         except OSError as error:
             _log.warning("ranks may overwrite states that are to be copied: %s", error)
         starts = {state.start for state in order.states}
-        for path in memory_files(self._memory, _ANY):
+        for path in memory_files(self._files.directory, _ANY):
             start = scripts.copy_start(path)
             if start is not None and start not in starts and not start.endswith(self._unique):
                 path.unlink(missing_ok=True)
@@ -155,9 +154,13 @@ class RankStates:
     def _held_parts(self) -> set[protocol.HeldPart]:
         return {
             protocol.HeldPart(
-                state=_state_of(note), rank=note.rank, world_size=note.world_size, is_sharded=bool(note.shardings)
+                state=_state_of(note),
+                rank=note.rank,
+                world_size=note.world_size,
+                is_sharded=bool(note.shardings),
+                can_stay=not note.shardings or self._is_copy(slot) or len(slot.memory.slots()) >= scripts.SLOTS_TO_COPY,
             )
-            for _, note in self._all_slots()
+            for slot, note in self._all_slots()
         }
 
     async def _make_copies(self) -> None:
@@ -251,20 +254,18 @@ class RankStates:
 
     def _slots(self) -> list[tuple[Slot, scripts.PartNote]]:
         """Return all valid slots of this node's ranks, the oldest step first."""
-        return [each for each in self._all_slots() if scripts.copy_start(each[0].memory.path) is None]
+        return [each for each in self._all_slots() if not self._is_copy(each[0])]
+
+    @staticmethod
+    def _is_copy(slot: Slot) -> bool:
+        return scripts.copy_start(slot.memory.path) is not None
 
     def _all_slots(self) -> list[tuple[Slot, scripts.PartNote]]:
         """Return all valid slots, those with copies of other nodes' parts included, the oldest step first."""
         slots: list[tuple[Slot, scripts.PartNote]] = []
-        paths = memory_files(self._memory, _ANY)
-        for gone in self._opened.keys() - set(paths):
-            self._opened.pop(gone).close()
-        for path in paths:
-            # A rank may be creating the file at this moment, and then the next look finds it.
-            with suppress(CorruptCheckpoint, OSError):
-                memory = self._opened.setdefault(path, self._opened.get(path) or FlashMemory.open(path))
-                noted = [(slot, self._note_of(slot)) for slot in memory.valid_slots()]
-                slots += [(slot, note) for slot, note in noted if note is not None]
+        for memory in self._files.all(_ANY):
+            noted = [(slot, self._note_of(slot)) for slot in memory.valid_slots()]
+            slots += [(slot, note) for slot, note in noted if note is not None]
         return sorted(slots, key=lambda each: each[1].age)
 
     def _note_of(self, slot: Slot) -> scripts.PartNote | None:

@@ -23,7 +23,7 @@ from oobleck.job.ranks import RanksSpec
 from oobleck.runtime.files import AgentDir, stat_fields
 from oobleck.runtime.python_process import module_command
 from oobleck.runtime.script_command import check_command
-from oobleck.storage.scripts import COPIES_VARIABLE, SAVED_VARIABLE, START_VARIABLE
+from oobleck.storage.scripts import COPIES_VARIABLE, LOCAL_RANK_VARIABLE, SAVED_VARIABLE, START_VARIABLE
 from oobleck.wire import encode_frame
 
 from .fork_client import ForkedProcess, ForkServer, OomKills, send_descriptors
@@ -317,6 +317,7 @@ class RankProcesses:
         environment = {**os.environ, **rank_environment(setup, os.environ)}
         environment["TORCHELASTIC_ERROR_FILE"] = str(logs / "error.json")
         environment |= {**self._states.environment, START_VARIABLE: setup.order.start}
+        environment[LOCAL_RANK_VARIABLE] = str(setup.local_rank)
         environment[COPIES_VARIABLE] = str(run.copies if setup.order.num_groups > 1 else 0)
         if setup.order.saved_step is not None:
             environment[SAVED_VARIABLE] = str(setup.order.saved_step)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from .choice import Chosen, Holding, LostState, Source, choose, sources
 from .identity import SCRIPT_VARIABLE, ScriptIdentity, identity_of
-from .kept import Kept, kept_in, note_kept
+from .kept import SLOTS_TO_COPY, Kept, kept_in, note_kept
 from .part import (
     COPIES_VARIABLE,
     DIRECTORY_VARIABLE,
+    LOCAL_RANK_VARIABLE,
     MEMORY_VARIABLE,
     SAVED_VARIABLE,
     START_VARIABLE,
@@ -38,9 +39,11 @@ from .values import TreeNode, from_tree, to_tree
 __all__ = [
     "COPIES_VARIABLE",
     "DIRECTORY_VARIABLE",
+    "LOCAL_RANK_VARIABLE",
     "MEMORY_VARIABLE",
     "SAVED_VARIABLE",
     "SCRIPT_VARIABLE",
+    "SLOTS_TO_COPY",
     "START_VARIABLE",
     "TREE",
     "Box",

@@ -9,6 +9,8 @@ from oobleck.errors import PeerError
 from oobleck.storage.layer_file import write_file
 from oobleck.wire import decode_json, encode_json
 
+SLOTS_TO_COPY = 3
+"""The fewest slots of a rank that hold a state to be copied beside the newest one and the one that is written."""
 _FILE = "kept.json"
 
 

@@ -32,11 +32,15 @@ class _Process:
         self.start = ""  # until the first load or save settles it
         self.last_step = 0
         self.num_saved = 0
-        stem = scripts.memory_stem(int(os.environ.get("LOCAL_RANK", "0")))
-        has_copies = os.environ.get(scripts.COPIES_VARIABLE, "0") != "0"
-        self.saver = (
-            DiskSaver(self.directory) if self.memory is None else MemorySaver(self.memory, stem, has_copies=has_copies)
-        )
+        self.saver: DiskSaver | MemorySaver = DiskSaver(self.directory)
+        if self.memory is not None:
+            # LOCAL_RANK alone is 0 for all ranks of a node with --virtual-local-rank.
+            local_rank = os.environ.get(scripts.LOCAL_RANK_VARIABLE) or os.environ.get("LOCAL_RANK", "0")
+            num_local, num_copies = (
+                os.environ.get("LOCAL_WORLD_SIZE", "1"),
+                os.environ.get(scripts.COPIES_VARIABLE, "0"),
+            )
+            self.saver = MemorySaver(self.memory, int(local_rank), num_local=int(num_local), num_copies=int(num_copies))
 
     def note(self, step: int, flat: Flat, *, is_planned: bool) -> scripts.PartNote:
         rank, world_size = _place()

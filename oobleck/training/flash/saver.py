@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -23,17 +27,20 @@ _LEAST_TREE_BYTES = 1024
 _NUM_SLOTS = 2
 _NUM_SLOTS_WITH_COPIES = 4
 """The protected state, the one that is being copied, the newest one that is whole, and the one that is being written:
-four different states where ranks save faster than copies are made."""
+four different states where ranks save faster than copies are made. With three, a copy has the time of two saves."""
 
 
 class MemorySaver:
     """Saves into memory files `<directory>/<stem>.<n>`, which the agent keeps and writes to disk."""
 
-    def __init__(self, directory: Path, stem: str, *, has_copies: bool) -> None:
-        """`has_copies`: other nodes get copies of sharded states."""
+    def __init__(self, directory: Path, local_rank: int, *, num_local: int, num_copies: int) -> None:
+        """`num_local` ranks share the directory; sharded states get copies on `num_copies` other nodes."""
         self._directory = directory
-        self._stem = stem
-        self._has_copies = has_copies
+        self._local_rank = local_rank
+        self._num_local = num_local
+        self._stem = scripts.memory_stem(local_rank)
+        self._num_copies = num_copies
+        self._most_slots = _NUM_SLOTS_WITH_COPIES if num_copies else _NUM_SLOTS
         self._memory: storage.FlashMemory | None = None
         self._newest: str | None = None
 
@@ -48,7 +55,7 @@ class MemorySaver:
         if self._memory is None:
             with suppress(StopIteration, CorruptCheckpoint, OSError):
                 self._memory = storage.FlashMemory.open(next(iter(storage.memory_files(self._directory, self._stem))))
-        kept = scripts.kept_in(self._directory) if self._has_copies else scripts.Kept()
+        kept = scripts.kept_in(self._directory) if self._num_copies else scripts.Kept()
         if self._newest is not None:
             self._forget_others((self._newest, *kept.names))
         memory = self._memory_for(_layout(flat, len(tree), note.rank, self._memory), is_sharded=bool(note.shardings))
@@ -60,16 +67,53 @@ class MemorySaver:
         self._newest = note.name
 
     def _memory_for(self, layout: storage.Layout, *, is_sharded: bool) -> storage.FlashMemory:
-        num_slots = _NUM_SLOTS_WITH_COPIES if is_sharded and self._has_copies else _NUM_SLOTS
+        wanted = self._most_slots if is_sharded else _NUM_SLOTS
         memory = self._memory
-        if memory is None or memory.layout != layout or len(memory.slots()) < num_slots:
+        has = len(memory.slots()) if memory is not None and memory.layout == layout else 0
+        if memory is not None and has >= wanted:
+            return memory
+        for num_slots in range(wanted, max(has, _NUM_SLOTS - 1), -1):
             path = storage.next_memory_file(self._directory, self._stem)
             try:
+                self._check_room(layout, num_slots)
                 self._memory = memory = storage.FlashMemory.create(path, layout, num_slots=num_slots)
                 scripts.make_room_for_taken(memory)
             except OSError as error:
-                raise OSError(error.errno, no_room(self._directory, layout, error, num_slots=num_slots)) from error
+                if num_slots == _NUM_SLOTS:
+                    raise OSError(error.errno, no_room(self._directory, layout, error, num_slots=num_slots)) from error
+            else:
+                break
+        assert memory is not None
+        if len(memory.slots()) < wanted:
+            self._most_slots = len(memory.slots())
+            self._tell_fewer(layout)
         return memory
+
+    def _check_room(self, layout: storage.Layout, num_slots: int) -> None:
+        """Raise OSError if other ranks' slots, or copies of other nodes' parts, would find no room beside so many."""
+        if num_slots == _NUM_SLOTS:
+            return
+        others = [path for path in storage.memory_files(self._directory, "rank*") if path.stem != self._stem]
+        room = shutil.disk_usage(self._directory).free + sum(path.stat().st_size for path in others)
+        own, copied = (storage.FlashMemory.bytes_for(layout, num_slots=each) for each in (num_slots, _NUM_SLOTS))
+        if self._num_local * (own + self._num_copies * copied) > room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _tell_fewer(self, layout: storage.Layout) -> None:
+        if self._local_rank:
+            return
+        mib = storage.FlashMemory.bytes_for(layout, num_slots=1) / 2**20
+        free = shutil.disk_usage(self._directory).free / 2**20
+        what = (
+            "a state is copied to other nodes only if that takes less than two saves"
+            if self._most_slots >= scripts.SLOTS_TO_COPY
+            else "sharded states have no copies on other nodes"
+        )
+        sys.stderr.write(
+            f"oobleck: {self._directory} has room for {self._most_slots} states of {mib:,.1f} MiB for each rank of "
+            f"this node ({self._num_local}), not for {_NUM_SLOTS_WITH_COPIES} beside copies ({free:,.1f} MiB are "
+            f"free): {what}; a container gets more by --shm-size\n"
+        )
 
     def _slot_of(self, memory: storage.FlashMemory, start: str, kept: scripts.Kept) -> storage.Slot:
         """Choose the slot whose state is needed least."""

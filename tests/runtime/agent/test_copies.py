@@ -16,7 +16,7 @@ import trio
 from oobleck.control.protocol import CopyDoor
 from oobleck.errors import CorruptCheckpoint
 from oobleck.runtime.agent.copies import CopyPort, NotCopied, Pace, send_part
-from oobleck.storage import FlashMemory, Layout, Slot, TensorSpec, find_slots
+from oobleck.storage import FlashMemory, Layout, MappedFiles, Slot, TensorSpec, find_slots
 from oobleck.storage.memory import CHUNK_BYTES
 from oobleck.storage.scripts import PartNote, find_parts, state_name
 from oobleck.wire import encode_json
@@ -52,7 +52,7 @@ def source(tmp_path: Path) -> FlashMemory:
 
 @asynccontextmanager
 async def receiving(directory: Path, *kept: str) -> AsyncIterator[CopyDoor]:
-    port = CopyPort(directory, lambda: frozenset(kept))
+    port = CopyPort(MappedFiles(directory), lambda: frozenset(kept))
     door = await port.listen("node1", "127.0.0.1")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(port.run)
