@@ -140,7 +140,10 @@ class Cluster:
                 case KeepStates() as order:
                     node.keep(order, self.start)
                 case CopyParts(state=state, parts=parts):
-                    self.sending += [(name, state, part.rank, door.node) for part in parts for door in part.doors]
+                    new = [(name, state, part.rank, door.node) for part in parts for door in part.doors]
+                    under_way = {(of.start, *to) for source, of, *to in self.sending if source in self.nodes}
+                    assert not under_way & {(of.start, *to) for _, of, *to in new}, "one at a time"
+                    self.sending += new
 
     def send(self) -> None:
         """Finish a copy that is under way, if its part is still there."""

@@ -78,6 +78,8 @@ class RanksCoordinator(BaseCoordinator):
         self._copies = Copies(run.copies)
         self._handing_on: dict[str, tuple[float, protocol.RanksReady]] = {}
         """Draining nodes that others still copy states of, with the time until which that may take."""
+        self._uncopied: set[tuple[str, str]] = set()
+        """Of which it was said that the first copies nothing to the second."""
         self._told: journal.StatesProtected | None = None
         """What is recorded of the saved states' safety."""
 
@@ -120,8 +122,11 @@ class RanksCoordinator(BaseCoordinator):
         self._end_hang(turn)
 
     def follow_up(self, turn: Turn) -> None:
-        for node, order in self._copies.orders(turn.now_s, domains={}):
-            turn.send(node, order)
+        if turn.now_s >= self._copies.due_s:
+            members = self._members.in_state(MemberState.CONNECTED)
+            domains = {member.spec.name: member.spec.domain for member in members}
+            for node, order in self._copies.orders(turn.now_s, domains):
+                turn.send(node, order)
         self._tell_protection(turn)
         for node, (until_s, ready) in sorted(self._handing_on.items()):
             is_needed = self._copies.is_needed(node)
@@ -171,7 +176,9 @@ class RanksCoordinator(BaseCoordinator):
                 self._copies.hold(node, parts, kept=kept)
             case protocol.PartNotCopied():
                 self._copies.fail(node, message, turn.now_s)
-                if not message.is_gone:
+                # It is tried again and again, and one line for each pair of nodes is enough.
+                if not message.is_gone and (node, message.target) not in self._uncopied:
+                    self._uncopied.add((node, message.target))
                     what = f"rank {message.rank}'s part of step {message.state.step}"
                     turn.note("warning", f"{node}: {what} is not copied to {message.target}: {message.reason}")
             case protocol.RanksReady():

@@ -350,7 +350,13 @@ class Copies:
                 for node in self._ranked(source)
                 if node not in holders | asked and now_s >= self._refused_s.get((source, node), now_s)
             ]
-            doors = tuple(self._doors[node] for node in others[:num_lacking])
+            # A node receives one state of a start's rank at a time, and this one once it has the other.
+            busy = {
+                target
+                for of, number, target in self._asked
+                if (of.start, number) == (state.start, rank) and of != state
+            }
+            doors = tuple(self._doors[node] for node in others[:num_lacking] if node not in busy)
             self._asked |= {(state, rank, door.node): source for door in doors}
             if doors:
                 by_source.setdefault(source, []).append(protocol.PartCopies(rank=rank, doors=doors))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
+
+import pytest
 
 from oobleck import __version__
 from oobleck.control.events import (
@@ -49,6 +53,7 @@ from oobleck.control.protocol import (
     Hello,
     Killed,
     Leaving,
+    PartNotCopied,
     RankError,
     RankFailed,
     RankOutput,
@@ -76,8 +81,9 @@ T = TypeVar("T")
 class World:
     """Agents that do as they are told, at once, unless a test says otherwise."""
 
-    def __init__(self, *, num_nodes: int = 3, **options: Any) -> None:
-        specs = tuple(NodeSpec(name=name, host=name) for name in NODES[:num_nodes])
+    def __init__(self, *, num_nodes: int = 3, racks: Sequence[str] = ("", "", ""), **options: Any) -> None:
+        specs = tuple(NodeSpec(name=name, host=name, rack=rack) for name, rack in zip(NODES, racks, strict=True))
+        specs = specs[:num_nodes]
         choices = {"min_nodes": 1, "max_nodes": 3, "max_restarts": 1, "control": ControlSpec(), **options}
         run = RanksSpec(**{"tag": "t", "entry": "script", "command": ("train.py",), "directory": "/", **choices})
         self.coordinator = RanksCoordinator(run, specs, started_at="2026-01-01", python_version="3.11.7")
@@ -281,20 +287,45 @@ def test_a_run_whose_saved_states_are_all_lost_ends_although_restarts_are_left()
     assert "step 5 was saved" in world.end.reason
 
 
-def test_the_parts_of_a_state_are_copied_to_another_node_each():
-    world = World()
+def copied(world: World) -> set[tuple[int, str]]:
+    """The ranks whose parts nodes are told to copy, and to which node."""
     world.begin(*NODES)
     for number, node in enumerate(NODES):
         world.hold(node, 2 * number, 2 * number + 1)
-    copies = {
+    return {
         (part.rank, door.node)
         for command in world.commands
         if isinstance(command, Send) and isinstance(command.message, CopyParts)
         for part in command.message.parts
         for door in part.doors
     }
+
+
+def test_the_parts_of_a_state_are_copied_to_another_node_each():
+    copies = copied(World())
     assert sorted(rank for rank, _ in copies) == list(range(6))
     assert all(NODES[rank // 2] != node for rank, node in copies)
+
+
+@pytest.mark.parametrize("alone", NODES)
+def test_parts_are_copied_to_another_rack(alone: str):
+    racks = ["2" if node == alone else "1" for node in NODES]
+    for rank, node in copied(World(racks=racks)):
+        assert (NODES[rank // 2] == alone) != (node == alone)
+
+
+def test_why_a_part_is_not_copied_is_said_once():
+    world = World()
+    copied(world)
+    state = ScriptState(number=1, step=5, start="s1-20260101-000001")
+    for step in (5, 6):
+        for rank in (0, 1):
+            failed = PartNotCopied(
+                state=replace(state, step=step), rank=rank, target="b", reason="No space left on device", is_gone=False
+            )
+            world.say("a", failed)
+    (notice,) = (entry for entry in world.entries(Notice) if "is not copied" in entry.text)
+    assert "a: rank 0's part of step 5 is not copied to b: No space left on device" in notice.text
 
 
 def test_a_node_that_has_notice_is_drained():
