@@ -17,6 +17,7 @@
         ├── WorkersUnavailable no worker process can be started on a node
         ├── Unrecoverable     a layer has no living copy
         ├── CorruptCheckpoint saved bytes cannot be read, or have changed
+        │   └── StatesLost    a script's states were saved, and none is whole any more
         └── ShardUnreadable   a record of the data cannot be read any more
 
 Bugs of our own are assertions, not members of this tree.
@@ -118,6 +119,10 @@ class Unrecoverable(ResourceLost):
 
 class CorruptCheckpoint(ResourceLost):
     """Saved bytes that are missing, cut off or changed; the message names the file."""
+
+
+class StatesLost(CorruptCheckpoint):
+    """A script has saved states, and none is whole any more: starting it again does not help."""
 
 
 class ShardUnreadable(ResourceLost):

@@ -248,7 +248,7 @@ class Agent:
                 self._control = message.run.control
                 self._watch_notice(message.run.control, nursery)
                 self._order_ranks(message)
-            case protocol.StartRanks() | protocol.EndRanks() | protocol.TraceRanks():
+            case _ if isinstance(message, protocol.RanksOrder):
                 self._order_ranks(message)
             case protocol.Heartbeat(sequence=sequence):
                 self._resend_queue.heard(sequence)

@@ -135,6 +135,18 @@ class RankHost(Protocol):
     async def prepare(self, run: RanksSpec, devices: tuple[int, ...]) -> int:
         """Get ready; return how many ranks the node has. Raises ConfigError if the command cannot run here."""
 
+    async def open_door(self, run: RanksSpec, address: str) -> protocol.CopyDoor | None:
+        """Take in copies of other nodes' states at an address of this node; None if it takes none."""
+
+    def keep_in_memory(self, order: protocol.KeepStates) -> None:
+        """Have the ranks overwrite none of these states, and remove copies of older ones."""
+
+    def copy(self, order: protocol.CopyParts) -> None:
+        """Begin to send parts of states to other nodes. Raises trio.WouldBlock for far too many."""
+
+    async def next_report(self) -> protocol.StatesHeld | protocol.PartNotCopied:
+        """Wait until the node holds other states, or has failed to copy one; return which."""
+
     def num_saved(self) -> int:
         """Return a number that grows with each state that a rank of this node saves."""
 

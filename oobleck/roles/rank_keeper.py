@@ -67,6 +67,7 @@ class RankKeeper:
         self._post, self._orders = trio.open_memory_channel[protocol.RanksOrder](_ORDERS_BUFFERED)
         self._configured: protocol.ConfigureRanks | None = None
         self._num_ranks = 1
+        self._door: protocol.CopyDoor | None = None
         self._cleared = 0  # no rank of generations up to this one runs, or will
         self._current: _Generation | None = None
         self._started: protocol.RanksStarted | None = None
@@ -80,6 +81,7 @@ class RankKeeper:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._host.run)
             nursery.start_soon(self._watch_server)
+            nursery.start_soon(self._watch_states)
             async for order in self._orders:
                 match order:
                     case protocol.ConfigureRanks():
@@ -90,6 +92,10 @@ class RankKeeper:
                         nursery.start_soon(self._end, generation, grace_s)
                     case protocol.TraceRanks(generation=generation):
                         nursery.start_soon(self._trace, generation)
+                    case protocol.KeepStates():
+                        self._host.keep_in_memory(order)
+                    case protocol.CopyParts():
+                        self._host.copy(order)
                     case _:
                         assert_never(order)
 
@@ -113,11 +119,16 @@ class RankKeeper:
         while True:
             self._say(await self._host.server_ended())
 
+    async def _watch_states(self) -> None:
+        while True:
+            self._say(await self._host.next_report())
+
     async def _configure(self, order: protocol.ConfigureRanks) -> None:
         """Prepare at first; later, repeat reports for a master that may have missed them."""
         if self._configured is None:
             try:
                 self._num_ranks = await self._host.prepare(order.run, order.devices)
+                self._door = await self._host.open_door(order.run, order.address)
             except ConfigError as error:
                 self._host.leave()
                 self._say(protocol.AgentStopped(reason=str(error), is_failure=True))
@@ -130,7 +141,7 @@ class RankKeeper:
 
     def _say_ready(self) -> None:
         port = self._host.reserve_port()
-        self._say(protocol.RanksReady(generation=self._cleared, num_ranks=self._num_ranks, port=port))
+        self._say(protocol.RanksReady(generation=self._cleared, num_ranks=self._num_ranks, port=port, door=self._door))
 
     async def _start(self, order: protocol.StartRanks, nursery: trio.Nursery) -> None:
         configured = self._configured

@@ -14,9 +14,10 @@ from oobleck.control.protocol import MANIFEST_VERSION, Manifest, SavedState, Sha
 from .directory import CheckpointDirectory, FileFault, FoundManifest
 from .layer_file import read_layer_file, write_layer_file
 from .layout import Entry, Layout, TensorSpec
-from .memory import FlashMemory, Slot, find_slots, memory_files, next_memory_file
+from .memory import CHUNK_BYTES, FlashMemory, MappedFiles, Slot, find_slots, memory_files, next_memory_file
 
 __all__ = [
+    "CHUNK_BYTES",
     "MANIFEST_VERSION",
     "CheckpointDirectory",
     "Entry",
@@ -25,6 +26,7 @@ __all__ = [
     "FoundManifest",
     "Layout",
     "Manifest",
+    "MappedFiles",
     "SavedState",
     "Shard",
     "Slot",

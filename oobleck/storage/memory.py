@@ -1,14 +1,15 @@
-"""A worker's newest states in shared memory: two slots, so that a kill at any byte leaves the older state whole.
+"""A process's newest states in shared memory: slots, so that a kill at any byte leaves an older state whole.
 
 The file is in a memory file system, so it outlives the worker and its agent, until the machine ends.
 
     page 0        magic, version, sizes, a checksum of them and of the layout
     layout        JSON, see `Layout`
-    slot headers  state, sequence, the writer's note (JSON), a checksum of every chunk of data, a checksum of all that
-    slot data     two times the same size
+    slot headers  state, sequence, the writer's note (JSON), a checksum of these; then the sequence that the sums belong
+                  to, their checksum, and the sums: a checksum of every chunk of data
+    slot data     for each slot the same size
 
-A slot is EMPTY, WRITING or VALID. A save renames and moves nothing, so it costs only a copy. No reader trusts a slot
-whose checksums disagree.
+A slot is EMPTY, WRITING or VALID. A save renames and moves nothing, so it costs only a copy: a slot is valid once its
+data is whole, and any process may add the sums later. No reader trusts data that differs from its sums.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -30,10 +32,12 @@ CHUNK_BYTES = 4 << 20
 
 _PAGE = 4096
 _MAGIC = b"OOBLECK\x00"
-_VERSION = 1
-_HEAD = struct.Struct("<8sIIQI")  # magic, version, bytes of the layout, bytes of a slot's data, checksum
+_VERSION = 2
+_HEAD = struct.Struct("<8sIIQII")  # magic, version, bytes of the layout, bytes of a slot's data, slots, checksum
 _SLOT = struct.Struct("<QQII")  # state, sequence, bytes of the note, checksum
+_SUMS = struct.Struct("<QI")  # the sequence of the data, a checksum of it and of the sums that follow
 _NUM_SLOTS = 2
+_MOST_SLOTS = 16
 _WRITING, _VALID = 1, 2  # states of a slot; a new file's zeros are EMPTY
 _MAX_NOTE_BYTES = 16 << 10
 
@@ -44,6 +48,7 @@ class _Sizes:
 
     layout_bytes: int
     data_bytes: int
+    num_slots: int
 
     @property
     def num_chunks(self) -> int:
@@ -51,21 +56,21 @@ class _Sizes:
 
     @property
     def slot_header_bytes(self) -> int:
-        return _pages(_SLOT.size + _MAX_NOTE_BYTES + 4 * self.num_chunks)
+        return _pages(_SLOT.size + _MAX_NOTE_BYTES + _SUMS.size + 4 * self.num_chunks)
 
     def header(self, slot: int) -> int:
         return _PAGE + _pages(self.layout_bytes) + slot * self.slot_header_bytes
 
     def data(self, slot: int) -> int:
-        return self.header(_NUM_SLOTS) + slot * _pages(self.data_bytes)
+        return self.header(self.num_slots) + slot * _pages(self.data_bytes)
 
     @property
     def total_bytes(self) -> int:
-        return self.data(_NUM_SLOTS)
+        return self.data(self.num_slots)
 
 
 class FlashMemory:
-    """A mapped file of two slots. One process writes; any may read."""
+    """A mapped file of slots. One process writes; any may read."""
 
     def __init__(self, path: Path, mapped: mmap.mmap, layout: Layout, sizes: _Sizes) -> None:
         self.path = path
@@ -74,10 +79,10 @@ class FlashMemory:
         self._sizes = sizes
 
     @classmethod
-    def create(cls, path: Path, layout: Layout) -> FlashMemory:
+    def create(cls, path: Path, layout: Layout, *, num_slots: int = _NUM_SLOTS) -> FlashMemory:
         """Create a file with empty slots; O(size), with the page faults. Raises OSError if memory is short."""
         raw = layout.to_json()
-        sizes = _Sizes(len(raw), layout.size_bytes)
+        sizes = _Sizes(len(raw), layout.size_bytes, num_slots)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             # Without this a later store would be killed by SIGBUS if memory is short.
@@ -95,12 +100,12 @@ class FlashMemory:
         mapped[_PAGE : _PAGE + len(raw)] = raw
         checksum = zlib.crc32(raw, zlib.crc32(_sizes_text(sizes)))
         # The head comes last: a file whose writer was killed before has no magic, and readers pass over it.
-        mapped[: _HEAD.size] = _HEAD.pack(_MAGIC, _VERSION, len(raw), sizes.data_bytes, checksum)
+        mapped[: _HEAD.size] = _HEAD.pack(_MAGIC, _VERSION, len(raw), sizes.data_bytes, num_slots, checksum)
         return cls(path, mapped, layout, sizes)
 
     @staticmethod
-    def bytes_for(layout: Layout) -> int:
-        return _Sizes(len(layout.to_json()), layout.size_bytes).total_bytes
+    def bytes_for(layout: Layout, *, num_slots: int = _NUM_SLOTS) -> int:
+        return _Sizes(len(layout.to_json()), layout.size_bytes, num_slots).total_bytes
 
     @classmethod
     def open(cls, path: Path) -> FlashMemory:
@@ -121,7 +126,7 @@ class FlashMemory:
         return cls(path, mapped, layout, sizes)
 
     def slots(self) -> tuple[Slot, ...]:
-        return tuple(Slot(self, number) for number in range(_NUM_SLOTS))
+        return tuple(Slot(self, number) for number in range(self._sizes.num_slots))
 
     def valid_slots(self) -> tuple[Slot, ...]:
         """Return the slots with valid headers, the newest first; does not read their data."""
@@ -129,8 +134,7 @@ class FlashMemory:
 
     def next_slot(self) -> Slot:
         """Return the slot to write next: never the newest valid one."""
-        valid = self.valid_slots()
-        return Slot(self, 1 - valid[0].number) if valid else Slot(self, 0)
+        return min(self.slots(), key=lambda slot: slot.sequence if slot.is_valid else 0)
 
     def close(self) -> None:
         with suppress(BufferError):  # views by tensors keep it mapped until they are gone
@@ -142,7 +146,7 @@ class FlashMemory:
 
 
 class Slot:
-    """One of the two copies of a state."""
+    """One state."""
 
     def __init__(self, memory: FlashMemory, number: int) -> None:
         self.memory = memory
@@ -169,15 +173,13 @@ class Slot:
         return f'"{name}"'.encode() in self.note  # quoted, so that no longer name contains it
 
     @property
-    def digest(self) -> str:
-        """A weak digest of the data, computed from its checksums alone."""
-        stop = self._checksums_start + 4 * self.memory._sizes.num_chunks
-        return f"{zlib.crc32(memoryview(self.memory._map)[self._checksums_start : stop]):08x}"
+    def offset(self) -> int:
+        """Where its data begins in the file."""
+        return self.memory._sizes.data(self.number)
 
     @property
     def data(self) -> memoryview:
-        start = self.memory._sizes.data(self.number)
-        return memoryview(self.memory._map)[start : start + self.memory._sizes.data_bytes]
+        return memoryview(self.memory._map)[self.offset : self.offset + self.memory._sizes.data_bytes]
 
     def begin(self) -> None:
         """Mark the slot as being written, before its first byte is."""
@@ -186,13 +188,11 @@ class Slot:
         _SLOT.pack_into(self.memory._map, self._start, _WRITING, sequence, 0, 0)
 
     def seal(self, note: bytes) -> None:
-        """Compute the data's checksums and mark the slot valid; O(size), so not for a training thread."""
+        """Mark the slot valid, once its data is whole."""
         assert self._fields()[0] == _WRITING, self._fields()
         assert len(note) <= _MAX_NOTE_BYTES, len(note)
         mapped = self.memory._map
         mapped[self._note_start : self._note_start + len(note)] = note
-        for index, chunk in enumerate(_chunks(self.data)):
-            struct.pack_into("<I", mapped, self._checksums_start + 4 * index, zlib.crc32(chunk))
         sequence = self.sequence
         # The length of the note is stored first, because `_checksum` reads it from the slot.
         _SLOT.pack_into(mapped, self._start, _WRITING, sequence, len(note), 0)
@@ -200,12 +200,44 @@ class Slot:
         # The state comes last, once all that it vouches for is there. A kill preserves this order of stores.
         struct.pack_into("<Q", mapped, self._start, _VALID)
 
+    def sum(self) -> None:
+        """Store the data's checksums, unless the slot is written meanwhile; O(size), so not for a training thread."""
+        sequence = self.sequence
+        sums = []
+        for chunk in _chunks(self.data):
+            sums.append(zlib.crc32(chunk))
+            if self.sequence != sequence:
+                return
+        self.store_sums(sequence, struct.pack(f"<{len(sums)}I", *sums))
+
+    @property
+    def sums_bytes(self) -> int:
+        return 4 * self.memory._sizes.num_chunks
+
+    @property
+    def sums(self) -> bytes | None:
+        """The checksums of the data's chunks; None if they are not there, or are those of older data."""
+        sequence, checksum = _SUMS.unpack_from(self.memory._map, self._sums_start)
+        start = self._sums_start + _SUMS.size
+        sums = bytes(memoryview(self.memory._map)[start : start + self.sums_bytes])
+        return sums if (sequence, checksum) == (self.sequence, _checksum_of_sums(sequence, sums)) else None
+
+    def store_sums(self, sequence: int, sums: bytes) -> None:
+        """Store the checksums of the data that has this sequence. Only one process may do so at a time."""
+        mapped, start = self.memory._map, self._sums_start + _SUMS.size
+        mapped[start : start + len(sums)] = sums
+        # Their own sequence shows readers whether the slot was written meanwhile, and has other data.
+        _SUMS.pack_into(mapped, self._sums_start, sequence, _checksum_of_sums(sequence, sums))
+
     def verify(self) -> None:
-        """Compare the data with its checksums; O(size). Raises CorruptCheckpoint."""
+        """Compare the data with its checksums, if it has them; O(size). Raises CorruptCheckpoint."""
         if not self.is_valid:
             raise CorruptCheckpoint(f"{self.memory.path}: slot {self.number} is not valid")
-        for index, chunk in enumerate(_chunks(self.data)):
-            (expected,) = struct.unpack_from("<I", self.memory._map, self._checksums_start + 4 * index)
+        if (sums := self.sums) is None:
+            return
+        for index, (chunk, (expected,)) in enumerate(
+            zip(_chunks(self.data), struct.iter_unpack("<I", sums), strict=True)
+        ):
             if zlib.crc32(chunk) != expected:
                 raise CorruptCheckpoint(
                     f"{self.memory.path}: slot {self.number} has changed within bytes "
@@ -217,7 +249,7 @@ class Slot:
         return self._start + _SLOT.size
 
     @property
-    def _checksums_start(self) -> int:
+    def _sums_start(self) -> int:
         return self._note_start + _MAX_NOTE_BYTES
 
     def _fields(self) -> tuple[int, int, int, int]:
@@ -226,13 +258,39 @@ class Slot:
         return state, sequence, min(note_bytes, _MAX_NOTE_BYTES), checksum
 
     def _checksum(self) -> int:
-        # It covers the sequence, the note and the chunks' checksums, but not the state, which changes after it.
+        # It covers the sequence and the note, but not the state, which changes after it.
         _, sequence, note_bytes, _ = self._fields()
-        view = memoryview(self.memory._map)
-        stop = self._checksums_start + 4 * self.memory._sizes.num_chunks
-        checksum = zlib.crc32(struct.pack("<QI", sequence, note_bytes))
-        checksum = zlib.crc32(view[self._note_start : self._note_start + note_bytes], checksum)
-        return zlib.crc32(view[self._checksums_start : stop], checksum)
+        note = memoryview(self.memory._map)[self._note_start : self._note_start + note_bytes]
+        return zlib.crc32(note, zlib.crc32(struct.pack("<QI", sequence, note_bytes)))
+
+
+class MappedFiles:
+    """The memory files of a directory, each mapped once: every new mapping costs a page fault for each page."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._lock = threading.Lock()
+        self._mapped: dict[Path, FlashMemory] = {}
+
+    def all(self, stem: str) -> tuple[FlashMemory, ...]:
+        """Return the unbroken files `<stem>.<n>`, newest first. Any thread may call this."""
+        with self._lock:
+            for gone in [path for path in self._mapped if not path.exists()]:
+                self._mapped.pop(gone).close()
+            paths = memory_files(self.directory, stem)
+            for path in paths:
+                # Its writer may be creating it at this moment, and then the next look finds it.
+                with suppress(CorruptCheckpoint, OSError):
+                    self._mapped[path] = self._mapped.get(path) or FlashMemory.open(path)
+            return tuple(self._mapped[path] for path in paths if path in self._mapped)
+
+    def create(self, stem: str, layout: Layout, *, num_slots: int) -> FlashMemory:
+        """Create the next file of a stem; O(size). Raises OSError if memory is short."""
+        path = next_memory_file(self.directory, stem)
+        memory = FlashMemory.create(path, layout, num_slots=num_slots)
+        with self._lock:
+            self._mapped[path] = memory  # this mapping, because all its pages are there
+        return memory
 
 
 def find_slots(directory: Path, stem: str) -> tuple[Slot, ...]:
@@ -261,9 +319,10 @@ def _number(path: Path) -> int:
 
 
 def _read_head(path: Path, mapped: mmap.mmap, size: int) -> tuple[Layout, _Sizes]:
-    magic, version, layout_bytes, data_bytes, checksum = _HEAD.unpack_from(mapped, 0)
-    sizes = _Sizes(layout_bytes, data_bytes)
-    if magic != _MAGIC or version != _VERSION or sizes.total_bytes != size:
+    magic, version, layout_bytes, data_bytes, num_slots, checksum = _HEAD.unpack_from(mapped, 0)
+    sizes = _Sizes(layout_bytes, data_bytes, num_slots)
+    is_known = magic == _MAGIC and version == _VERSION and 0 < num_slots <= _MOST_SLOTS
+    if not is_known or sizes.total_bytes != size:
         raise CorruptCheckpoint(f"{path}: not a memory file of this version, or not whole")
     raw = mapped[_PAGE : _PAGE + layout_bytes]
     if zlib.crc32(raw, zlib.crc32(_sizes_text(sizes))) != checksum:
@@ -272,7 +331,11 @@ def _read_head(path: Path, mapped: mmap.mmap, size: int) -> tuple[Layout, _Sizes
 
 
 def _sizes_text(sizes: _Sizes) -> bytes:
-    return struct.pack("<QQ", sizes.layout_bytes, sizes.data_bytes)
+    return struct.pack("<QQI", sizes.layout_bytes, sizes.data_bytes, sizes.num_slots)
+
+
+def _checksum_of_sums(sequence: int, sums: bytes) -> int:
+    return zlib.crc32(sums, zlib.crc32(struct.pack("<Q", sequence)))
 
 
 def _chunks(data: memoryview) -> Iterator[memoryview]:

@@ -37,9 +37,10 @@ def as_tensor(spec: TensorSpec, data: memoryview) -> torch.Tensor:
     return torch.frombuffer(data, dtype=dtype).view(spec.shape)
 
 
-def no_room(directory: Path, layout: Layout, error: OSError) -> str:
+def no_room(directory: Path, layout: Layout, error: OSError, *, num_slots: int = 2) -> str:
     """Explain why there is no memory for a layout: the bytes needed, and the bytes free."""
-    needed = f"{FlashMemory.bytes_for(layout) / 2**20:,.1f} MiB are needed, for two copies of what this worker saves"
+    needed_mib = FlashMemory.bytes_for(layout, num_slots=num_slots) / 2**20
+    needed = f"{needed_mib:,.1f} MiB are needed, for {num_slots} copies of what this worker saves"
     free = ""
     with suppress(OSError):
         disk = shutil.disk_usage(directory)

@@ -116,6 +116,7 @@ def _facts(snapshot: RunSnapshot, width: int) -> list[Text]:
         ("recoveries", str(snapshot.num_recoveries)),
         ("elapsed", duration_text(snapshot.elapsed_s)),
         *((("data", one_line(snapshot.data)),) if snapshot.data is not None else ()),
+        *((("protected", snapshot.protected),) if snapshot.protected is not None else ()),
     )
     lines = [Text(" ")]
     for label, value in values:

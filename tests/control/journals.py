@@ -25,6 +25,7 @@ from oobleck.control.journal import (
     RecoveryDone,
     RecoveryStarted,
     ScriptStarted,
+    StatesProtected,
     StepDone,
     WorkerUp,
 )
@@ -172,6 +173,7 @@ def script_with_a_failure() -> tuple[JournalEntry, ...]:
         started,
         GenerationFormed(t_s=1.0, generation=1, cause=GenerationCause.START, nodes=nodes, num_failures=0),
         GenerationRuns(t_s=2.0, generation=1, away_s=2.0, is_warm=False),
+        StatesProtected(t_s=20.0, newest=9, protected=8, num_missing=0),
         GenerationEnded(t_s=30.0, generation=1, cause=failed),
         GenerationFormed(t_s=30.5, generation=2, cause=failed, nodes=nodes, num_failures=1),
         GenerationRuns(t_s=31.0, generation=2, away_s=1.0, is_warm=True),

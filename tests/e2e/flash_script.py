@@ -1,7 +1,8 @@
 """A script that saves after every step, and notes which steps it has saved; it may lose its way once, for good.
 
 `flash_script.py OUT STEPS [SECONDS_A_STEP [HANGS]]`: with HANGS, the last rank sleeps in its tenth step if it is the
-first start, and the others wait for it. With GROW in the environment, every state is larger than the one before.
+first start, and the others wait for it. With GROW in the environment, every state is larger than the one before; with
+LOAD_PAUSE_S, the third start and later ones wait so many seconds before they load.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ pause_s = float(sys.argv[3]) if len(sys.argv) > 3 else 0.01
 restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
+if restarts > 1:
+    time.sleep(float(os.environ.get("LOAD_PAUSE_S", "0")))
 state: Any = oobleck.checkpoint.load()
 step, weights = (state["step"], state["weights"]) if state is not None else (0, torch.zeros(1000))
 assert weights.eq(step).all(), "no state is torn"

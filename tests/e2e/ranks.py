@@ -21,10 +21,10 @@ from oobleck.runtime.journals import read_journal
 from tests.e2e.harness import processes_with
 from tests.processes import words_of
 
-__all__ = ["SCRIPT", "Ranks"]
+__all__ = ["SCRIPT", "TIMEOUT_S", "Ranks"]
 
 SCRIPT = Path(__file__).with_name("ddp_script.py")
-TIMEOUT_S = 90.0
+TIMEOUT_S = 600.0
 
 
 class Ranks:

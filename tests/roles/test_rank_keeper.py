@@ -14,9 +14,11 @@ from oobleck.control.protocol import (
     AgentMessage,
     AgentStopped,
     ConfigureRanks,
+    CopyParts,
     EndRanks,
     Exited,
     ForkServerEnded,
+    KeepStates,
     Killed,
     ProcessEnd,
     RankError,
@@ -25,6 +27,7 @@ from oobleck.control.protocol import (
     RanksFinished,
     RanksReady,
     StartRanks,
+    StatesHeld,
 )
 from oobleck.errors import ConfigError
 from oobleck.job.ranks import RanksSpec
@@ -92,6 +95,16 @@ class _Host:
 
     async def prepare(self, run: RanksSpec, devices: tuple[int, ...]) -> int:
         return len(devices)
+
+    async def open_door(self, run: RanksSpec, address: str) -> None: ...
+
+    def keep_in_memory(self, order: KeepStates) -> None: ...
+
+    def copy(self, order: CopyParts) -> None: ...
+
+    async def next_report(self) -> StatesHeld:
+        await trio.sleep_forever()
+        raise AssertionError
 
     def num_saved(self) -> int:
         return 0

@@ -229,6 +229,7 @@ def test_a_slot_that_changed_in_memory_is_not_written(directory: CheckpointDirec
     slot = memory.next_slot()
     slot.begin()
     slot.seal(b'"step-00000001.x.1"')
+    slot.sum()
     slot.data[3] ^= 1
     with pytest.raises(CorruptCheckpoint, match="has changed"):
         directory.persist("step-00000001.x.1", slot)

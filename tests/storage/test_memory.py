@@ -32,6 +32,7 @@ def fill(slot: Slot, byte: int, note: bytes = b"note") -> None:
     slot.begin()
     slot.data[:] = bytes([byte]) * len(slot.data)
     slot.seal(note)
+    slot.sum()
 
 
 @given(layouts)
@@ -143,3 +144,39 @@ def test_too_little_memory_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises((OSError, OverflowError)):
         FlashMemory.create(tmp_path / "m.1", huge)
     assert memory_files(tmp_path, "m") == ()
+
+
+def test_the_data_of_a_save_is_whole_before_its_sums_are_there(tmp_path: Path) -> None:
+    slot = FlashMemory.create(tmp_path / "m.1", LAYOUT).next_slot()
+    slot.begin()
+    slot.data[:] = b"a" * len(slot.data)
+    slot.seal(b"note")
+    assert slot.is_valid
+    assert slot.sums is None
+    slot.verify()
+    slot.sum()
+    slot.data[3] ^= 1
+    with pytest.raises(CorruptCheckpoint, match="bytes 0 to"):
+        slot.verify()
+
+
+def test_sums_of_older_data_are_not_taken_for_those_of_newer(tmp_path: Path) -> None:
+    slot = FlashMemory.create(tmp_path / "m.1", LAYOUT, num_slots=1).next_slot()
+    fill(slot, 1)
+    old, sums = slot.sequence, slot.sums
+    assert sums is not None
+    slot.begin()
+    slot.data[:] = b"b" * len(slot.data)
+    slot.seal(b"newer")
+    slot.store_sums(old, sums)  # by an agent that has read the data before
+    assert slot.sums is None
+    slot.verify()
+
+
+def test_a_file_has_as_many_slots_as_it_was_made_with(tmp_path: Path) -> None:
+    memory = FlashMemory.create(tmp_path / "m.1", LAYOUT, num_slots=4)
+    for count in range(1, 8):
+        fill(memory.next_slot(), count, str(count).encode())
+        kept = [slot.note for slot in FlashMemory.open(memory.path).valid_slots()]
+        assert kept == [str(each).encode() for each in range(count, max(0, count - 4), -1)]
+    assert memory.path.stat().st_size == FlashMemory.bytes_for(LAYOUT, num_slots=4)

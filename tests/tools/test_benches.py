@@ -42,6 +42,7 @@ SMOKES: dict[str, tuple[str, ...]] = {
     "cluster_mode.py": ("recoveries, goodput",),
     "commit.py": ("| 2 | 2 | ", "| 5 | "),
     "control_plane.py": ("| none | steps", "| none | takeover", "| embedded | loss", "| embedded | takeover"),
+    "copies.py": ("part of 1 MiB, 1 turns: plain ", "copy against plain: "),
     "fastest_plan.py": ("random N=64: ", "3 random profiles: chosen plans take 0.", "; 0 of them over 1 %"),
     "fit_costs.py": ("| encode_byte_s | ", "64: "),
     "in_turns.py": (" s (",),
@@ -65,6 +66,7 @@ SMOKES: dict[str, tuple[str, ...]] = {
         "| 4 A100-40 + 4 V100-16 | Oobleck | ",
         "| 4 A100-40 + 4 V100-16 | Oobleck, A100-40 alone | ",
     ),
+    "save_pause.py": ("save: ", "save, with checksums: "),
     "scale.py": (
         "Real workers, one killed node",
         "| 4 | ",

@@ -70,7 +70,8 @@ def test_a_script_has_no_steps_that_are_known():
     text = "\n".join(plain(view.at(40.0), 80, 24))
     assert "my-script" in text
     assert "recoveries 1" in text
-    for words in ("step", "loss", "goodput", "remaining"):
+    assert "protected step 8 (newest 9)" in text
+    for words in ("step 0/", "loss", "goodput", "remaining"):
         assert words not in text
 
 

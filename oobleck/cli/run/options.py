@@ -20,8 +20,8 @@ from oobleck.errors import UsageError
 from oobleck.host.user_path import expand_user
 from oobleck.job import MAX_NODES, ControlSpec
 from oobleck.job.bounds import bounds_of, require
-from oobleck.job.ranks import DEFAULT_RESTARTS, RanksSpec, RankStreams, Redirection
-from oobleck.storage.scripts import DIRECTORY_VARIABLE, MEMORY_VARIABLE, START_VARIABLE
+from oobleck.job.ranks import DEFAULT_COPY_RATE, DEFAULT_RESTARTS, RanksSpec, RankStreams, Redirection
+from oobleck.storage import scripts
 
 # For a script, --hosts-from runs at its default interval.
 _SHARED = [
@@ -40,6 +40,8 @@ LAUNCHER_OPTIONS = {
     "--hang-timeout": ("SECONDS", "How long ranks may print and save nothing while one waits (600; 0: no limit)."),
     "--join-timeout": ("SECONDS", "How long to wait for MIN nodes (600)."),
     "--node-unit": ("N", "Run on a multiple of N nodes (1)."),
+    "--copies": ("N", "How many other nodes get a copy of sharded states in memory (1; 0: none)."),
+    "--copy-rate": ("RATE", "How fast a node may send copies, as in 2GB/s (256MB/s)."),
     "--lease": ("SECONDS", "How long a node may be silent before it is lost (3)."),
 }
 LAUNCHER_FLAGS = {
@@ -89,7 +91,11 @@ REFUSED = {
 """Options of torchrun and dlrover-run that do not exist here, and what to use instead."""
 _OWN_VARIABLES = {
     **OWN_VARIABLES,
-    **dict.fromkeys((MEMORY_VARIABLE, START_VARIABLE), f"{DIRECTORY_VARIABLE} says where states lie"),
+    **dict.fromkeys(
+        (scripts.MEMORY_VARIABLE, scripts.START_VARIABLE, scripts.SAVED_VARIABLE, scripts.LOCAL_RANK_VARIABLE),
+        f"{scripts.DIRECTORY_VARIABLE} says where states lie",
+    ),
+    scripts.COPIES_VARIABLE: "--copies sets it",
 }
 _DLROVERS = ("--comm-perf-test", "--auto-config", "--auto-tunning")
 _SHORT = {"-m": "--module", "-r": "--redirects", "-t": "--tee", "-h": "--help"}
@@ -145,8 +151,6 @@ def parse_command_line(words: Sequence[str], environment: Mapping[str, str]) -> 
     hostfile, command = _split_command(rest, entry, values)
     own = {name: str(values[name]) for name in LAUNCHER_OPTIONS if name in values and name not in _REPEATED}
     flags = frozenset(name for name in (*LAUNCHER_FLAGS, *_FLAGS) if name in values)
-    lease_s, lease_bounds = seconds("--lease", own, 3.0), bounds_of(ControlSpec)["lease_s"]
-    require(lease_bounds.hold(lease_s), "lease_s", lease_s, str(lease_bounds))
     max_restarts = whole("--max-restarts", values)
     spec = RanksSpec(
         tag=own.get("--tag", _tag_of(command[0])),
@@ -168,9 +172,11 @@ def parse_command_line(words: Sequence[str], environment: Mapping[str, str]) -> 
         shutdown_timeout_s=seconds("--shutdown-timeout", values, 30.0),
         hang_timeout_s=seconds("--hang-timeout", own, 600.0),
         join_timeout_s=seconds("--join-timeout", own, 600.0),
+        copies=1 if (copies := whole("--copies", own)) is None else copies,
+        copy_rate=_rate(own),
         hides_devices="--virtual-local-rank" in flags,
         is_warmed="--no-warm" not in flags and entry != "program",
-        control=ControlSpec(lease_s=lease_s, heartbeat_interval_s=min(0.5, lease_s / 2), relay_nodes=0),
+        control=_control(own),
     )
     return CommandLine(
         own=own,
@@ -180,6 +186,12 @@ def parse_command_line(words: Sequence[str], environment: Mapping[str, str]) -> 
         spec=spec,
         unused=tuple(f"{name} is not used: {why}" for name, why in UNUSED.items() if name in values),
     )
+
+
+def _control(own: Mapping[str, str]) -> ControlSpec:
+    lease_s, lease_bounds = seconds("--lease", own, 3.0), bounds_of(ControlSpec)["lease_s"]
+    require(lease_bounds.hold(lease_s), "lease_s", lease_s, str(lease_bounds))
+    return ControlSpec(lease_s=lease_s, heartbeat_interval_s=min(0.5, lease_s / 2), relay_nodes=0)
 
 
 def _tag_of(command: str) -> str:
@@ -299,6 +311,16 @@ def seconds(name: str, values: Mapping[str, object], default: float) -> float:
         return float(str(values.get(name, default)))
     except ValueError:
         raise UsageError(f"{name}: {values[name]!r} is not a number of seconds") from None
+
+
+def _rate(own: Mapping[str, str]) -> float:
+    text = own.get("--copy-rate")
+    if text is None:
+        return DEFAULT_COPY_RATE
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([kMGT]?)B/s", text)
+    if match is None:
+        raise UsageError(f"--copy-rate: {text!r} is not a rate, as in 500MB/s or 2GB/s")
+    return float(match[1]) * 1000.0 ** " kMGT".index(match[2] or " ")
 
 
 def _ranks(values: Mapping[str, object]) -> tuple[int, ...]:

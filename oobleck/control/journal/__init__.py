@@ -49,6 +49,7 @@ from .rank_entries import (
     RankDown,
     RanksHung,
     ScriptStarted,
+    StatesProtected,
 )
 from .run_entries import (
     JobEnded,
@@ -166,6 +167,7 @@ __all__ = [
     "ShardsKnown",
     "Silent",
     "StageView",
+    "StatesProtected",
     "StepDone",
     "StepRunsLong",
     "StepTime",

@@ -178,7 +178,31 @@ class GenerationEnded(Entry):
         return f"generation {self.generation} ends: {self.cause.template.format(', '.join(self.nodes))}"
 
 
-RankEntry = ScriptStarted | GenerationFormed | GenerationRuns | RankDown | RanksHung | GenerationEnded
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatesProtected(Entry):
+    """How safe the states are that ranks have saved in memory; recorded now and then, and when that changes."""
+
+    newest: int | None
+    """The newest step that all ranks have saved."""
+    protected: int | None
+    """The newest step that survives the loss of a node; None where there is no such state."""
+    num_missing: int
+    """How many parts of the newest protected state have too few copies by now."""
+
+    @property
+    def sentence(self) -> str:
+        return f"saved states: {self.text}"
+
+    @property
+    def text(self) -> str:
+        """What is protected, for people."""
+        if self.protected is None:
+            missing = f": {_counted(self.num_missing, 'part')} without a copy" if self.num_missing else ""
+            return f"none (newest step {self.newest}){missing}"
+        return f"step {self.protected} (newest {self.newest})"
+
+
+RankEntry = ScriptStarted | GenerationFormed | GenerationRuns | RankDown | RanksHung | StatesProtected | GenerationEnded
 
 
 def _counted(number: int, what: str) -> str:

@@ -127,6 +127,8 @@ class RunSnapshot:
     exit_code: int | None = None
     data: str | None = None
     """How far the run is in its shards; None where its data is not in shards."""
+    protected: str | None = None
+    """Which state that a script has saved in memory survives the loss of a node; None where it has saved none."""
 
     def to_dict(self) -> dict[str, object]:
         """Return the snapshot as JSON-able values: what `oobleck status --json` prints."""

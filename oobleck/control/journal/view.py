@@ -14,7 +14,14 @@ from . import node_entries, snapshot
 from .entries import JournalEntry
 from .goodput import TimeAccount
 from .plan_entries import PlanAdopted, RecoveryDone, RecoveryStarted
-from .rank_entries import GenerationCause, GenerationEnded, GenerationFormed, GenerationRuns, ScriptStarted
+from .rank_entries import (
+    GenerationCause,
+    GenerationEnded,
+    GenerationFormed,
+    GenerationRuns,
+    ScriptStarted,
+    StatesProtected,
+)
 from .run_entries import JobEnded, JobStarted, ProfileKnown, ScalingDecided
 from .step_entries import DataEntry, DataPlaced, RecordsDealt, ShardQuarantined, ShardsKnown, StepDone
 
@@ -76,6 +83,7 @@ class RanksView:
     generation: int = 0
     num_restarts: int = 0
     is_finished: bool = False
+    protected: str | None = None
 
     def apply(self, entry: JournalEntry) -> None:
         match entry:
@@ -89,6 +97,8 @@ class RanksView:
             case GenerationEnded(cause=cause):
                 self.state = snapshot.RunState.RECONFIGURING
                 self.is_finished = cause is GenerationCause.FINISHED
+            case StatesProtected():
+                self.protected = entry.text
             case _:
                 pass
 
@@ -139,7 +149,7 @@ class RunView:
     def apply(self, entry: JournalEntry) -> None:
         self._account.apply(entry)
         # Entries of every step would push all others out of the list.
-        if not isinstance(entry, StepDone | ProfileKnown | RecordsDealt):
+        if not isinstance(entry, StepDone | ProfileKnown | RecordsDealt | StatesProtected):
             self._events.append(snapshot.EventLine(t_s=entry.t_s, level=entry.level, text=entry.sentence))
             del self._events[:-_RECENT_EVENTS]
         match entry:
@@ -214,6 +224,7 @@ class RunView:
             events=tuple(self._events),
             exit_code=self._ended.exit_code if self._ended else None,
             data=self._data.text(has_ended=self._ended is not None),
+            protected=self._ranks.protected,
         )
 
     @property

@@ -10,6 +10,9 @@ agent  ── RanksUnwritten ──> master     why its ranks' output is not in 
 agent  ── RanksCold ──> master          why later ranks of the node do not start warm
 agent  ── RanksQuiet ──> master         whether they have shown no sign of life for long
 master ── TraceRanks ──> agent ── RankStacks ──> master
+agent  ── StatesHeld ──> master         which saved states the node holds
+master ── KeepStates ──> agent          which of them to keep
+master ── CopyParts ──> agent ── PartNotCopied ──> master
 """
 
 from __future__ import annotations
@@ -43,6 +46,46 @@ class FromRanks:
     __slots__ = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class ScriptState:
+    """A state that ranks have saved; newer ones are greater."""
+
+    number: int
+    """The number of its start: starts that continue from others have greater ones."""
+    step: int
+    start: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldPart:
+    """A part of a state in a node's memory: its own rank's, or a copy of another's."""
+
+    state: ScriptState
+    rank: int
+    """The rank that saved it."""
+    world_size: int
+    is_sharded: bool
+    can_stay: bool = True
+    """Whether its node can keep it while later states are saved: not where memory is too short for that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyDoor:
+    """Where a node takes in copies, and what proves that a caller belongs to the run."""
+
+    node: str
+    host: str
+    port: int
+    ticket: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartCopies:
+    rank: int
+    doors: tuple[CopyDoor, ...]
+    """One for each copy."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigureRanks(ForRanks):
     """The master's answer to the hello: what the node is to run. Sent again where it may have been lost."""
@@ -52,6 +95,8 @@ class ConfigureRanks(ForRanks):
     """The devices in the node's line of the hostfile."""
     generation: int
     """The node has no part in generations up to this one that it does not know."""
+    address: str = ""
+    """Where other nodes reach this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +115,8 @@ class StartRanks(ForRanks):
     master_port: int
     start: str
     """Identifies the generation among those of all runs: the states that its ranks save belong to it."""
+    saved_step: int | None = None
+    """The newest step that all ranks of an earlier generation of the run had saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +136,7 @@ class RanksReady(FromRanks):
     num_ranks: int
     port: int
     """A free port, which the agent keeps for rank 0."""
+    door: CopyDoor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +160,8 @@ class RankError:
     """Its traceback, or else the end of its standard error."""
     is_exception: bool = False
     """Whether a Python exception ended it; else `message` is only its last output."""
+    has_lost_states: bool = False
+    """Whether no node has the states any more that its run had saved, so that another start would not help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +223,48 @@ class RankStacks(FromRanks):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StatesHeld(FromRanks):
+    """All parts of states that the node holds now; sent when they change."""
+
+    parts: tuple[HeldPart, ...]
+    kept: int = 0
+    """The number of the newest `KeepStates` that was in force before the node looked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepStates(ForRanks):
+    """Overwrite none of these states, and remove the copies of older starts than theirs."""
+
+    number: int
+    """Counts these orders of the run."""
+    states: tuple[ScriptState, ...]
+    from_step: int | None
+    """Keep the first state, too, that ranks of the generation save from this step on: it is to be copied."""
+    start: str = ""
+    """Identifies that generation, as in `StartRanks`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyParts(ForRanks):
+    """Send parts of a state to other nodes."""
+
+    state: ScriptState
+    parts: tuple[PartCopies, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartNotCopied(FromRanks):
+    """A part did not reach the node `target`."""
+
+    state: ScriptState
+    rank: int
+    target: str
+    reason: str
+    is_gone: bool
+    """Whether it was overwritten, so that no other try would help."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankOutput(FromRanks):
     """A rank's output, to show where the run was started."""
 
@@ -197,7 +289,7 @@ class BecomeRank:
     """Whether it notes its imports, for the process that forks later ranks."""
 
 
-RanksOrder = ConfigureRanks | StartRanks | EndRanks | TraceRanks
+RanksOrder = ConfigureRanks | StartRanks | EndRanks | TraceRanks | KeepStates | CopyParts
 RanksReport = (
     RanksReady
     | RanksStarted
@@ -207,5 +299,7 @@ RanksReport = (
     | RanksCold
     | RanksQuiet
     | RankStacks
+    | StatesHeld
+    | PartNotCopied
     | RankOutput
 )

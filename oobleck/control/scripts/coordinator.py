@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, assert_never
@@ -18,11 +19,14 @@ from oobleck.job import NodeSpec
 from oobleck.job.ranks import RanksSpec
 
 from . import states
+from .copies import Copies
 from .hang import HangWatch
 from .machine import deadline, start, step
 
 # An agent may take this long to kill its ranks: a process may be stuck in the kernel.
 _PATIENCE_S = 30.0
+_TELL_S = 10.0
+_HAND_ON_S = 20.0
 _MOST_CULPRITS = 4
 """How many ranks an entry names, with their stacks."""
 
@@ -71,6 +75,13 @@ class RanksCoordinator(BaseCoordinator):
         """Why nodes were lost before anything ran, keyed by node."""
         self._formed: _Formed | None = None
         self._ended_s = 0.0
+        self._copies = Copies(run.copies)
+        self._handing_on: dict[str, tuple[float, protocol.RanksReady]] = {}
+        """Draining nodes that others still copy states of, with the time until which that may take."""
+        self._uncopied: set[tuple[str, str]] = set()
+        """Of which it was said that the first copies nothing to the second."""
+        self._told: journal.StatesProtected | None = None
+        """What is recorded of the saved states' safety."""
 
     @property
     def is_over(self) -> bool:
@@ -101,13 +112,50 @@ class RanksCoordinator(BaseCoordinator):
 
     @property
     def due_s(self) -> float:
-        return deadline(self._state, self._rules)
+        handed_on_s = min((until_s for until_s, _ in self._handing_on.values()), default=math.inf)
+        return min(deadline(self._state, self._rules), handed_on_s, self._copies.due_s)
 
     def act(self, turn: Turn, held_up_s: float) -> None:
         self._give_up_silent(turn)
         self._lifecycle.retry_lost(turn)
         self._give(turn, states.Signal.TIME_PASSED)
         self._end_hang(turn)
+
+    def follow_up(self, turn: Turn) -> None:
+        if turn.now_s >= self._copies.due_s:
+            members = self._members.in_state(MemberState.CONNECTED)
+            domains = {member.spec.name: member.spec.domain for member in members}
+            for node, order in self._copies.orders(turn.now_s, domains):
+                turn.send(node, order)
+        self._tell_protection(turn)
+        for node, (until_s, ready) in sorted(self._handing_on.items()):
+            is_needed = self._copies.is_needed(node)
+            if is_needed and turn.now_s < until_s:
+                continue
+            if is_needed:
+                turn.note("warning", f"{node} leaves, and no other node has all of its part of the newest saved state")
+            del self._handing_on[node]
+            self._take_ready(turn, node, ready)
+
+    def _tell_protection(self, turn: Turn) -> None:
+        now, told = self._copies.protection, self._told
+        if now.newest is None or self.is_over:
+            return
+        entry = journal.StatesProtected(
+            t_s=turn.now_s, newest=now.newest, protected=now.protected, num_missing=now.num_missing
+        )
+        # Steps pass quickly, so that alone is recorded now and then.
+        if told is not None and turn.now_s < told.t_s + _TELL_S:
+            if (told.protected is None) == (now.protected is None) and bool(told.num_missing) == bool(now.num_missing):
+                return
+        elif told is not None and (told.newest, told.protected, told.num_missing) == (
+            now.newest,
+            now.protected,
+            now.num_missing,
+        ):
+            return
+        self._told = entry
+        turn.record(entry)
 
     # --- what happens ------------------------------------------------------------------------------------------------
 
@@ -124,11 +172,21 @@ class RanksCoordinator(BaseCoordinator):
     def understand(self, turn: Turn, member: Member, message: protocol.AgentMessage) -> None:
         node = member.spec.name
         match message:
-            case protocol.RanksReady(generation=generation):
-                self._ready[node] = message
-                self._give(turn, states.Ready(node=node, generation=generation))
-                if self._members[node].is_draining and node in self._ready:
-                    self._let_go(turn, node)
+            case protocol.StatesHeld(parts=parts, kept=kept):
+                self._copies.hold(node, parts, kept=kept)
+            case protocol.PartNotCopied():
+                self._copies.fail(node, message, turn.now_s)
+                # It is tried again and again, and one line for each pair of nodes is enough.
+                if not message.is_gone and (node, message.target) not in self._uncopied:
+                    self._uncopied.add((node, message.target))
+                    what = f"rank {message.rank}'s part of step {message.state.step}"
+                    turn.note("warning", f"{node}: {what} is not copied to {message.target}: {message.reason}")
+            case protocol.RanksReady():
+                self._copies.meet(node, message.door)
+                if self._members[node].is_draining and self._copies.is_needed(node):
+                    self._handing_on.setdefault(node, (turn.now_s + _HAND_ON_S, message))
+                else:
+                    self._take_ready(turn, node, message)
             case protocol.RanksStarted():
                 self._note_started(turn, node, message)
             case protocol.RankFailed():
@@ -146,6 +204,12 @@ class RanksCoordinator(BaseCoordinator):
                 self._give(turn, states.Finished(node=node, generation=generation))
             case _:
                 raise PeerError(f"sent {type(message).__name__}, which has no meaning in a run of a script")
+
+    def _take_ready(self, turn: Turn, node: str, ready: protocol.RanksReady) -> None:
+        self._ready[node] = ready
+        self._give(turn, states.Ready(node=node, generation=ready.generation))
+        if self._members[node].is_draining and node in self._ready:
+            self._let_go(turn, node)
 
     def _note_started(self, turn: Turn, node: str, message: protocol.RanksStarted) -> None:
         formed = self._formed_in(message.generation)
@@ -179,7 +243,9 @@ class RanksCoordinator(BaseCoordinator):
         turn.record(entry)
         detail = f"\n{message.error.detail}" if message.error is not None and message.error.detail else ""
         reason = f"{entry.sentence}{detail}"
-        self._give(turn, states.Failed(node=node, generation=message.generation, reason=reason))
+        is_final = message.error is not None and message.error.has_lost_states
+        failed = states.Failed(node=node, generation=message.generation, reason=reason, is_final=is_final)
+        self._give(turn, failed)
 
     def _formed_in(self, generation: int) -> _Formed | None:
         # Reports of older generations come late.
@@ -242,7 +308,11 @@ class RanksCoordinator(BaseCoordinator):
         """Tell an agent what to run; one that is reached again may have missed that, and what followed it."""
         self._losses.pop(node, None)
         spec = self._members[node].spec
-        turn.send(node, protocol.ConfigureRanks(run=self._run, devices=spec.devices, generation=self.generation))
+        order = protocol.ConfigureRanks(
+            run=self._run, devices=spec.devices, generation=self.generation, address=self._members[node].address
+        )
+        turn.send(node, order)
+        self._copies.remind(node)
         formed, state = self._formed, self._state
         if formed is not None and isinstance(state, states.Running) and node in state.names:
             turn.send(node, self._orders(formed)[node])
@@ -255,15 +325,20 @@ class RanksCoordinator(BaseCoordinator):
     def drop_node(self, turn: Turn, node: str, loss: journal.Loss) -> None:
         self._losses[node] = loss.text
         self._ready.pop(node, None)
+        self._handing_on.pop(node, None)
+        self._copies.drop(node)
 
     def go_on_without(self, turn: Turn, member: Member, loss: journal.LossCause, silent_s: float) -> None:
         self._give(turn, states.Gone(node=member.spec.name))
 
     def node_draining(self, turn: Turn, node: str) -> None:
+        self._copies.leave(node)
         self._give(turn, states.Leave(node=node))
 
     def node_left(self, turn: Turn, node: str) -> None:
         self._ready.pop(node, None)
+        self._handing_on.pop(node, None)
+        self._copies.drop(node)
         self._give(turn, states.Gone(node=node))
 
     @property
@@ -316,6 +391,7 @@ class RanksCoordinator(BaseCoordinator):
             address=self._members[first].address,
         )
         self._formed = formed
+        self._copies.begin(self._start_of(begin.generation), [each.node for each in begin.nodes])
         for each in begin.nodes:
             del self._ready[each.node]  # ranks run there now
         turn.record(
@@ -342,14 +418,23 @@ class RanksCoordinator(BaseCoordinator):
                 world_size=sum(node.num_ranks for node in nodes),
                 master_address=formed.address,
                 master_port=formed.port,
-                # No other generation of any run has this name, so no saved state mixes the parts of two.
-                start=f"{self._run_digits}-{formed.begin.generation:06d}",
+                start=self._start_of(formed.begin.generation),
+                saved_step=self._saved_step,
             )
             for number, each in enumerate(nodes)
         }
 
+    def _start_of(self, generation: int) -> str:
+        # No other generation of any run has this name, so no saved state mixes the parts of two.
+        return f"{self._run_digits}-{generation:06d}"
+
+    @property
+    def _saved_step(self) -> int | None:
+        return None if self._copies.newest is None else self._copies.newest.step
+
     def _clear(self, turn: Turn, clear: states.Clear) -> None:
         self._ended_s = turn.now_s
+        self._copies.end()
         turn.record(
             journal.GenerationEnded(t_s=turn.now_s, generation=clear.generation, cause=clear.cause, nodes=clear.about)
         )

@@ -232,6 +232,8 @@ def _fail(state: Running, given: states.Failed, now_s: float, rules: states.Rule
         then = EndRun(reason=f"{given.reason}\n{restarts} allowed (--max-restarts), and {again}")
         if not rules.max_restarts:
             then = EndRun(reason=f"{given.reason}\nno restart is allowed (--max-restarts)")
+    if given.is_final:
+        then = EndRun(reason=given.reason)
     # Only failures count as restarts: nodes that are lost or join cost none.
     failed = replace(state, past=replace(state.past, num_failures=state.past.num_failures + 1))
     cause = GenerationCause.HANG if given.is_hang else GenerationCause.RANK_FAILED

@@ -170,6 +170,8 @@ class Failed:
     generation: int
     reason: str
     is_hang: bool = False
+    is_final: bool = False
+    """Whether it would fail again at every start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,31 +1,39 @@
-"""An agent's care for the states that its ranks save: memory that outlives the ranks, and copies on disk.
+"""An agent's care for the states that its ranks save: memory that outlives the ranks, copies elsewhere and on disk.
 
-Ranks send nothing; the agent polls their slots. It writes a state that is planned for the disk, and all states in
-memory when ranks end, for whatever reason.
+Ranks send nothing; the agent polls their slots. It computes the checksums of the newest states, and writes states to
+disk: those that are planned for it, and all in memory when ranks end, for whatever reason.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import trio
 
+from oobleck.control import protocol
 from oobleck.errors import CorruptCheckpoint
 from oobleck.host.user_path import expand_user
 from oobleck.job import CheckpointSpec
 from oobleck.job.ranks import RanksSpec
-from oobleck.storage import FlashMemory, Slot, memory_files, scripts
+from oobleck.storage import MappedFiles, Slot, memory_files, scripts
 
 from .checkpoint_store import NodeCheckpoints
+from .copies import CopyPort, NotCopied, Pace, send_part
 
 _POLL_S = 0.02
 _POLL_FOR_FILES_S = 0.2
 _WAIT_S = 20.0  # how long the ranks' next start may wait for states that only this node has
 _ANY = "rank*"
+_REPORT_S = 0.02
+_REPORTS_PER_S = 2000  # of all nodes together, to one master
+_MOST_REPORTS = 10_000
+_MOST_SENDERS = 4
 
 _log = logging.getLogger("oobleck.agent")
 
@@ -35,15 +43,47 @@ class RankStates:
 
     def __init__(self, store: NodeCheckpoints) -> None:
         self._store = store
-        self._memory = Path()
+        self._files = MappedFiles(Path())
         self._directory = Path()
         self._identity: Mapping[str, str] = {}
         self._is_open = trio.Event()
-        self._opened: dict[Path, FlashMemory] = {}
         self._written: set[tuple[str, int]] = set()
         self._requested = 0  # requests to write all states in memory
         self._done = 0
         self._finished = trio.Event()
+        self._notes: dict[tuple[Path, int], tuple[int, scripts.PartNote | None]] = {}
+        self._kept = scripts.Kept()
+        self._kept_number = 0
+        self._leaves = False
+        self._unique = ""  # the end of the name of the newest start
+        self._num_nodes = 1
+        self._port: CopyPort | None = None
+        self._has_port = trio.Event()
+        self._pace = Pace(math.inf)
+        self._senders = trio.CapacityLimiter(_MOST_SENDERS)
+        self._reports, self._next_reports = trio.open_memory_channel[protocol.StatesHeld | protocol.PartNotCopied](
+            _MOST_REPORTS
+        )
+        self._orders, self._next_orders = trio.open_memory_channel[protocol.CopyParts](_MOST_REPORTS)
+
+    async def open_door(self, run: RanksSpec, node: str, address: str) -> protocol.CopyDoor | None:
+        """Listen for copies of other nodes' parts, if the run makes any."""
+        if not run.copies or not address:
+            return None
+        port = CopyPort(self._files, lambda: frozenset(self._kept.names))
+        try:
+            door = await port.listen(node, address)
+        except OSError as error:
+            _log.warning("no copies are taken in: cannot listen at %s: %s", address, error.strerror)
+            return None
+        self._pace = Pace(run.copy_rate)
+        self._port = port
+        self._has_port.set()
+        return door
+
+    def begin(self, unique: str, *, num_nodes: int) -> None:
+        """Note the start of a generation."""
+        self._unique, self._num_nodes = unique, num_nodes
 
     def open(self, run: RanksSpec) -> None:
         """Determine the directories of a run. Raises ConfigError."""
@@ -51,7 +91,7 @@ class RankStates:
         named = inherited.get(scripts.DIRECTORY_VARIABLE)
         directory = None if not named else str(Path(run.directory, expand_user(Path(named))))
         paths = self._store.open(CheckpointSpec(directory=directory), run="")
-        self._memory, self._directory = Path(paths.memory), Path(paths.checkpoints)
+        self._files, self._directory = MappedFiles(Path(paths.memory)), Path(paths.checkpoints)
         self._identity = scripts.identity_of(run).environment(inherited)
         self._is_open.set()
 
@@ -59,14 +99,107 @@ class RankStates:
     def environment(self) -> Mapping[str, str]:
         """The variables by which ranks find their states."""
         return {
-            scripts.MEMORY_VARIABLE: str(self._memory),
+            scripts.MEMORY_VARIABLE: str(self._files.directory),
             scripts.DIRECTORY_VARIABLE: str(self._directory),
             **self._identity,
         }
 
     async def run(self) -> None:
-        """Write planned and requested states, until cancelled."""
+        """Sum states, and write planned and requested ones, until cancelled."""
         await self._is_open.wait()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._sum_newest)
+            nursery.start_soon(self._report)
+            nursery.start_soon(self._make_copies)
+            await self._write_states()
+
+    # --- copies on other nodes ---------------------------------------------------------------------------------------
+
+    async def next_report(self) -> protocol.StatesHeld | protocol.PartNotCopied:
+        """Wait until the node holds other parts, or has failed to copy one."""
+        return await self._next_reports.receive()
+
+    def keep_in_memory(self, order: protocol.KeepStates) -> None:
+        """Keep states, and remove the copies of others that no rank would load any more."""
+        names = tuple(scripts.state_name(state.step, state.start) for state in order.states)
+        self._kept = scripts.Kept(names=names, from_step=order.from_step, start=order.start)
+        try:
+            scripts.note_kept(self._files.directory, self._kept)
+            self._kept_number = order.number
+        except OSError as error:
+            _log.warning("ranks may overwrite states that are to be copied: %s", error)
+        starts = {state.start for state in order.states}
+        for path in memory_files(self._files.directory, _ANY):
+            start = scripts.copy_start(path)
+            if start is not None and start not in starts and not start.endswith(self._unique):
+                path.unlink(missing_ok=True)
+
+    def copy(self, order: protocol.CopyParts) -> None:
+        """Send parts to other nodes, in the background. Raises trio.WouldBlock for far too many."""
+        self._orders.send_nowait(order)
+
+    async def _report(self) -> None:
+        reported = protocol.StatesHeld(parts=())
+        kept = 0
+        while True:
+            # A rank may have chosen its slot before the newest order, so that counts from the next look on.
+            before, kept = kept, self._kept_number
+            parts = sorted(self._held_parts(), key=lambda part: (part.state, part.rank))
+            held = protocol.StatesHeld(parts=tuple(parts), kept=before)
+            if held != reported:
+                await self._reports.send(held)
+                reported = held
+            await trio.sleep(max(_REPORT_S, self._num_nodes / _REPORTS_PER_S))
+
+    def _held_parts(self) -> set[protocol.HeldPart]:
+        return {
+            protocol.HeldPart(
+                state=_state_of(note),
+                rank=note.rank,
+                world_size=note.world_size,
+                is_sharded=bool(note.shardings),
+                can_stay=not note.shardings or self._is_copy(slot) or len(slot.memory.slots()) >= scripts.SLOTS_TO_COPY,
+            )
+            for slot, note in self._all_slots()
+        }
+
+    async def _make_copies(self) -> None:
+        await self._has_port.wait()
+        assert self._port is not None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._port.run)
+            async for order in self._next_orders:
+                for part in order.parts:
+                    for door in part.doors:
+                        nursery.start_soon(self._send_copy, order.state, part.rank, door)
+
+    async def _send_copy(self, state: protocol.ScriptState, rank: int, door: protocol.CopyDoor) -> None:
+        slot = next((slot for slot, note in self._all_slots() if (_state_of(note), note.rank) == (state, rank)), None)
+        try:
+            if slot is None:
+                raise NotCopied("it was overwritten", is_gone=True)
+            await trio.to_thread.run_sync(
+                send_part, slot, door, self._pace, abandon_on_cancel=True, limiter=self._senders
+            )
+        except NotCopied as error:
+            failed = protocol.PartNotCopied(
+                state=state, rank=rank, target=door.node, reason=str(error), is_gone=error.is_gone
+            )
+            await self._reports.send(failed)
+
+    # --- states on disk ----------------------------------------------------------------------------------------------
+
+    async def _sum_newest(self) -> None:
+        while True:
+            newest = {slot.memory.path: slot for slot, _ in self._slots()}
+            async with trio.open_nursery() as nursery:
+                # One core for each rank, as ranks have it, and no rank waits for another's.
+                for slot in newest.values():
+                    if slot.sums is None:
+                        nursery.start_soon(partial(trio.to_thread.run_sync, slot.sum, abandon_on_cancel=True))
+            await trio.sleep(_POLL_S if newest else _POLL_FOR_FILES_S)
+
+    async def _write_states(self) -> None:
         while True:
             slots = self._slots()
             for slot, note in slots:
@@ -74,7 +207,7 @@ class RankStates:
                     await trio.to_thread.run_sync(self._write_planned, slot, note, abandon_on_cancel=True)
             if self._requested > self._done:
                 requested = self._requested
-                await trio.to_thread.run_sync(self._write_all, self._slots(), abandon_on_cancel=True)
+                await trio.to_thread.run_sync(self._write_all, self._slots_to_write(), abandon_on_cancel=True)
                 self._done = requested
                 self._finished.set()
                 self._finished = trio.Event()
@@ -95,7 +228,8 @@ class RankStates:
                 await self._settled()
 
     async def settle(self) -> None:
-        if self._is_open.is_set() and self._slots():
+        self._leaves = True
+        if self._is_open.is_set() and self._all_slots():
             self._requested += 1
             await self._settled()
 
@@ -103,7 +237,7 @@ class RankStates:
         """Release the memory, unless it holds a state that could not be written."""
         if not self._is_open.is_set():
             return
-        if all((note.name, note.rank) in self._written for _, note in self._slots()):
+        if all((note.name, note.rank) in self._written for _, note in self._slots_to_write()):
             self._store.discard_memory()
         else:
             self._store.keep_memory()
@@ -114,19 +248,31 @@ class RankStates:
         while self._done < requested:
             await self._finished.wait()
 
+    def _slots_to_write(self) -> list[tuple[Slot, scripts.PartNote]]:
+        # While other nodes live, they write what this one has copies of.
+        return self._all_slots() if self._leaves else self._slots()
+
     def _slots(self) -> list[tuple[Slot, scripts.PartNote]]:
-        """Return all valid slots of ranks, the oldest step first."""
+        """Return all valid slots of this node's ranks, the oldest step first."""
+        return [each for each in self._all_slots() if not self._is_copy(each[0])]
+
+    @staticmethod
+    def _is_copy(slot: Slot) -> bool:
+        return scripts.copy_start(slot.memory.path) is not None
+
+    def _all_slots(self) -> list[tuple[Slot, scripts.PartNote]]:
+        """Return all valid slots, those with copies of other nodes' parts included, the oldest step first."""
         slots: list[tuple[Slot, scripts.PartNote]] = []
-        paths = memory_files(self._memory, _ANY)
-        for gone in self._opened.keys() - set(paths):
-            self._opened.pop(gone).close()
-        for path in paths:
-            # A rank may be creating the file at this moment, and then the next look finds it.
-            with suppress(CorruptCheckpoint, OSError):
-                memory = self._opened.setdefault(path, self._opened.get(path) or FlashMemory.open(path))
-                noted = [(slot, scripts.note_of(slot)) for slot in memory.valid_slots()]
-                slots += [(slot, note) for slot, note in noted if note is not None]
+        for memory in self._files.all(_ANY):
+            noted = [(slot, self._note_of(slot)) for slot in memory.valid_slots()]
+            slots += [(slot, note) for slot, note in noted if note is not None]
         return sorted(slots, key=lambda each: each[1].age)
+
+    def _note_of(self, slot: Slot) -> scripts.PartNote | None:
+        key, sequence = (slot.memory.path, slot.number), slot.sequence
+        if self._notes.get(key, (0, None))[0] != sequence:
+            self._notes[key] = sequence, scripts.note_of(slot)
+        return self._notes[key][1]
 
     # --- in a thread -------------------------------------------------------------------------------------------------
 
@@ -161,6 +307,10 @@ class RankStates:
             return False
         self._written.add((note.name, note.rank))
         return True
+
+
+def _state_of(note: scripts.PartNote) -> protocol.ScriptState:
+    return protocol.ScriptState(number=note.age.number, step=note.step, start=note.start)
 
 
 def _copied(slot: Slot, note: scripts.PartNote) -> memoryview:

@@ -18,12 +18,12 @@ import trio
 
 from oobleck.control import protocol
 from oobleck.control.node_ranks import RankSetup, rank_environment
-from oobleck.errors import ConfigError, WorkersUnavailable
+from oobleck.errors import ConfigError, StatesLost, WorkersUnavailable
 from oobleck.job.ranks import RanksSpec
 from oobleck.runtime.files import AgentDir, stat_fields
 from oobleck.runtime.python_process import module_command
 from oobleck.runtime.script_command import check_command
-from oobleck.storage.scripts import START_VARIABLE
+from oobleck.storage.scripts import COPIES_VARIABLE, LOCAL_RANK_VARIABLE, SAVED_VARIABLE, START_VARIABLE
 from oobleck.wire import encode_frame
 
 from .fork_client import ForkedProcess, ForkServer, OomKills, send_descriptors
@@ -167,10 +167,11 @@ class Rank:
         # The script writes this file, so it may be missing or hold anything.
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             message = json.loads(self._error_file.read_text(encoding="utf-8"))["message"]
-            if isinstance(message, str):
-                return protocol.RankError(message=message, is_exception=True)
-            detail = str(message.get("extraInfo", {}).get("py_callstack", ""))
-            return protocol.RankError(message=str(message["message"]), detail=detail.rstrip(), is_exception=True)
+            text, detail = message, ""
+            if not isinstance(message, str):
+                text, detail = str(message["message"]), str(message.get("extraInfo", {}).get("py_callstack", ""))
+            is_lost = text.startswith(f"{StatesLost.__name__}: ")
+            return protocol.RankError(message=text, detail=detail.rstrip(), is_exception=True, has_lost_states=is_lost)
         if isinstance(end, protocol.Killed) and end.signal not in _OWN_SIGNALS:
             return None  # another process killed it, so its last output is not about its end
         tail = self._output[True].tail().rstrip()
@@ -229,6 +230,9 @@ class RankProcesses:
         self._states = states
         self.num_saved = states.num_saved
         self.keep_states = states.keep
+        self.keep_in_memory = states.keep_in_memory
+        self.copy = states.copy
+        self.next_report = states.next_report
         self.settle = states.settle
         self.leave = states.leave
         self._logs = logs
@@ -246,6 +250,9 @@ class RankProcesses:
     async def server_ended(self) -> protocol.ForkServerEnded | protocol.RanksCold:
         await self._has_server.wait()
         return await self._server.server_ended()
+
+    async def open_door(self, run: RanksSpec, address: str) -> protocol.CopyDoor | None:
+        return await self._states.open_door(run, self._directory.node, address)
 
     async def prepare(self, run: RanksSpec, devices: tuple[int, ...]) -> int:
         """Start the fork server, and return the node's number of ranks. Raises ConfigError."""
@@ -291,6 +298,7 @@ class RankProcesses:
         """Fork a rank. Raises WorkersUnavailable, or ConfigError if its files cannot be created."""
         logs = self._logs / f"attempt_{setup.attempt}" / str(setup.local_rank)
         _make_logs(logs)
+        self._states.begin(setup.order.start, num_nodes=setup.order.num_groups)
         process, guard = await self._server.fork()
         self._directory.note_process(f"rank{setup.local_rank}", process.pid)
         # Packets keep the head of each piece of output with its data.
@@ -309,6 +317,10 @@ class RankProcesses:
         environment = {**os.environ, **rank_environment(setup, os.environ)}
         environment["TORCHELASTIC_ERROR_FILE"] = str(logs / "error.json")
         environment |= {**self._states.environment, START_VARIABLE: setup.order.start}
+        environment[LOCAL_RANK_VARIABLE] = str(setup.local_rank)
+        environment[COPIES_VARIABLE] = str(run.copies if setup.order.num_groups > 1 else 0)
+        if setup.order.saved_step is not None:
+            environment[SAVED_VARIABLE] = str(setup.order.saved_step)
         return protocol.BecomeRank(
             entry=run.entry,
             command=tuple(word.replace("${local_rank}", str(setup.local_rank)) for word in run.command),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import trio
 
+from oobleck.control import protocol
 from oobleck.control.node_ranks import RankSetup
 from oobleck.control.protocol import Exited, ForkServerEnded, Killed, ProcessEnd, RankError
 from oobleck.job.ranks import RanksSpec
@@ -119,6 +120,19 @@ class VirtualRankHost:
     async def prepare(self, run: RanksSpec, devices: tuple[int, ...]) -> int:
         await trio.sleep(self.world.delays.warm_up_s)
         return len(devices)
+
+    async def open_door(self, run: RanksSpec, address: str) -> None:
+        await trio.lowlevel.checkpoint()
+
+    def keep_in_memory(self, order: protocol.KeepStates) -> None:
+        """Do nothing: no state is in memory."""
+
+    def copy(self, order: protocol.CopyParts) -> None:
+        raise AssertionError("virtual ranks save nothing")
+
+    async def next_report(self) -> protocol.StatesHeld:
+        await trio.sleep_forever()
+        raise AssertionError("virtual ranks save nothing")
 
     def num_saved(self) -> int:
         return 0

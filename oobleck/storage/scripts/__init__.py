@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from .choice import Chosen, Holding, LostState, Source, choose, sources
 from .identity import SCRIPT_VARIABLE, ScriptIdentity, identity_of
+from .kept import SLOTS_TO_COPY, Kept, kept_in, note_kept
 from .part import (
+    COPIES_VARIABLE,
     DIRECTORY_VARIABLE,
+    LOCAL_RANK_VARIABLE,
     MEMORY_VARIABLE,
+    SAVED_VARIABLE,
     START_VARIABLE,
     TREE,
     Part,
     PartNote,
+    copy_start,
+    copy_stem,
     find_parts,
     is_taken,
     make_room_for_taken,
@@ -31,14 +37,19 @@ from .shards import Box, Sharding, is_covered, overlap, resharded
 from .values import TreeNode, from_tree, to_tree
 
 __all__ = [
+    "COPIES_VARIABLE",
     "DIRECTORY_VARIABLE",
+    "LOCAL_RANK_VARIABLE",
     "MEMORY_VARIABLE",
+    "SAVED_VARIABLE",
     "SCRIPT_VARIABLE",
+    "SLOTS_TO_COPY",
     "START_VARIABLE",
     "TREE",
     "Box",
     "Chosen",
     "Holding",
+    "Kept",
     "LostState",
     "Part",
     "PartNote",
@@ -47,13 +58,17 @@ __all__ = [
     "Source",
     "TreeNode",
     "choose",
+    "copy_start",
+    "copy_stem",
     "find_parts",
     "from_tree",
     "identity_of",
     "is_covered",
     "is_taken",
+    "kept_in",
     "make_room_for_taken",
     "memory_stem",
+    "note_kept",
     "note_of",
     "note_taken",
     "overlap",

@@ -25,7 +25,7 @@ _DEFAULT_TAG_VARIABLE = "OOBLECK_CHECKPOINT_DEFAULT_TAG"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptIdentity:
-    """The script that saved states. Empty texts are not compared, because other launchers set none."""
+    """The script that saved states. Empty texts are not compared, because some launchers leave them unknown."""
 
     script: str = ""
     """The path, or the directory and the module or program."""
@@ -34,9 +34,10 @@ class ScriptIdentity:
     """The run's tag, unless the user named it; then the arguments must match, too."""
 
     @classmethod
-    def of_environment(cls, environment: Mapping[str, str]) -> ScriptIdentity:
+    def of_environment(cls, environment: Mapping[str, str], *, main: str = "") -> ScriptIdentity:
+        """`main` is the path of the running script, which counts where the launcher names none."""
         return cls(
-            script=environment.get(SCRIPT_VARIABLE, ""),
+            script=environment.get(SCRIPT_VARIABLE) or main,
             arguments=environment.get(_ARGUMENTS_VARIABLE, ""),
             default_tag=environment.get(_DEFAULT_TAG_VARIABLE, ""),
         )
@@ -54,7 +55,7 @@ class ScriptIdentity:
             raise UsageError(
                 f"the states in {place} were saved by {note.script}, and this is {self.script}; name another --tag, or "
                 "another OOBLECK_CHECKPOINT_DIR. To continue from them with this script: "
-                f"--env {SCRIPT_VARIABLE}={note.script}"
+                f"--env {SCRIPT_VARIABLE}={note.script} (under another launcher, in its environment)"
             )
 
     def check_arguments(self, note: PartNote, place: str) -> None:

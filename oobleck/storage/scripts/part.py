@@ -36,10 +36,17 @@ DIRECTORY_VARIABLE = "OOBLECK_CHECKPOINT_DIR"
 MEMORY_VARIABLE = "OOBLECK_CHECKPOINT_MEMORY"
 """An agent's directory for its ranks' states in shared memory; unset without an agent."""
 START_VARIABLE = "OOBLECK_CHECKPOINT_START"
+LOCAL_RANK_VARIABLE = "OOBLECK_CHECKPOINT_LOCAL_RANK"
+"""A rank's number on its node, whatever LOCAL_RANK says."""
+COPIES_VARIABLE = "OOBLECK_CHECKPOINT_COPIES"
+"""How many other nodes get copies of sharded states."""
+SAVED_VARIABLE = "OOBLECK_CHECKPOINT_SAVED"
+"""The newest step that the ranks of an earlier generation had all saved; unset if there is none."""
 
 TREE = "__tree__"
 """The entry for the state's values as JSON, padded with spaces."""
 _ANY = "rank*"
+_COPY = "rankcopy"
 _TAKEN = struct.Struct("<Q")
 _KEPT_PLANNED = 3
 _KEPT_OTHERS = 2
@@ -94,10 +101,12 @@ class _PartFile:
 class Part:
     """A part that this node can read."""
 
-    def __init__(self, note: PartNote, place: Literal["memory", "disk"], digest: str, where: Slot | Path) -> None:
+    def __init__(
+        self, note: PartNote, place: Literal["memory", "disk"], where: Slot | Path, *, digest: str = ""
+    ) -> None:
         self.note = note
         self.place = place
-        self.digest = digest
+        self._digest = digest
         self._where = where
         self._tensors: Tensors | None = None
 
@@ -118,8 +127,8 @@ class Part:
             digest = file_digest(path)
         except OSError as error:
             raise CorruptCheckpoint(f"{path}: {error.strerror}") from error
-        if digest != self.digest:
-            raise CorruptCheckpoint(f"{path}: changed: its SHA-256 is not {self.digest}")
+        if digest != self._digest:
+            raise CorruptCheckpoint(f"{path}: changed: its SHA-256 is not {self._digest}")
         return read_layer_file(path).tensors
 
 
@@ -129,6 +138,16 @@ def state_name(step: int, start: str) -> str:
 
 def memory_stem(local_rank: int) -> str:
     return f"rank{local_rank}"
+
+
+def copy_stem(rank: int, start: str) -> str:
+    """Return the stem of the files for copies of another node's parts, which a rank has saved since a start."""
+    return f"{_COPY}{rank}-{start}"
+
+
+def copy_start(path: Path) -> str | None:
+    """Return the start of the parts in a file of copies; None for a rank's own file."""
+    return path.stem.partition("-")[2] if path.name.startswith(_COPY) else None
 
 
 def note_of(slot: Slot) -> PartNote | None:
@@ -148,7 +167,7 @@ def find_parts(
     """
     for slot in find_slots(memory, _ANY) if memory is not None else ():
         if (note := note_of(slot)) is not None:
-            yield Part(note, "memory", slot.digest, slot)
+            yield Part(note, "memory", slot)
     for name in CheckpointDirectory(directory).names():
         for path in sorted((directory / name).glob("rank-*.json")):
             try:
@@ -161,7 +180,7 @@ def find_parts(
                 tell(f"{path}: not the note of a part: {error}")
                 continue
             if size_bytes == part.size_bytes:
-                yield Part(part.note, "disk", part.sha256, file)
+                yield Part(part.note, "disk", file, digest=part.sha256)
             else:
                 tell(f"{file}: {size_bytes} bytes, and its note says {part.size_bytes}")
 

@@ -137,6 +137,7 @@ class FlashSaver:
             self._busy.release()
             self._give_up(state, f"it could not be copied: {error}")
             return
+        slot.sum()
         slot.seal(encode_json(state))
         # Until both slots are valid, a file of a former share has the second newest state.
         if len(slot.memory.valid_slots()) == len(slot.memory.slots()):
@@ -169,7 +170,7 @@ class FlashSaver:
             copied_s = time.monotonic()
             # Also after an error: training must not wait forever.
             self._copied.set()
-        # Sealing the slot takes long, and does not need the sources.
+        # Summing the slot takes long, and does not need the sources.
         sources.clear()
         since_s = self._waits_since_s
         return copied_s - began_s, max(0.0, copied_s - since_s) if since_s is not None else 0.0

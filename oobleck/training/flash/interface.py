@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from oobleck.errors import UsageError
+from oobleck.errors import StatesLost, UsageError
 from oobleck.host.user_path import expand_user
 from oobleck.storage import scripts
 
@@ -28,12 +28,19 @@ class _Process:
         memory = os.environ.get(scripts.MEMORY_VARIABLE)
         self.memory = Path(memory) if memory else None
         self.directory = expand_user(os.environ.get(scripts.DIRECTORY_VARIABLE) or _DEFAULT_DIRECTORY).absolute()
-        self.identity = scripts.ScriptIdentity.of_environment(os.environ)
+        self.identity = scripts.ScriptIdentity.of_environment(os.environ, main=_main_path())
         self.start = ""  # until the first load or save settles it
         self.last_step = 0
         self.num_saved = 0
-        stem = scripts.memory_stem(int(os.environ.get("LOCAL_RANK", "0")))
-        self.saver = DiskSaver(self.directory) if self.memory is None else MemorySaver(self.memory, stem)
+        self.saver: DiskSaver | MemorySaver = DiskSaver(self.directory)
+        if self.memory is not None:
+            # LOCAL_RANK alone is 0 for all ranks of a node with --virtual-local-rank.
+            local_rank = os.environ.get(scripts.LOCAL_RANK_VARIABLE) or os.environ.get("LOCAL_RANK", "0")
+            num_local, num_copies = (
+                os.environ.get("LOCAL_WORLD_SIZE", "1"),
+                os.environ.get(scripts.COPIES_VARIABLE, "0"),
+            )
+            self.saver = MemorySaver(self.memory, int(local_rank), num_local=int(num_local), num_copies=int(num_copies))
 
     def note(self, step: int, flat: Flat, *, is_planned: bool) -> scripts.PartNote:
         rank, world_size = _place()
@@ -79,6 +86,13 @@ class _Process:
         self.start = scripts.start_name(max(own or [1 + max(numbers.values(), default=0)]), unique)
 
 
+def _main_path() -> str:
+    """Return the path of the running script; empty for a module, or for code that no file has."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    return os.path.abspath(path) if path and getattr(main, "__spec__", None) is None else ""
+
+
 _process: _Process | None = None
 
 
@@ -96,8 +110,8 @@ def load() -> object | None:
     step: from memory, or from other ranks' memory, else from disk. Tensors are copies on the CPU. Sharded tensors
     (DTensor) are sharded again over the present ranks, on their device.
 
-    Raises UsageError if the state cannot be laid out on this number of ranks, or is another script's, and
-    CorruptCheckpoint if states were saved and none is complete any more.
+    Raises UsageError if the state cannot be laid out on this number of ranks, or is another script's, StatesLost if
+    states were saved and none is complete any more, and CorruptCheckpoint if none can be read.
     """
     this = _this()
     rank, world_size = _place()
@@ -113,6 +127,8 @@ def load() -> object | None:
     for problem in problems:
         sys.stderr.write(f"oobleck: not used: {problem}\n")
     if loaded is None:
+        if saved := os.environ.get(scripts.SAVED_VARIABLE):
+            raise StatesLost(f"step {saved} was saved, and no part of it is left in memory or in {this.directory}")
         return None
     state, chosen = loaded
     this.identity.check_arguments(chosen.note, str(this.directory))
@@ -120,7 +136,10 @@ def load() -> object | None:
     this.saver.protect(chosen.note.name)
     if rank == 0:
         count = f"{len(chosen.notes)} rank{'' if len(chosen.notes) == 1 else 's'}"
-        sys.stderr.write(f"oobleck: continues after step {this.last_step}, saved by {count}, from {chosen.place}\n")
+        saved = f"saved by {count}"
+        if this.identity.arguments and chosen.note.arguments not in ("", this.identity.arguments):
+            saved += " with other arguments"
+        sys.stderr.write(f"oobleck: continues after step {this.last_step}, {saved}, from {chosen.place}\n")
     return state
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from oobleck.errors import CorruptCheckpoint
+from oobleck.errors import CorruptCheckpoint, StatesLost
 from oobleck.storage import TensorSpec, scripts
 from oobleck.training.tensor_bytes import as_tensor
 from oobleck.wire import decode_json, encode_json
@@ -103,7 +103,7 @@ class Loader:
         chosen = scripts.choose([holding for report in reports for holding in report.parts])
         problems = sorted({problem for report in reports for problem in report.problems})
         if isinstance(chosen, scripts.LostState):
-            raise CorruptCheckpoint("; ".join((chosen.problem, *problems)))
+            raise StatesLost("; ".join((chosen.problem, *problems)))
         if chosen is None and problems:
             raise CorruptCheckpoint(f"no saved state can be read: {problems[0]}; remove what is there to begin again")
         return chosen

@@ -1,10 +1,14 @@
-"""Saves a rank's parts into two slots of shared memory, or directly to disk where no agent keeps such memory."""
+"""Saves a rank's parts into slots of shared memory, or directly to disk where no agent keeps such memory."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,20 +24,29 @@ from .tensors import Flat
 
 _LOOK_S = 0.001
 _LEAST_TREE_BYTES = 1024
+_NUM_SLOTS = 2
+_NUM_SLOTS_WITH_COPIES = 4
+"""The protected state, the one that is being copied, the newest one that is whole, and the one that is being written:
+four different states where ranks save faster than copies are made. With three, a copy has the time of two saves."""
 
 
 class MemorySaver:
     """Saves into memory files `<directory>/<stem>.<n>`, which the agent keeps and writes to disk."""
 
-    def __init__(self, directory: Path, stem: str) -> None:
+    def __init__(self, directory: Path, local_rank: int, *, num_local: int, num_copies: int) -> None:
+        """`num_local` ranks share the directory; sharded states get copies on `num_copies` other nodes."""
         self._directory = directory
-        self._stem = stem
+        self._local_rank = local_rank
+        self._num_local = num_local
+        self._stem = scripts.memory_stem(local_rank)
+        self._num_copies = num_copies
+        self._most_slots = _NUM_SLOTS_WITH_COPIES if num_copies else _NUM_SLOTS
         self._memory: storage.FlashMemory | None = None
-        self._protected: str | None = None
+        self._newest: str | None = None
 
     def protect(self, name: str) -> None:
         """Keep a state, which all ranks have, until another one is saved."""
-        self._protected = name
+        self._newest = name
 
     def save(self, note: scripts.PartNote, flat: Flat) -> None:
         """Copy a part, and mark it valid. O(size). Raises OSError if there is no memory for it."""
@@ -42,37 +55,89 @@ class MemorySaver:
         if self._memory is None:
             with suppress(StopIteration, CorruptCheckpoint, OSError):
                 self._memory = storage.FlashMemory.open(next(iter(storage.memory_files(self._directory, self._stem))))
-        if self._protected is not None:
-            self._forget_others(self._protected)
-        memory = self._memory_for(_layout(flat, len(tree), note.rank, self._memory))
-        slot = self._slot_of(memory)
+        kept = scripts.kept_in(self._directory) if self._num_copies else scripts.Kept()
+        if self._newest is not None:
+            self._forget_others((self._newest, *kept.names))
+        memory = self._memory_for(_layout(flat, len(tree), note.rank, self._memory), is_sharded=bool(note.shardings))
+        slot = self._slot_of(memory, note.start, kept)
         _wait_for_agent([slot])
         slot.begin()
         _fill(memory.layout, slot.data, tree, flat)
         slot.seal(encode_json(note))
-        self._protected = note.name
+        self._newest = note.name
 
-    def _memory_for(self, layout: storage.Layout) -> storage.FlashMemory:
-        if self._memory is None or self._memory.layout != layout:
+    def _memory_for(self, layout: storage.Layout, *, is_sharded: bool) -> storage.FlashMemory:
+        wanted = self._most_slots if is_sharded else _NUM_SLOTS
+        memory = self._memory
+        has = len(memory.slots()) if memory is not None and memory.layout == layout else 0
+        if memory is not None and has >= wanted:
+            return memory
+        for num_slots in range(wanted, max(has, _NUM_SLOTS - 1), -1):
             path = storage.next_memory_file(self._directory, self._stem)
             try:
-                self._memory = storage.FlashMemory.create(path, layout)
-                scripts.make_room_for_taken(self._memory)
+                self._check_room(layout, num_slots)
+                self._memory = memory = storage.FlashMemory.create(path, layout, num_slots=num_slots)
+                scripts.make_room_for_taken(memory)
             except OSError as error:
-                raise OSError(error.errno, no_room(self._directory, layout, error)) from error
-        return self._memory
+                if num_slots == _NUM_SLOTS:
+                    raise OSError(error.errno, no_room(self._directory, layout, error, num_slots=num_slots)) from error
+            else:
+                break
+        assert memory is not None
+        if len(memory.slots()) < wanted:
+            self._most_slots = len(memory.slots())
+            self._tell_fewer(layout)
+        return memory
 
-    def _slot_of(self, memory: storage.FlashMemory) -> storage.Slot:
-        # Never the slot of the last state that all ranks may have: another rank may fail before it saves this one.
-        for slot in memory.valid_slots():
-            if (note := scripts.note_of(slot)) is not None and note.name == self._protected:
-                return memory.slots()[1 - slot.number]
-        return memory.next_slot()
+    def _check_room(self, layout: storage.Layout, num_slots: int) -> None:
+        """Raise OSError if other ranks' slots, or copies of other nodes' parts, would find no room beside so many."""
+        if num_slots == _NUM_SLOTS:
+            return
+        others = [path for path in storage.memory_files(self._directory, "rank*") if path.stem != self._stem]
+        room = shutil.disk_usage(self._directory).free + sum(path.stat().st_size for path in others)
+        own, copied = (storage.FlashMemory.bytes_for(layout, num_slots=each) for each in (num_slots, _NUM_SLOTS))
+        if self._num_local * (own + self._num_copies * copied) > room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def _forget_others(self, name: str) -> None:
-        """Remove all files but the newest, and those that hold the named state."""
-        # All ranks have begun the step after that state, so no rank needs an older one. As this runs before the next
-        # state is written, there are two files after each save (three after the first), however often shapes change.
+    def _tell_fewer(self, layout: storage.Layout) -> None:
+        if self._local_rank:
+            return
+        mib = storage.FlashMemory.bytes_for(layout, num_slots=1) / 2**20
+        free = shutil.disk_usage(self._directory).free / 2**20
+        what = (
+            "a state is copied to other nodes only if that takes less than two saves"
+            if self._most_slots >= scripts.SLOTS_TO_COPY
+            else "sharded states have no copies on other nodes"
+        )
+        sys.stderr.write(
+            f"oobleck: {self._directory} has room for {self._most_slots} states of {mib:,.1f} MiB for each rank of "
+            f"this node ({self._num_local}), not for {_NUM_SLOTS_WITH_COPIES} beside copies ({free:,.1f} MiB are "
+            f"free): {what}; a container gets more by --shm-size\n"
+        )
+
+    def _slot_of(self, memory: storage.FlashMemory, start: str, kept: scripts.Kept) -> storage.Slot:
+        """Choose the slot whose state is needed least."""
+        notes = {slot.number: note for slot in memory.valid_slots() if (note := scripts.note_of(slot)) is not None}
+        own_steps = [note.step for note in notes.values() if note.start == start]
+        wanted: int | None = None
+        # An order of an earlier generation must not have a state kept that nobody copies.
+        if kept.from_step is not None and start.endswith(kept.start):
+            wanted = min((step for step in own_steps if step >= kept.from_step), default=None)
+
+        def need(slot: storage.Slot) -> tuple[bool, bool, bool, int]:
+            if (note := notes.get(slot.number)) is None:
+                return False, False, False, 0
+            is_wanted = note.name in kept.names or (note.start == start and note.step == wanted)
+            # Never the last state that all ranks may have: another rank may fail before it saves this one.
+            return note.name == self._newest, note.name in kept.names[:1], is_wanted, slot.sequence
+
+        return min(memory.slots(), key=need)
+
+    def _forget_others(self, names: Sequence[str]) -> None:
+        """Remove all files but the newest, and those that hold the named states."""
+        # All ranks have begun the step after the last of these, so no rank needs an older one. As this runs before the
+        # next state is written, there are two files after each save (three after the first), however often shapes
+        # change.
         for path in storage.memory_files(self._directory, self._stem):
             if self._memory is not None and path == self._memory.path:
                 continue
@@ -80,7 +145,7 @@ class MemorySaver:
             with suppress(CorruptCheckpoint, OSError):
                 memory = storage.FlashMemory.open(path)
                 slots = memory.valid_slots()
-                is_needed = any(slot.holds(name) for slot in slots)
+                is_needed = any(slot.holds(name) for slot in slots for name in names)
                 if not is_needed:
                     _wait_for_agent(slots)
                 memory.close()

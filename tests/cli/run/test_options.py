@@ -67,6 +67,17 @@ def test_torchruns_variables_count_and_options_count_more():
     assert line.spec.tee == RankStreams(all=Redirection(stdout=True, stderr=True))
 
 
+def test_copies_and_their_rate_are_read_and_wrong_ones_refused_by_name(capsys: pytest.CaptureFixture[str]):
+    assert (parsed("train.py").spec.copies, parsed("train.py").spec.copy_rate) == (1, 256e6)
+    spec = parsed("--copies", "2", "--copy-rate", "1.5GB/s", "train.py").spec
+    assert (spec.copies, spec.copy_rate) == (2, 1.5e9)
+    for words in (("--copies", "9"), ("--copies", "-1"), ("--copy-rate", "fast"), ("--copy-rate", "0MB/s")):
+        assert main(["run", *words, "train.py"]) == ExitCode.USAGE
+        said = capsys.readouterr().err
+        assert words[0] in said
+        assert words[1] in said or "0.0" in said
+
+
 def test_what_has_no_meaning_is_said_to_be_unused():
     line = parsed("--rdzv_backend=c10d", "--rdzv-endpoint", "host:29400", "--node_rank=1", "train.py")
     assert [text.split(" is not used")[0] for text in line.unused] == [

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
+
+import pytest
 
 from oobleck import __version__
 from oobleck.control.events import (
@@ -29,6 +33,7 @@ from oobleck.control.journal import (
     JobEnded,
     NodeLeft,
     NodeLost,
+    Notice,
     RankDown,
     RanksHung,
     ScriptStarted,
@@ -39,12 +44,16 @@ from oobleck.control.protocol import (
     AgentStopped,
     CheckpointCommitted,
     ConfigureRanks,
+    CopyDoor,
+    CopyParts,
     EndRanks,
     Exited,
     Heartbeat,
+    HeldPart,
     Hello,
     Killed,
     Leaving,
+    PartNotCopied,
     RankError,
     RankFailed,
     RankOutput,
@@ -54,7 +63,9 @@ from oobleck.control.protocol import (
     RanksReady,
     RanksStarted,
     RankStacks,
+    ScriptState,
     StartRanks,
+    StatesHeld,
     StopAgent,
     TraceRanks,
 )
@@ -70,8 +81,9 @@ T = TypeVar("T")
 class World:
     """Agents that do as they are told, at once, unless a test says otherwise."""
 
-    def __init__(self, *, num_nodes: int = 3, **options: Any) -> None:
-        specs = tuple(NodeSpec(name=name, host=name) for name in NODES[:num_nodes])
+    def __init__(self, *, num_nodes: int = 3, racks: Sequence[str] = ("", "", ""), **options: Any) -> None:
+        specs = tuple(NodeSpec(name=name, host=name, rack=rack) for name, rack in zip(NODES, racks, strict=True))
+        specs = specs[:num_nodes]
         choices = {"min_nodes": 1, "max_nodes": 3, "max_restarts": 1, "control": ControlSpec(), **options}
         run = RanksSpec(**{"tag": "t", "entry": "script", "command": ("train.py",), "directory": "/", **choices})
         self.coordinator = RanksCoordinator(run, specs, started_at="2026-01-01", python_version="3.11.7")
@@ -103,7 +115,14 @@ class World:
         return self.give(NodeUp(node=node, hello=Hello(**{**fields, **differs}), address=f"{node}.address"))
 
     def ready(self, node: str, generation: int = 0) -> list[Command]:
-        return self.say(node, RanksReady(generation=generation, num_ranks=2, port=1000 + NODES.index(node)))
+        door = CopyDoor(node=node, host=f"{node}.address", port=1, ticket=b"")
+        return self.say(node, RanksReady(generation=generation, num_ranks=2, port=1000 + NODES.index(node), door=door))
+
+    def hold(self, node: str, *ranks: int, step: int = 5) -> list[Command]:
+        """Report the parts of one state, which all six ranks have saved."""
+        state = ScriptState(number=1, step=step, start="s1-20260101-000001")
+        parts = tuple(HeldPart(state=state, rank=rank, world_size=6, is_sharded=True) for rank in ranks)
+        return self.say(node, StatesHeld(parts=parts, kept=99))
 
     def begin(self, *nodes: str) -> None:
         for node in nodes:
@@ -221,6 +240,92 @@ def test_a_drained_node_leaves_once_its_ranks_are_gone():
     assert [entry.node for entry in world.entries(NodeLeft)] == ["b"]
     world.ready("a", 1)
     assert sent(world.ready("c", 1), StartRanks).keys() == {"a", "c"}
+
+
+def test_a_drained_node_leaves_and_the_others_start_once_its_parts_have_copies():
+    world = World()
+    world.begin(*NODES)
+    for number, node in enumerate(NODES):
+        world.hold(node, 2 * number, 2 * number + 1)
+    world.give(DrainRequested(node="b"))
+    world.ready("a", 1)
+    world.ready("c", 1)
+    assert not sent(world.ready("b", 1), StopAgent)
+    world.hold("a", 0, 1, 2)
+    commands = world.hold("c", 3, 4, 5)
+    assert sent(commands, StopAgent)["b"].is_dismissal
+    orders = sent(commands, StartRanks)
+    assert orders.keys() == {"a", "c"}
+    assert {order.saved_step for order in orders.values()} == {5}
+
+
+def test_a_drained_node_whose_parts_no_other_takes_leaves_in_time():
+    world = World()
+    world.begin(*NODES)
+    for number, node in enumerate(NODES):
+        world.hold(node, 2 * number, 2 * number + 1)
+    world.give(DrainRequested(node="b"))
+    for node in ("a", "c", "b"):
+        world.ready(node, 1)
+    for _ in range(50):
+        world.now_s = max(world.now_s, min(world.coordinator.next_deadline(), world.now_s + 1.0))
+        for node in ("a", "b", "c"):
+            world.say(node, Heartbeat(sequence=None))
+        world.commands += world.coordinator.handle_deadline(world.now_s)
+    assert [formed.generation for formed in world.entries(GenerationFormed)] == [1, 2]
+    assert any("b leaves, and no other node has all" in notice.text for notice in world.entries(Notice))
+
+
+def test_a_run_whose_saved_states_are_all_lost_ends_although_restarts_are_left():
+    world = World(max_restarts=9)
+    world.begin(*NODES)
+    error = RankError(message="StatesLost: step 5 was saved", is_exception=True, has_lost_states=True)
+    end = Exited(exit_code=1)
+    world.say("b", RankFailed(generation=1, rank=3, local_rank=1, pid=9, end=end, error=error))
+    for node in NODES:
+        world.ready(node, 1)
+    assert "step 5 was saved" in world.end.reason
+
+
+def copied(world: World) -> set[tuple[int, str]]:
+    """The ranks whose parts nodes are told to copy, and to which node."""
+    world.begin(*NODES)
+    for number, node in enumerate(NODES):
+        world.hold(node, 2 * number, 2 * number + 1)
+    return {
+        (part.rank, door.node)
+        for command in world.commands
+        if isinstance(command, Send) and isinstance(command.message, CopyParts)
+        for part in command.message.parts
+        for door in part.doors
+    }
+
+
+def test_the_parts_of_a_state_are_copied_to_another_node_each():
+    copies = copied(World())
+    assert sorted(rank for rank, _ in copies) == list(range(6))
+    assert all(NODES[rank // 2] != node for rank, node in copies)
+
+
+@pytest.mark.parametrize("alone", NODES)
+def test_parts_are_copied_to_another_rack(alone: str):
+    racks = ["2" if node == alone else "1" for node in NODES]
+    for rank, node in copied(World(racks=racks)):
+        assert (NODES[rank // 2] == alone) != (node == alone)
+
+
+def test_why_a_part_is_not_copied_is_said_once():
+    world = World()
+    copied(world)
+    state = ScriptState(number=1, step=5, start="s1-20260101-000001")
+    for step in (5, 6):
+        for rank in (0, 1):
+            failed = PartNotCopied(
+                state=replace(state, step=step), rank=rank, target="b", reason="No space left on device", is_gone=False
+            )
+            world.say("a", failed)
+    (notice,) = (entry for entry in world.entries(Notice) if "is not copied" in entry.text)
+    assert "a: rank 0's part of step 5 is not copied to b: No space left on device" in notice.text
 
 
 def test_a_node_that_has_notice_is_drained():

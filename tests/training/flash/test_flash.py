@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from oobleck.errors import UsageError
+from oobleck.storage import FlashMemory, memory_files
 from oobleck.training.flash import save
+from tests.disks import small_disk
 from tests.warm import ROOT, started
 
 SHARDED = Path(__file__).with_name("sharded_script.py")
@@ -32,7 +34,9 @@ def kept_port() -> Iterator[int]:
         yield int(keeper.getsockname()[1])
 
 
-def run(script: str | Path, ranks: int, *, fails: bool = False, **environment: str) -> list[str]:
+def run(
+    script: str | Path, ranks: int, *, fails: bool = False, arguments: Sequence[str] = (), **environment: str
+) -> list[str]:
     """Run a script as so many ranks; returns what each has printed, or what a single one that fails has said of it."""
     with kept_port() as port, tempfile.TemporaryDirectory() as directory:
         if isinstance(script, str):
@@ -42,6 +46,7 @@ def run(script: str | Path, ranks: int, *, fails: bool = False, **environment: s
         processes = [
             started(
                 script,
+                arguments,
                 environment={
                     **os.environ,
                     **environment,
@@ -202,6 +207,52 @@ def test_shards_are_laid_out_again_on_another_number_of_ranks(tmp_path: Path, si
         last = after[0]
 
 
+ROOM = """\
+import os, sys, torch, torch.distributed as dist, oobleck.checkpoint
+from torch.distributed.tensor import Shard, distribute_tensor
+dist.init_process_group("gloo")
+weights = distribute_tensor(torch.zeros(1 << 18), dist.init_device_mesh("cpu", (1,)), [Shard(0)])
+for step in range(1, 7):
+    oobleck.checkpoint.save(step, {"step": step, "weights": weights}, disk_every=1000)
+dist.destroy_process_group()
+sys.stdout.write(sys.stderr.said)
+"""
+HEARD = """\
+import sys
+class Stderr:
+    said = ""
+    def write(self, text): self.said += text
+    def flush(self): pass
+sys.stderr = Stderr()
+"""
+
+
+@pytest.mark.parametrize(("size", "slots"), [("7m", 4), ("5600k", 3), ("4m", 2)])
+def test_slots_for_copies_give_way_where_memory_is_short_which_is_said_once(
+    tmp_path: Path, size: str, slots: int
+) -> None:
+    """A state of 1 MiB, and two more of another node's."""
+    with small_disk(tmp_path / "memory", size) as memory:
+        where = {"OOBLECK_CHECKPOINT_DIR": str(tmp_path / "disk"), "OOBLECK_CHECKPOINT_MEMORY": str(memory)}
+        for begun in (1, 2):
+            (said,) = run(HEARD + ROOM, 1, **where, OOBLECK_CHECKPOINT_COPIES="1", OOBLECK_CHECKPOINT_START=str(begun))
+            assert said.count("has room for") == (slots < 4), said
+            assert (f"{memory} has room for {slots} states of 1.0 MiB" in said) == (slots < 4), said
+        (path,) = memory_files(memory, "rank0")
+        assert len(FlashMemory.open(path).slots()) == slots
+    with small_disk(tmp_path / "memory", "1m") as memory:
+        (said,) = run(ROOM, 1, fails=True, **(where | {"OOBLECK_CHECKPOINT_COPIES": "1"}))
+        assert "are needed, for 2 copies" in said
+
+
+def test_ranks_that_see_one_device_each_share_no_slots(tmp_path: Path) -> None:
+    """With --virtual-local-rank, LOCAL_RANK is 0 for all."""
+    for rank in ("0", "1"):
+        where = {"OOBLECK_CHECKPOINT_DIR": str(tmp_path / "disk"), "OOBLECK_CHECKPOINT_MEMORY": str(tmp_path)}
+        run(ONE, 1, **where, OOBLECK_CHECKPOINT_LOCAL_RANK=rank, OOBLECK_CHECKPOINT_START="1")
+    assert {path.name for path in memory_files(tmp_path, "rank*")} == {"rank0.1", "rank1.1"}
+
+
 class Odd:
     pass
 
@@ -224,3 +275,23 @@ def test_what_cannot_be_saved_is_named(value: object, problem: str) -> None:
 def test_a_step_is_a_whole_number(step: int) -> None:
     with pytest.raises(UsageError, match="is not a whole number from 0"):
         save(step, {})
+
+
+def test_another_script_is_refused_by_name_under_any_launcher(tmp_path: Path) -> None:
+    where = {"OOBLECK_CHECKPOINT_DIR": str(tmp_path / "disk")}
+    first, second = tmp_path / "train.py", tmp_path / "other.py"
+    first.write_text(ONE)
+    second.write_text(ONE)
+    run(first, 1, **where)
+    assert run(first, 1, **where)[0].startswith("(3, ")
+    (said,) = run(second, 1, fails=True, **where)
+    assert f"saved by {first}, and this is {second}" in said
+    assert run(second, 1, **where, OOBLECK_CHECKPOINT_SCRIPT=str(first))[0].startswith("(6, ")
+
+
+def test_a_save_that_a_kill_cuts_short_at_any_line_is_never_loaded(tmp_path: Path) -> None:
+    (said,) = run(Path(__file__).with_name("torn_saves.py"), 1, arguments=(str(tmp_path / "memory"),))
+    before, after, unsummed = map(int, said.split())
+    assert before > 50, "kills met the save at many lines"
+    assert after > 0, "and after it was whole"
+    assert unsummed > 5

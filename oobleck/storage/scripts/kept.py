@@ -1,0 +1,36 @@
+"""What an agent tells its node's ranks of copies: which states in memory they must not overwrite."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from oobleck.errors import PeerError
+from oobleck.storage.layer_file import write_file
+from oobleck.wire import decode_json, encode_json
+
+SLOTS_TO_COPY = 3
+"""The fewest slots of a rank that hold a state to be copied beside the newest one and the one that is written."""
+_FILE = "kept.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    names: tuple[str, ...] = ()
+    """The states to keep, the protected one first."""
+    from_step: int | None = None
+    """The first state is kept, too, that is saved from this step on, since a start whose name ends with `start`."""
+    start: str = ""
+
+
+def note_kept(memory: Path, kept: Kept) -> None:
+    """Tell the ranks that save in a directory. Raises OSError."""
+    write_file(memory / _FILE, [memoryview(encode_json(kept))])
+
+
+def kept_in(memory: Path) -> Kept:
+    """Return what the agent has told last."""
+    try:
+        return decode_json(Kept, (memory / _FILE).read_bytes())
+    except (OSError, PeerError):
+        return Kept()

@@ -1,0 +1,245 @@
+"""Copies of saved states on a model of a cluster: messages are late, ranks save on, and nodes are lost."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oobleck.control.protocol import CopyDoor, CopyParts, HeldPart, KeepStates, PartNotCopied, ScriptState, StatesHeld
+from oobleck.control.scripts.copies import Copies
+from tests.examples import examples
+
+COPY_SLOTS = 2
+
+
+@dataclass
+class Node:
+    """A node with one rank: its slots, those for the copies of each rank, and the messages on their way."""
+
+    own: list[tuple[ScriptState, HeldPart]] = field(default_factory=list)
+    copies: dict[tuple[int, str], list[HeldPart]] = field(default_factory=dict)
+    kept: KeepStates = field(default_factory=lambda: KeepStates(number=0, states=(), from_step=None))
+    up: deque[StatesHeld | PartNotCopied] = field(default_factory=deque)
+    down: deque[KeepStates | CopyParts] = field(default_factory=deque)
+
+    def held(self) -> set[HeldPart]:
+        return {part for _, part in self.own} | {part for parts in self.copies.values() for part in parts}
+
+    def save(self, part: HeldPart, num_slots: int) -> None:
+        """As a rank does: into the slot that is needed least."""
+        newest = self.own[-1][0] if self.own else None
+        wanted = min(
+            (
+                state.step
+                for state, _ in self.own
+                if state.start == part.state.start and state.start.endswith(self.kept.start)
+                and self.kept.from_step is not None and state.step >= self.kept.from_step
+            ),
+            default=None,
+        )  # fmt: skip
+
+        def need(slot: tuple[ScriptState, HeldPart]) -> tuple[bool, bool, bool]:
+            state = slot[0]
+            is_wanted = state in self.kept.states or (state.start == part.state.start and state.step == wanted)
+            return state == newest, state in self.kept.states[:1], is_wanted
+
+        if len(self.own) == num_slots:
+            self.own.remove(min(self.own, key=need))
+        self.own.append((part.state, part))
+
+    def receive(self, part: HeldPart) -> None:
+        parts = self.copies.setdefault((part.rank, part.state.start), [])
+        if len(parts) == COPY_SLOTS:
+            parts.remove(min(parts, key=lambda each: each.state in self.kept.states))
+        parts.append(part)
+
+    def keep(self, order: KeepStates, start: str) -> None:
+        self.kept = order
+        starts = {state.start for state in order.states} | {start}
+        self.copies = {key: parts for key, parts in self.copies.items() if key[1] in starts}
+
+
+class Cluster:
+    """Nodes, their master's bookkeeping, and what happens in a drawn order."""
+
+    def __init__(self, num_nodes: int, num_copies: int, random: Random, num_slots: int = 4) -> None:
+        self.random = random
+        self.num_slots = num_slots
+        self.master = Copies(num_copies)
+        self.nodes = {f"node{number}": Node() for number in range(num_nodes)}
+        self.sending: list[tuple[str, ScriptState, int, str]] = []
+        self.now_s = 0.0
+        self.generation = 0
+        self.step = 0
+        for node in self.nodes:
+            self.master.meet(node, CopyDoor(node=node, host="", port=1, ticket=b""))
+        self.begin()
+
+    @property
+    def start(self) -> str:
+        return f"s{self.generation}-run-{self.generation:06d}"
+
+    def begin(self) -> None:
+        """Start ranks on all nodes, from the newest state that those can read."""
+        self.generation += 1
+        loaded = max(self.whole(self.nodes), default=None)
+        self.step = loaded.step if loaded is not None else 0
+        self.ahead: set[str] = set()
+        if loaded is not None:
+            for node in self.nodes.values():
+                node.own.sort(key=lambda slot: slot[0] == loaded)  # not overwritten by the first save
+        self.master.begin(self.start.partition("-")[2], self.nodes)
+
+    def whole(self, names: object) -> list[ScriptState]:
+        """The states of which these nodes have all parts."""
+        parts = [part for name in names for part in self.nodes[name].held()]
+        ranks: dict[ScriptState, set[int]] = {}
+        for part in parts:
+            ranks.setdefault(part.state, set()).add(part.rank)
+        return [part.state for part in parts if len(ranks[part.state]) == part.world_size]
+
+    def save_one(self) -> None:
+        """One rank saves; none is more than a step ahead of the others."""
+        behind = [name for name in self.nodes if name not in self.ahead]
+        name = self.random.choice(behind)
+        state = ScriptState(number=self.generation, step=self.step + 1, start=self.start)
+        rank = list(self.nodes).index(name)
+        part = HeldPart(
+            state=state, rank=rank, world_size=len(self.nodes), is_sharded=True, can_stay=self.num_slots > 2
+        )
+        self.nodes[name].save(part, self.num_slots)
+        self.ahead.add(name)
+        if len(self.ahead) == len(self.nodes):
+            self.ahead, self.step = set(), self.step + 1
+
+    def report(self, name: str) -> None:
+        self.nodes[name].up.append(StatesHeld(parts=tuple(self.nodes[name].held()), kept=self.nodes[name].kept.number))
+
+    def hear(self, name: str) -> None:
+        while self.nodes[name].up:
+            match self.nodes[name].up.popleft():
+                case StatesHeld(parts=parts, kept=kept):
+                    self.master.hold(name, parts, kept=kept)
+                case PartNotCopied() as failed:
+                    self.master.fail(name, failed, 0.0)
+        self.decide()
+
+    def decide(self) -> None:
+        self.now_s += 1.0
+        for name, order in self.master.orders(self.now_s, {}):
+            self.nodes[name].down.append(order)
+
+    def obey(self, name: str) -> None:
+        node = self.nodes[name]
+        while node.down:
+            match node.down.popleft():
+                case KeepStates() as order:
+                    node.keep(order, self.start)
+                case CopyParts(state=state, parts=parts):
+                    new = [(name, state, part.rank, door.node) for part in parts for door in part.doors]
+                    under_way = {(of.start, *to) for source, of, *to in self.sending if source in self.nodes}
+                    assert not under_way & {(of.start, *to) for _, of, *to in new}, "one at a time"
+                    self.sending += new
+
+    def send(self) -> None:
+        """Finish a copy that is under way, if its part is still there."""
+        if not self.sending:
+            return
+        source, state, rank, target = self.sending.pop(self.random.randrange(len(self.sending)))
+        if source not in self.nodes:
+            return
+        found = [part for part in self.nodes[source].held() if (part.state, part.rank) == (state, rank)]
+        if found and target in self.nodes:
+            self.nodes[target].receive(found[0])
+        else:
+            failed = PartNotCopied(state=state, rank=rank, target=target, reason="", is_gone=not found)
+            self.nodes[source].up.append(failed)
+
+    def act(self, saves_per_round: int) -> None:
+        for _ in range(saves_per_round):
+            self.save_one()
+        for name in self.random.sample(list(self.nodes), len(self.nodes)):
+            for what in self.random.sample((self.report, self.hear, self.obey), 3):
+                what(name)
+        self.send()
+
+    def lose(self, name: str) -> None:
+        self.nodes.pop(name)
+        self.master.end()
+        self.master.drop(name)
+        self.decide()
+        self.begin()
+
+
+seeds = st.integers(0, 2**32).map(Random)
+clusters = st.builds(Cluster, st.integers(2, 5), st.integers(1, 2), seeds)
+short_of_memory = st.builds(Cluster, st.integers(2, 5), st.integers(1, 2), seeds, st.integers(2, 3))
+
+
+@examples(150)
+@given(clusters | short_of_memory, st.integers(1, 12), st.lists(st.integers(0, 60), min_size=1, max_size=4))
+def test_what_is_called_protected_survives_the_loss_of_any_node_at_any_moment(
+    cluster: Cluster, saves_per_round: int, waits: list[int]
+) -> None:
+    for wait in waits:
+        for _ in range(wait):
+            cluster.act(saves_per_round)
+            now = cluster.master.protection
+            if now.protected is None or now.num_missing:
+                continue
+            for lost in cluster.nodes:
+                left = [name for name in cluster.nodes if name != lost]
+                steps = [state.step for state in cluster.whole(left)]
+                assert max(steps, default=0) >= now.protected, f"without {lost}, after step {cluster.step}"
+        if len(cluster.nodes) > 1:
+            protection = cluster.master.protection
+            cluster.lose(cluster.random.choice(list(cluster.nodes)))
+            if protection.protected is not None:
+                assert cluster.step >= protection.protected
+
+
+@examples(50)
+@given(clusters, st.integers(1, 20))
+def test_states_are_protected_again_and_again_however_fast_ranks_save(cluster: Cluster, saves_per_round: int) -> None:
+    for _ in range(400):
+        cluster.act(saves_per_round)
+        if cluster.master.protection.protected is not None:
+            break
+    first = cluster.master.protection.protected
+    assert first is not None
+    for _ in range(800):
+        cluster.act(saves_per_round)
+    later = cluster.master.protection.protected
+    assert later is not None
+    assert later > first
+
+
+@examples(50)
+@given(st.builds(Cluster, st.integers(2, 5), st.integers(1, 2), seeds, st.just(3)))
+def test_with_three_slots_states_are_protected_where_copies_take_less_than_two_saves(cluster: Cluster) -> None:
+    for _ in range(10):
+        cluster.act(len(cluster.nodes))
+        for _ in range(40):
+            cluster.act(0)
+        assert cluster.master.protection.protected == cluster.step
+
+
+@examples(50)
+@given(clusters)
+def test_what_protects_is_made_again_after_a_loss_without_a_save(cluster: Cluster) -> None:
+    while cluster.master.protection.protected is None:
+        cluster.act(1)
+    if len(cluster.nodes) < 3:
+        return
+    cluster.lose(cluster.random.choice(list(cluster.nodes)))
+    step = cluster.step
+    for _ in range(200):
+        cluster.act(0)
+    assert cluster.master.protection.num_missing == 0
+    for lost in cluster.nodes:
+        left = [name for name in cluster.nodes if name != lost]
+        assert max(state.step for state in cluster.whole(left)) == step

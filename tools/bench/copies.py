@@ -1,0 +1,120 @@
+"""How fast a part of a state goes to another node's memory, against a plain connection over the same loopback.
+
+    python tools/bench/copies.py --mib 256 --turns 5
+
+In turns: `sendfile` from shared memory into a buffer, which nobody checks; and a copy, with its proofs, its checksums
+and a slot of the receiver's memory. The receiver is a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import trio
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
+
+from oobleck.control.protocol import CopyDoor
+from oobleck.runtime.agent.copies import CopyPort, Pace, send_part
+from oobleck.storage import FlashMemory, Layout, MappedFiles, Slot, TensorSpec
+from oobleck.storage.scripts import PartNote, state_name
+from oobleck.wire import encode_json
+from tools.smoke import parse_arguments
+
+
+def main() -> None:
+    """Measure in turns, and print the medians."""
+    options = _parse()
+    directory = Path(tempfile.mkdtemp(prefix="copies-bench", dir="/dev/shm"))
+    plain = socket.create_server(("127.0.0.1", 0))
+    reads, writes = os.pipe()
+    child = os.fork()
+    if not child:
+        _receive_for_ever(directory / "target", plain, writes, options.mib << 20)
+    try:
+        line = json.loads(os.read(reads, 1 << 12))
+        door = CopyDoor(node="target", host="127.0.0.1", port=line["port"], ticket=bytes.fromhex(line["ticket"]))
+        slot = _saved(directory, options.mib << 20)
+        plain_s, copies_s = [], []
+        for _ in range(options.turns):
+            plain_s.append(_timed(lambda: _send_plain(slot, plain.getsockname())))
+            copies_s.append(_timed(lambda: send_part(slot, door, Pace(1e13))))
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        shutil.rmtree(directory)
+    first, second = (options.mib / 1024 / statistics.median(times_s) for times_s in (plain_s, copies_s))
+    print(f"part of {options.mib} MiB, {options.turns} turns: plain {first:.2f} GiB/s, copy {second:.2f} GiB/s")
+    print(f"copy against plain: {second / first:.2f}")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--mib", type=int, default=256, help="size of the part")
+    parser.add_argument("--turns", type=int, default=5, help="how often each is sent")
+    return parse_arguments(parser, mib=1, turns=1)
+
+
+def _receive_for_ever(directory: Path, plain: socket.socket, writes: int, size: int) -> None:
+    directory.mkdir()
+    threading.Thread(target=_receive_plain, args=(plain, size), daemon=True).start()
+
+    async def receive() -> None:
+        port = CopyPort(MappedFiles(directory), frozenset)
+        door = await port.listen("target", "127.0.0.1")
+        os.write(writes, json.dumps({"port": door.port, "ticket": door.ticket.hex()}).encode())
+        await port.run()
+
+    trio.run(receive)
+
+
+def _receive_plain(plain: socket.socket, size: int) -> None:
+    buffer = memoryview(bytearray(size))
+    while True:
+        sock, _ = plain.accept()
+        with sock:
+            received = 0
+            while received < size:
+                received += sock.recv_into(buffer[received:])
+            sock.sendall(b"1")
+
+
+def _saved(directory: Path, size: int) -> Slot:
+    layout = Layout.of({0: [TensorSpec(name="weight", dtype="U8", shape=(size,))]}, metadata={})
+    slot = FlashMemory.create(directory / "rank0.1", layout).next_slot()
+    slot.begin()
+    slot.data[:] = os.urandom(1 << 20) * (size >> 20)
+    name = state_name(1, "s1-bench")
+    note = PartNote(
+        name=name, step=1, start="s1-bench", rank=0, world_size=1, number=1, saved_at="", is_planned=False, shardings=()
+    )
+    slot.seal(encode_json(note))
+    slot.sum()
+    return slot
+
+
+def _send_plain(slot: Slot, address: tuple[str, int]) -> None:
+    with slot.memory.path.open("rb") as file, socket.create_connection(address) as sock:
+        sock.sendfile(file, slot.offset, len(slot.data))
+        sock.recv(1)
+
+
+def _timed(act: Callable[[], object]) -> float:
+    began_s = time.perf_counter()
+    act()
+    return time.perf_counter() - began_s
+
+
+if __name__ == "__main__":
+    main()
