@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from oobleck.control.journal import EventLine, NodeState, NodeView, RunSnapshot
+from oobleck.control.journal import EventLine, NodeState, NodeView, PhaseView, RunSnapshot
 
 from .formatting import count_text, duration_text, one_line, percent_text, seconds_text
 from .pipeline_map import STATE_STYLES, pipeline_lines
@@ -22,6 +22,8 @@ from .pipeline_map import STATE_STYLES, pipeline_lines
 _EVENT_STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
 
 _GAP = "   "
+_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+_SPINS_PER_S = 4
 _MOST_ORIGINS = 12  # with more nodes, only names and states are drawn
 
 
@@ -130,11 +132,21 @@ def _facts(snapshot: RunSnapshot, width: int) -> list[Text]:
 
 
 def _progress(snapshot: RunSnapshot, width: int) -> Text:
+    if snapshot.phase is not None:
+        return _phase(snapshot.phase, width)
     share = min(1.0, snapshot.step / snapshot.max_steps) if snapshot.max_steps else 0.0
     label = f" {share:4.0%} "
     room = max(1, width - len(label) - 2)
     done = round(share * room)
     return Text.assemble(" ", ("━" * done, "green"), ("━" * (room - done), "bright_black"), label)
+
+
+def _phase(phase: PhaseView, width: int) -> Text:
+    """Return the line that stands for the progress before the first step."""
+    spinner = _SPINNER[int(phase.elapsed_s * _SPINS_PER_S) % len(_SPINNER)]
+    text = Text.assemble((f" {spinner} ", "cyan"), phase.sentence, (f"  {seconds_text(phase.elapsed_s)}", "dim"))
+    text.truncate(width, overflow="ellipsis")
+    return text
 
 
 def _nodes_title(snapshot: RunSnapshot, kinds: Mapping[str, int]) -> str:

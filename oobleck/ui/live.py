@@ -30,6 +30,7 @@ _REST = 19  # seconds of rest for each second of drawing, which the master lacks
 _LINES_INTERVAL_S = 0.1
 _LEAVE_TIMEOUT_S = 2.0
 _MAX_LINES = 10_000
+_TOLD_BY_ENTRIES = (journal.Phase.MEASURING, journal.Phase.TIMING, journal.Phase.PLANNING)
 
 
 def console_on(output: Output) -> Console:
@@ -102,6 +103,7 @@ class LineFormatter:
         self._shows_next = True
         self._max_steps = 0
         self._held_back: journal.StepDone | None = None
+        self._phases = journal.StartupPhases()
 
     def apply(self, entry: journal.JournalEntry) -> tuple[str, ...]:
         """Return the lines for an entry, none for a step that is left out."""
@@ -117,9 +119,18 @@ class LineFormatter:
         if isinstance(entry, journal.JobEnded):
             text = text.partition("\n")[0]  # the command itself prints the rest, such as a traceback, at its end
         line = f"[{duration_text(entry.t_s)}] {prefix}{one_line(text)}"
+        if (phase := self._new_phase(entry)) is not None:
+            return line, f"[{duration_text(entry.t_s)}] {phase} …"
         # A run's last step shows where it ended.
         pending, self._held_back = self._held_back, None
         return (self._line(pending), line) if pending and isinstance(entry, journal.JobEnded) else (line,)
+
+    def _new_phase(self, entry: journal.JournalEntry) -> str | None:
+        """Return the words for a phase that begins with an entry, unless its own sentence has them."""
+        before = self._phases.phase
+        self._phases.apply(entry)
+        view = self._phases.at(entry.t_s)
+        return None if view is None or self._phases.phase in (before, *_TOLD_BY_ENTRIES) else view.text
 
     def _step(self, entry: journal.StepDone) -> tuple[str, ...]:
         is_last = entry.record.step == self._max_steps

@@ -37,7 +37,16 @@ from .node_entries import (
     WorkerDown,
     WorkerUp,
 )
-from .plan_entries import Action, HangExplained, LayersArriving, PlanAdopted, PlanCause, RecoveryDone, RecoveryStarted
+from .plan_entries import (
+    Action,
+    HangExplained,
+    LayersArriving,
+    PipelinesFormed,
+    PlanAdopted,
+    PlanCause,
+    RecoveryDone,
+    RecoveryStarted,
+)
 from .plan_lines import JournalLine, PlanLine, PlanPacker, PlanUnpacker
 from .rank_entries import (
     GenerationCause,
@@ -55,6 +64,8 @@ from .run_entries import (
     JobStarted,
     JournalGap,
     MasterResumed,
+    Measured,
+    MeasurementBegun,
     Notice,
     ProfileKnown,
     ScalingDecided,
@@ -64,6 +75,7 @@ from .snapshot import (
     EventLine,
     NodeState,
     NodeView,
+    PhaseView,
     PipelineView,
     RunSnapshot,
     RunState,
@@ -71,6 +83,7 @@ from .snapshot import (
     WorkState,
     state_at_end,
 )
+from .startup_phases import Phase, StartupPhases
 from .step_entries import (
     CheckpointSaved,
     DataEntry,
@@ -124,6 +137,8 @@ __all__ = [
     "LossTally",
     "MasterResumed",
     "Measure",
+    "Measured",
+    "MeasurementBegun",
     "MetricSample",
     "Metrics",
     "Misfit",
@@ -140,7 +155,10 @@ __all__ = [
     "NotReading",
     "Notice",
     "PaceChanged",
+    "Phase",
+    "PhaseView",
     "PipelineView",
+    "PipelinesFormed",
     "PlanAdopted",
     "PlanCause",
     "PlanLine",
@@ -166,6 +184,7 @@ __all__ = [
     "ShardsKnown",
     "Silent",
     "StageView",
+    "StartupPhases",
     "StepDone",
     "StepRunsLong",
     "StepTime",

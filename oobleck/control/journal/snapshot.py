@@ -96,6 +96,21 @@ class EventLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseView:
+    """What a run does before its first step; `num_done` of `num_all` nodes or workers have done it, if counted."""
+
+    name: str
+    text: str
+    num_done: int = 0
+    num_all: int = 0
+    elapsed_s: float = 0.0
+
+    @property
+    def sentence(self) -> str:
+        return self.text + (f" ({self.num_done} of {self.num_all})" if self.num_all else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSnapshot:
     """A run at `elapsed_s` seconds after its start."""
 
@@ -124,6 +139,8 @@ class RunSnapshot:
     nodes: tuple[NodeView, ...] = ()
     events: tuple[EventLine, ...] = ()
     """The newest ones, oldest first."""
+    phase: PhaseView | None = None
+    """None from the first step on."""
     exit_code: int | None = None
     data: str | None = None
     """How far the run is in its shards; None where its data is not in shards."""

@@ -16,6 +16,7 @@ from .goodput import TimeAccount
 from .plan_entries import PlanAdopted, RecoveryDone, RecoveryStarted
 from .rank_entries import GenerationCause, GenerationEnded, GenerationFormed, GenerationRuns, ScriptStarted
 from .run_entries import JobEnded, JobStarted, ProfileKnown, ScalingDecided
+from .startup_phases import StartupPhases
 from .step_entries import DataEntry, DataPlaced, RecordsDealt, ShardQuarantined, ShardsKnown, StepDone
 
 _RECENT_STEPS = 20
@@ -116,6 +117,7 @@ class RunView:
     _ended: JobEnded | None = None
     _data: DataView = field(default_factory=DataView)
     _ranks: RanksView = field(default_factory=RanksView)
+    _phases: StartupPhases = field(default_factory=StartupPhases)
     _job: JobSpec | None = field(default=None, init=False)
     _plan: ExecutionPlan = field(default=ExecutionPlan(pipelines=()), init=False)
     _generation: int = field(default=0, init=False)
@@ -184,6 +186,7 @@ class RunView:
         # Steps are nearly all entries of a long run, and no script has any.
         if not isinstance(entry, StepDone):
             self._ranks.apply(entry)
+        self._phases.apply(entry)
 
     def at(self, now_s: float) -> snapshot.RunSnapshot:
         """Return the run's state `now_s` seconds after its start, or at its end if that came before."""
@@ -212,6 +215,7 @@ class RunView:
             pipelines=tuple(self._pipelines()),
             nodes=tuple(self._node_view(name, elapsed_s, has_kinds=has_kinds) for name in self._nodes),
             events=tuple(self._events),
+            phase=self._phases.at(elapsed_s),
             exit_code=self._ended.exit_code if self._ended else None,
             data=self._data.text(has_ended=self._ended is not None),
         )
