@@ -108,6 +108,7 @@ class LineFormatter:
     def apply(self, entry: journal.JournalEntry) -> tuple[str, ...]:
         """Return the lines for an entry, none for a step that is left out."""
         if isinstance(entry, journal.StepDone):
+            self._phases.apply(entry)
             return self._step(entry)
         if isinstance(entry, journal.RecordsDealt):
             return ()
