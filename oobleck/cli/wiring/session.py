@@ -168,6 +168,17 @@ class Session:
                 return await self._signal(request)
             case control_client.SlowRequest():
                 return await self._slow(request)
+            case control_client.ListLogsRequest() | control_client.ReadLogRequest():
+                return await self._logs(request)
+
+    async def _logs(
+        self, request: control_client.ListLogsRequest | control_client.ReadLogRequest
+    ) -> Mapping[str, object]:
+        spec = self._spec(request.node)
+        if isinstance(request, control_client.ListLogsRequest):
+            return {"logs": await self._cluster.list_logs(spec)}
+        part = await self._cluster.read_log(spec, request.name, request.offset)
+        return {"text": part.decode("latin-1")}
 
     async def _signal(self, request: control_client.SignalRequest) -> Mapping[str, object]:
         spec = self._spec(request.node)
