@@ -80,6 +80,7 @@ from .snapshot import (
     RunSnapshot,
     RunState,
     StageView,
+    UseView,
     WorkState,
     state_at_end,
 )
@@ -194,6 +195,7 @@ __all__ = [
     "TimeSplit",
     "Unfit",
     "Unreachable",
+    "UseView",
     "WorkState",
     "WorkerDown",
     "WorkerEnded",

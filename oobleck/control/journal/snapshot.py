@@ -74,6 +74,17 @@ class PipelineView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UseView:
+    """What a node's processes use; `devices` has (share of time, bytes used, bytes there) of each GPU."""
+
+    cores: float
+    num_cores: int
+    used_bytes: int
+    memory_bytes: int
+    devices: tuple[tuple[float, int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
     """A node of the job; `heard_s_ago` is None where nothing listens for its heartbeats."""
 
@@ -84,6 +95,8 @@ class NodeView:
     """What provided it; empty for a node that a user named."""
     kind: str = ""
     """Its devices, and how many; empty where all nodes are alike."""
+    use: UseView | None = None
+    """None where nothing was reported lately."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +137,10 @@ class RunSnapshot:
     tokens_per_s: float | None = None
     """Median of the recent steps, like the next one."""
     step_time_s: float | None = None
+    losses: tuple[float, ...] = ()
+    """From the first step to the newest, each the mean of as many steps; so are the next ones."""
+    speeds: tuple[float, ...] = ()
+    """Tokens a second."""
     goodput: float = 0.0
     """0 to 1."""
     elapsed_s: float = 0.0

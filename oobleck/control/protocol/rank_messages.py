@@ -52,6 +52,8 @@ class ConfigureRanks(ForRanks):
     """The devices in the node's line of the hostfile."""
     generation: int
     """The node has no part in generations up to this one that it does not know."""
+    reports_use: bool = False
+    """As in `Configure`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

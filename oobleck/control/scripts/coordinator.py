@@ -242,7 +242,13 @@ class RanksCoordinator(BaseCoordinator):
         """Tell an agent what to run; one that is reached again may have missed that, and what followed it."""
         self._losses.pop(node, None)
         spec = self._members[node].spec
-        turn.send(node, protocol.ConfigureRanks(run=self._run, devices=spec.devices, generation=self.generation))
+        configure = protocol.ConfigureRanks(
+            run=self._run,
+            devices=spec.devices,
+            generation=self.generation,
+            reports_use=self._members.report_use,
+        )
+        turn.send(node, configure)
         formed, state = self._formed, self._state
         if formed is not None and isinstance(state, states.Running) and node in state.names:
             turn.send(node, self._orders(formed)[node])

@@ -83,6 +83,7 @@ class Preparation:
             device_memory_bytes=memory_bytes,
             num_sharing=self._members.machines.sharing_device(node),
             run=self._run,
+            reports_use=self._members.report_use,
         )
         turn.send(node, configure)
 

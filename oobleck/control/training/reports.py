@@ -125,6 +125,7 @@ class Reports:
             case (
                 protocol.Hello()
                 | protocol.Heartbeat()
+                | protocol.NodeUse()
                 | protocol.Leaving()
                 | protocol.ForkServerEnded()
                 | protocol.AgentStopped()
