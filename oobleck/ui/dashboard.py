@@ -6,6 +6,7 @@ progress, pipelines, then events and nodes.
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -27,7 +28,7 @@ _EVENT_STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
 _GAP = "   "
 _WIDE = 110
 """Cells from which on charts are beside the pipelines."""
-_LEAST_ROOM, _LEAST_CHARTS, _CHARTS_HEIGHT = 4, 12, 16
+_LEAST_EVENT, _LEAST_ROOM, _LEAST_CHARTS, _CHARTS_HEIGHT = 20, 4, 12, 16
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _SPINS_PER_S = 4
 _MOST_DEVICES = 2
@@ -106,7 +107,8 @@ class _Body:
         left_width = self.width * 11 // 20
         left = self._sections(left_width, room - events_room, 0)
         # High charts are easier to read, but the events need the room that they have on a small screen.
-        charts_height = max(len(left), min(room - events_room, _CHARTS_HEIGHT))
+        spare = min(room - events_wanted - 1, room * 2 // 3)
+        charts_height = max(len(left), min(room - events_room, _CHARTS_HEIGHT), spare)
         right_width = self.width - left_width - len(_GAP)
         right = _charts(self.snapshot, right_width, charts_height)
         lines = []
@@ -114,7 +116,7 @@ class _Body:
             line = left[row].copy() if row < len(left) else Text("")
             line.truncate(left_width, overflow="ellipsis", pad=True)
             lines.append(line.append(_GAP).append_text(right[row]) if row < len(right) else line)
-        events = _event_lines(self.snapshot.events, min(events_wanted, room - len(lines) - 1))
+        events = _event_lines(self.snapshot.events, self.width, room - len(lines) - 1 if self.fill else events_wanted)
         return [*lines, *([_rule("Events", self.width), *events] if events else [])]
 
     def _sections(self, width: int, room: int, events_wanted: int) -> list[Text]:
@@ -125,7 +127,7 @@ class _Body:
         sections = (
             (f"Pipelines ({len(snapshot.pipelines)})  ×microbatches a step", pipelines),
             (_nodes_title(snapshot, self.kinds), _node_lines(snapshot.nodes, width, nodes_room)),
-            ("Events", _event_lines(snapshot.events, events_room)),
+            ("Events", _event_lines(snapshot.events, width, events_room)),
         )
         lines = []
         for title, body in sections:
@@ -323,13 +325,18 @@ def _node_lines(nodes: Sequence[NodeView], width: int, height: int) -> list[Text
     return lines
 
 
-def _event_lines(events: Sequence[EventLine], height: int) -> list[Text]:
-    return [
-        Text.assemble(
-            (f" {duration_text(event.t_s)} ", "dim"), (one_line(event.text), _EVENT_STYLES.get(event.level, ""))
-        )
-        for event in (events[-height:] if height > 0 else ())
-    ]
+def _event_lines(events: Sequence[EventLine], width: int, height: int) -> list[Text]:
+    """Draw the newest events that fit, each in as many lines as it needs."""
+    lines: list[Text] = []
+    for event in reversed(events):
+        when, style = f" {duration_text(event.t_s)} ", _EVENT_STYLES.get(event.level, "")
+        # Cells are not characters, but for the few that are twice as wide a line is cut at the edge.
+        first, *others = textwrap.wrap(one_line(event.text), max(_LEAST_EVENT, width - len(when))) or [""]
+        if len(lines) + 1 + len(others) > height and (lines or height < 1):
+            break
+        more = (Text(" " * len(when) + other, style) for other in others)
+        lines[:0] = [Text.assemble((when, "dim"), (first, style)), *more]
+    return lines[:height] if height > 0 else []
 
 
 def _rule(title: str, width: int) -> Text:
