@@ -13,7 +13,7 @@ import pytest
 
 from oobleck.cli.inputs.job_file import load_job
 from oobleck.cli.main import main
-from oobleck.control.journal import Action, JournalEntry, LossCause, PlanCause
+from oobleck.control.journal import Action, JournalEntry, LossCause, Phase, PlanCause
 from oobleck.control.journal.snapshot import NodeState, RunState
 from oobleck.errors import ExitCode
 from oobleck.host.script import run_script
@@ -136,6 +136,7 @@ def test_the_glossary_has_what_a_run_reports():
     assert words("Entries of the journal") == {kind.__name__ for kind in typing.get_args(JournalEntry)}
     assert words("Actions and causes") == {*Action, *LossCause, *PlanCause}
     assert words("States") == {*RunState, *NodeState}
+    assert words("Phases") == {*Phase}
 
 
 def test_what_the_glossary_names_in_the_code_is_there(names: frozenset[str]):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -19,8 +17,6 @@ from oobleck.wire import from_builtins
 
 from .common_options import BaseDirOption, JsonOption, TagArgument, TagOption, base_dir_of, one_run
 
-_WATCH_INTERVAL_S = 0.5
-
 
 def complete_nodes(incomplete: str) -> list[str]:
     """Return the nodes of the only active run that begin like this, for a shell."""
@@ -33,10 +29,8 @@ def complete_nodes(incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
-NodeArgument = Annotated[
-    str,
-    typer.Argument(help="Name of the node, as in the hostfile or `oobleck status`.", autocompletion=complete_nodes),
-]
+NODE_HELP = "Name of the node, as in the hostfile or `oobleck status`."
+NodeArgument = Annotated[str, typer.Argument(help=NODE_HELP, autocompletion=complete_nodes)]
 NodesArgument = Annotated[
     list[str], typer.Argument(help="Nodes: names that the run knows, or lines as in a hostfile, quoted.")
 ]
@@ -57,6 +51,8 @@ def status(
     if follow:
         if as_json:
             raise UsageError("--watch: with --json there is one answer; leave one of them out")
+        from .following import watch
+
         watch(find_active(one_run(named, tag), base_dir))
         return
     name, answer = _ask(control_client.StatusRequest(), one_run(named, tag), base_dir)
@@ -128,38 +124,6 @@ def _ask(
 ) -> tuple[str, Mapping[str, object]]:
     run = find_active(tag, base_dir)
     return run.tag, control_client.request(run.control_socket, asked)
-
-
-def watch(run: RunDirectory) -> None:
-    """Show a run until its end or an interrupt: its dashboard on a terminal, its lines elsewhere."""
-    from rich.console import Console
-    from rich.live import Live
-
-    from oobleck.control.journal import RunSnapshot
-    from oobleck.runtime.journals import follow_journal
-    from oobleck.ui.dashboard import Dashboard
-    from oobleck.ui.live import LineFormatter, wants_dashboard
-
-    console = Console()
-    if not wants_dashboard(console):
-        formatter = LineFormatter()
-        for entry in follow_journal(run.journal):
-            for line in formatter.apply(entry) if entry is not None else ():
-                typer.echo(line)
-        return
-    last: RunSnapshot | None = None
-    try:
-        with Live(console=console, screen=True, auto_refresh=False) as live, suppress(control_client.NoActiveRun):
-            while last is None or last.exit_code is None:
-                answer = control_client.request(run.control_socket, control_client.StatusRequest())
-                last = from_builtins(RunSnapshot, answer)
-                live.update(Dashboard(last), refresh=True)
-                time.sleep(_WATCH_INTERVAL_S)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        if last is not None:
-            console.print(Dashboard(last, fill=False))
 
 
 def find_active(tag: str | None, base_dir: Path | None) -> RunDirectory:

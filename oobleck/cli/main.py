@@ -205,6 +205,14 @@ COMMANDS: tuple[CliCommand, ...] = (
         target="oobleck.cli.runs:resume",
     ),
     CliCommand(
+        "logs",
+        "Show what agents and workers write on the nodes.",
+        ("oobleck logs", "of all nodes of the only active run, or of the newest"),
+        ("oobleck logs -f node2", "one node's, until the run ends"),
+        ("oobleck logs --tag gpt2-demo -n 20", "the last lines of each node"),
+        target="oobleck.cli.following.logs:logs",
+    ),
+    CliCommand(
         "events",
         "Explain what went wrong in a run.",
         ("oobleck events", "the newest run: each failure with its cause, response and cost"),

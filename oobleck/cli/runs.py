@@ -80,7 +80,8 @@ def list_runs(*, as_json: JsonOption = False, base_dir: BaseDirOption = None) ->
 
 def attach(tag: Tag, *, base_dir: BaseDirOption = None) -> None:
     """Follow a run until it ends: the dashboard on a terminal, lines elsewhere. Ctrl-C leaves; the run goes on."""
-    from .control import find_active, watch
+    from .control import find_active
+    from .following import watch
 
     watch(find_active(tag, base_dir))
 

@@ -19,7 +19,7 @@ from oobleck.errors import ConfigError, PeerError, WorkersUnavailable
 from oobleck.job import ControlSpec
 from oobleck.plan import WorkerId
 
-from .agent_ports import CheckpointStore, MasterConnection, RankHost, RelayNetwork, WorkerHandle, WorkerHost
+from .agent_ports import CheckpointStore, MasterConnection, RankHost, RelayNetwork, UseMeter, WorkerHandle, WorkerHost
 from .channel import CLOSED, close
 from .checkpoint_persister import CheckpointPersister
 from .rank_keeper import RankKeeper
@@ -34,6 +34,7 @@ _GREETING_S = 10.0
 _HEARTBEAT_POLL_S = 0.1  # how often to check for the master's heartbeat interval
 _FIRST_CONTACT_S = 60.0  # how long a new agent waits for its master
 _ASKS_AFTER = 0.25  # after this share of its patience without a message, an agent asks for answers to heartbeats
+_USE_INTERVAL_S = 2.0
 _LEAVE_S = 5.0  # how long the last messages to the master may take once the workers are asked to end
 
 
@@ -64,14 +65,17 @@ class Agent:
         checkpoints: CheckpointStore | None = None,
         await_notice: Callable[[ControlSpec], Awaitable[str]] | None = None,
         relays: RelayNetwork | None = None,
+        meter: UseMeter | None = None,
     ) -> None:
         """It has `workers`, which starts the workers of a job, or `ranks`, which starts the ranks of a script.
 
         Without `checkpoints`, it saves nothing on this node; without `relays`, it connects to no other agent.
+        `meter` measures what the node uses.
         `await_notice` returns the notice's words when the node is about to be taken away.
         """
         self._await_notice = await_notice
         self._relays = relays
+        self._meter = meter  # None once it is used, or where it is not
         self._checkpoints = checkpoints
         self._storage: protocol.StoragePaths | None = None
         self._tag = tag
@@ -244,9 +248,11 @@ class Agent:
                 for device in self._workers:
                     self._give_share(device)
                 self._watch_notice(message.job.control, nursery)
+                self._watch_use(message, nursery)
             case protocol.ConfigureRanks():
                 self._control = message.run.control
                 self._watch_notice(message.run.control, nursery)
+                self._watch_use(message, nursery)
                 self._order_ranks(message)
             case _ if isinstance(message, protocol.RanksOrder):
                 self._order_ranks(message)
@@ -294,6 +300,23 @@ class Agent:
         if self._await_notice is not None:
             await_notice, self._await_notice = self._await_notice, None
             nursery.start_soon(self._watch_for_notice, await_notice, control)
+
+    def _watch_use(self, order: protocol.Configure | protocol.ConfigureRanks, nursery: trio.Nursery) -> None:
+        if self._meter is not None and order.reports_use:
+            meter, self._meter = self._meter, None
+            nursery.start_soon(self._report_use, meter)
+
+    async def _report_use(self, meter: UseMeter) -> None:
+        while True:
+            await trio.sleep(_USE_INTERVAL_S)
+            # A relay gathers the messages of many, and nobody looks at the use of each of thousands.
+            if self._way is None or not self._way.is_direct:
+                continue
+            pids = [worker.handle.pid for worker in self._workers.values()]
+            pids += [] if self._ranks is None else self._ranks.pids
+            use = await meter.measure(pids, [gpu_id for _, gpu_id in sorted(self._gpu_ids.items()) if gpu_id])
+            if self._way is not None:
+                self._resend_queue.add_in_passing(use)
 
     def _order_ranks(self, order: protocol.RanksOrder) -> None:
         if self._ranks is None:

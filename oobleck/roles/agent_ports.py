@@ -83,6 +83,13 @@ class WorkerHost(Protocol):
         """Wait until the process that forks workers ends; return how it ended, and whether there is another."""
 
 
+class UseMeter(Protocol):
+    """Measures what the node's processes use of its machine."""
+
+    async def measure(self, pids: Sequence[int], gpu_ids: Sequence[str]) -> protocol.NodeUse:
+        """Return what these processes with their children, and this one, have used since the last call."""
+
+
 class RankHandle(Protocol):
     """A rank of a script, from its agent's side."""
 

@@ -90,6 +90,7 @@ class Master:
         self._tunnels: dict[str, _Tunnel] = {}
         self._observers: list[Callable[[entries.JournalEntry], None]] = []
         self._listeners: list[Callable[[str, float], None]] = []
+        self._gauges: list[Callable[[str, protocol.NodeUse], None]] = []
         self._screens: list[Callable[[protocol.RankOutput], None]] = []
         self._outcome: control_events.End | None = None
         self._relays = RelayDesk(job.control, encode=encode_frame, decode=decode_relayed)
@@ -110,6 +111,10 @@ class Master:
     def listen(self, listener: Callable[[str, float], None]) -> None:
         """Have `listener` called with (node, seconds since the start) whenever a node is heard."""
         self._listeners.append(listener)
+
+    def measure(self, gauge: Callable[[str, protocol.NodeUse], None]) -> None:
+        """Have `gauge` called with (node, use) whenever a node reports what its processes use. It decides nothing."""
+        self._gauges.append(gauge)
 
     def show_output(self, screen: Callable[[protocol.RankOutput], None]) -> None:
         """Have the output of ranks handed to `screen`. It is for people, and decides nothing."""
@@ -165,6 +170,9 @@ class Master:
                 if isinstance(message, protocol.RankOutput):
                     for screen in self._screens:
                         screen(message)
+                if isinstance(message, protocol.NodeUse):
+                    for gauge in self._gauges:
+                        gauge(node, message)
                 self._relays.note_heard(node, now_s)
                 self._note_heard(node, now_s)
             case control_events.NodesHeard(heard=heard):

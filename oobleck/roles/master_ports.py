@@ -82,6 +82,12 @@ class LiveCluster(Cluster, Protocol):
     async def slow(self, node: NodeSpec, factor: float) -> bool:
         """Slow the node's workers down by `factor`; return False if there are none. Raises NodeUnreachable."""
 
+    async def list_logs(self, node: NodeSpec) -> dict[str, int]:
+        """Return the size of each log of the node, by name. Raises NodeUnreachable."""
+
+    async def read_log(self, node: NodeSpec, name: str, offset: int) -> bytes:
+        """Return the next part of a log. Raises NodeUnreachable, and UsageError for a file that is no log."""
+
     def release(self, node: NodeSpec) -> None:
         """Give the node back to its launcher, once it is cleaned."""
 

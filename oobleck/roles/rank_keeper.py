@@ -99,6 +99,12 @@ class RankKeeper:
                     case _:
                         assert_never(order)
 
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the living ranks."""
+        living = [] if self._current is None else self._current.living
+        return [rank.handle.pid for rank in living]
+
     def kill_all(self) -> None:
         """Kill all ranks; their ends are not reported any more."""
         if self._current is not None:

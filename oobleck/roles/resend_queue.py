@@ -21,8 +21,8 @@ _ALIVE = protocol.Heartbeat(sequence=None)
 Outgoing = protocol.AgentMessage | protocol.RelaySaid | protocol.RelayHeard
 """An agent's own messages, and those of others through it."""
 
-_PASSING = (protocol.Pace, protocol.RankOutput, protocol.RelaySaid, protocol.RelayHeard)
-_ONCE = (protocol.Heartbeat, protocol.Pace, protocol.RelaySaid, protocol.RelayHeard)
+_PASSING = (protocol.Pace, protocol.NodeUse, protocol.RankOutput, protocol.RelaySaid, protocol.RelayHeard)
+_ONCE = (protocol.Heartbeat, protocol.Pace, protocol.NodeUse, protocol.RelaySaid, protocol.RelayHeard)
 """Useless to a later master, sent or not."""
 
 
@@ -44,7 +44,7 @@ class ResendQueue:
         self._is_sent = False
         self._added.unpark_all()
 
-    def add_in_passing(self, message: protocol.Pace) -> None:
+    def add_in_passing(self, message: protocol.Pace | protocol.NodeUse) -> None:
         """Queue a message that is sent with the next one, and never repeated."""
         self._unsaid.append(message)
 

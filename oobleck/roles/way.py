@@ -73,6 +73,10 @@ class Way:
         self._position = -1
         self._number = 0  # the number of the newest message that was relayed to this agent, or to others through it
 
+    @property
+    def is_direct(self) -> bool:
+        return self._uplink is None
+
     def carry_out(self, order: protocol.RelayOrder, configure: protocol.Configure) -> None:
         """Carry out a master's order about relays. Raises PeerError."""
         match order:

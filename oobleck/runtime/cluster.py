@@ -27,7 +27,7 @@ from oobleck.wire import FrameDecoder
 
 from .agent import AGENT_MODULE
 from .connections import NodeConnections
-from .files import AgentCommands
+from .files import AgentCommands, NodeLogs, agent_log, parse_list
 from .node_check import check_nodes
 from .python_process import MODULE, why_it_ended
 from .ssh import CompletedCommand, SSHConnection
@@ -98,7 +98,7 @@ class SSHCluster:
         self._workdir = workdir
         self._tag = tag
         self._run_id = run_id
-        self._index = {spec.name: index for index, spec in enumerate(nodes)}
+        self._names = {spec.name for spec in nodes}
         self._connections = connections
         self._paths = paths
         self._agent_timeout_s = max(_START_TIMEOUT_S, _START_SHARE * start_timeout_s)
@@ -115,7 +115,7 @@ class SSHCluster:
 
         `attach` connects to the agent that a killed master has left, or raises AgentGone; else that agent is ended.
         """
-        limit_s = starting_s(self._agent_timeout_s, len(self._index))  # this process may reach all nodes at once
+        limit_s = starting_s(self._agent_timeout_s, len(self._names))  # this process may reach all nodes at once
         async with self._tending[node.name]:
             connection = await self._connections.to(node)
             try:
@@ -197,11 +197,23 @@ class SSHCluster:
     async def aclose(self) -> None:
         await self._connections.aclose()
 
+    async def list_logs(self, node: NodeSpec) -> dict[str, int]:
+        return parse_list((await self._complete(node, self._logs(node).list())).stdout)
+
+    async def read_log(self, node: NodeSpec, name: str, offset: int) -> bytes:
+        return (await self._complete(node, self._logs(node).read(name, offset))).stdout
+
+    def _logs(self, node: NodeSpec) -> NodeLogs:
+        return NodeLogs(self._paths.base_dir / self._tag, node.name)
+
     async def _run(self, node: NodeSpec, command: str) -> int:
+        return (await self._complete(node, command)).exit_status
+
+    async def _complete(self, node: NodeSpec, command: str) -> CompletedCommand:
         connection = await self._connections.to(node)
         try:
             async with self._turns:
-                return (await connection.run(command, timeout_s=_COMMAND_TIMEOUT_S)).exit_status
+                return await connection.run(command, timeout_s=_COMMAND_TIMEOUT_S)
         except trio.BrokenResourceError as error:
             # The connection may hang as well, so the next command gets a new one.
             await self._connections.drop(node)
@@ -214,9 +226,8 @@ class SSHCluster:
         return AgentCommands(self._run_id, node.name)
 
     def _agent_command(self, node: NodeSpec) -> str:
-        # Nodes that join later get the next numbers, so no two nodes share a log.
-        index = self._index.setdefault(node.name, len(self._index))
-        log = self._paths.base_dir / self._tag / f"agent{index}.log"
+        self._names.add(node.name)
+        log = self._paths.base_dir / self._tag / agent_log(node.name)
         arguments = {
             "--tag": self._tag,
             "--run": self._run_id,

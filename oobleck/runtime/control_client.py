@@ -104,7 +104,37 @@ class SlowRequest:
             raise UsageError(f"factor {self.factor!r} is not possible; it must be from 1 to {MAX_SLOW_FACTOR}")
 
 
-ControlRequest = StatusRequest | KillRequest | StopRequest | AddRequest | DrainRequest | SignalRequest | SlowRequest
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListLogsRequest:
+    """Return the size of each log of a node, by name."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadLogRequest:
+    """Return the next part of a node's log, whose bytes are the characters of the answer's text (Latin-1)."""
+
+    node: str
+    name: str
+    offset: int
+
+    def __post_init__(self) -> None:
+        if self.offset < 0:
+            raise UsageError(f"offset {self.offset} is not possible; it must be at least 0")
+
+
+ControlRequest = (
+    StatusRequest
+    | KillRequest
+    | StopRequest
+    | AddRequest
+    | DrainRequest
+    | SignalRequest
+    | SlowRequest
+    | ListLogsRequest
+    | ReadLogRequest
+)
 _REQUESTS: tuple[type[ControlRequest], ...] = get_args(ControlRequest)
 
 

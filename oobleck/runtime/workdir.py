@@ -21,6 +21,7 @@ import trio
 
 from oobleck.errors import NodeUnreachable, UsageError
 
+from .files import path_in_shell
 from .ssh import SSHConnection
 
 MOST_BYTES = 256 << 20
@@ -52,7 +53,7 @@ class Workdir:
 
     def enter(self, run: PurePosixPath) -> str:
         """Return a POSIX shell's command that enters the copy in the directory of a run, where a node has it."""
-        place = shlex.quote(str(self.path)) if self.archive is None else f"{_in_shell(run)}/workdir"
+        place = shlex.quote(str(self.path)) if self.archive is None else f"{path_in_shell(run)}/workdir"
         imports = ":".join(f'"$PWD"/{shlex.quote(name)}' if name != "." else '"$PWD"' for name in self.import_from)
         return f'cd {place} && export PYTHONPATH={imports}"${{PYTHONPATH:+:$PYTHONPATH}}"'
 
@@ -60,7 +61,7 @@ class Workdir:
         """Copy the files to a node unless it has them. Raises NodeUnreachable."""
         if self.archive is None:
             return
-        copies, link = f"{_in_shell(run)}/.workdir", f"{_in_shell(run)}/workdir"
+        copies, link = f"{path_in_shell(run)}/.workdir", f"{path_in_shell(run)}/workdir"
         use = f"ln -sfn {shlex.quote(f'.workdir/{self.digest}')} {link}"
         try:
             known = await connection.run(_shell(f"[ -d {copies}/{self.digest} ] && {use}"), timeout_s=_LOOK_TIMEOUT_S)
@@ -92,11 +93,6 @@ class Workdir:
             if stream.exit_status != 0:
                 why = stream.errors.splitlines()[-1:] or [f"exit status {stream.exit_status}"]
                 raise NodeUnreachable(node, f"--workdir cannot be copied there: {why[0]}")
-
-
-def _in_shell(path: PurePosixPath) -> str:
-    text = str(path)
-    return f'"$HOME"/{shlex.quote(text[2:])}' if text.startswith("~/") else shlex.quote(text)
 
 
 def _shell(script: str) -> str:

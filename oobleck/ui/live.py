@@ -6,10 +6,12 @@ Both poll values that others feed, so a slow terminal delays neither. Its user c
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TextIO, TypeVar, cast
 
@@ -18,10 +20,15 @@ from rich.console import Console
 from rich.live import Live
 
 from oobleck.control import journal
+from oobleck.errors import OobleckError
 from oobleck.host.streams import Output
+from oobleck.runtime.control_client import ControlRequest, DrainRequest, KillRequest
 
+from .controls import Controls, Quit, keys_in
 from .dashboard import Dashboard
+from .footer import living_nodes
 from .formatting import count_text, duration_text, one_line, seconds_text
+from .terminal import KeyReader
 
 T = TypeVar("T")
 
@@ -30,6 +37,7 @@ _REST = 19  # seconds of rest for each second of drawing, which the master lacks
 _LINES_INTERVAL_S = 0.1
 _LEAVE_TIMEOUT_S = 2.0
 _MAX_LINES = 10_000
+_TOLD_BY_ENTRIES = (journal.Phase.MEASURING, journal.Phase.TIMING, journal.Phase.PLANNING)
 
 
 def console_on(output: Output) -> Console:
@@ -41,39 +49,130 @@ def wants_dashboard(console: Console, *, plain: bool = False) -> bool:
     return console.is_terminal and not console.is_dumb_terminal and not plain
 
 
+Act = Callable[[ControlRequest], Awaitable[object]]
+"""Asks the run for something. Raises OobleckError if it refuses."""
+
+
 async def run_dashboard(
-    view: journal.RunView,
+    take: Callable[[], journal.RunSnapshot],
     *,
     output: Output,
-    now_s: Callable[[], float],
+    act: Act | None = None,
+    keys: KeyReader | None = None,
     refresh_interval_s: float = _REFRESH_INTERVAL_S,
-) -> None:
-    """Draw the run until its journal ends, the terminal is gone, or the task is cancelled.
+) -> bool:
+    """Draw the run until it ends, the terminal is gone, the user quits, or the task is cancelled.
 
-    The last state is then printed below the previous output. `now_s` returns the time of the journal's entries.
+    The last state is then printed below the previous output. `take` returns the run as it is; `act` carries out what
+    `keys` ask for. Returns whether the user quit.
     """
-    console = console_on(output)
-    live = Live(
-        Dashboard(view.at(now_s())),
-        console=console,
-        # The alternate screen survives resizing, and restores the terminal.
-        screen=True,
-        auto_refresh=False,
-        redirect_stdout=True,
-        redirect_stderr=True,
-    )
-    await _in_thread(live.start)
+    screen = _Screen(take, output, None if act is None or keys is None else keys, act)
+    await screen.begin()
     try:
-        while not (view.has_ended or output.is_lost):
-            began_s = time.thread_time()
-            snapshot = view.at(now_s())
-            spent_s = time.thread_time() - began_s
-            spent_s += await _in_thread(partial(_draw, live, Dashboard(snapshot)))
-            await trio.sleep(max(refresh_interval_s, spent_s * _REST))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(screen.follow_keys)
+            nursery.start_soon(screen.follow_suspension)
+            while not (take().exit_code is not None or output.is_lost or screen.has_quit):
+                spent_s = await screen.draw()
+                with trio.move_on_after(max(refresh_interval_s, spent_s * _REST)):
+                    await screen.pressed.wait()
+            nursery.cancel_scope.cancel()
     finally:
         # Restoring the terminal matters more than a prompt end, but a stuck terminal must not delay the end of the run.
         with trio.CancelScope(deadline=trio.current_time() + _LEAVE_TIMEOUT_S, shield=True):
-            await _in_thread(partial(_leave, live, console, Dashboard(view.at(now_s()), fill=False)))
+            await screen.leave()
+    return screen.has_quit
+
+
+class _Screen:
+    """The terminal's alternate screen, with the dashboard and its keys."""
+
+    def __init__(
+        self, take: Callable[[], journal.RunSnapshot], output: Output, keys: KeyReader | None, act: Act | None
+    ) -> None:
+        self.pressed = trio.Event()
+        self.has_quit = False
+        self._take = take
+        self._console = console_on(output)
+        self._keys = keys
+        self._act = act
+        self._controls = None if keys is None else Controls()
+        self._busy = trio.Lock()  # the screen is drawn, left and entered by one task at a time
+        self._live = self._new_live()
+
+    def _new_live(self) -> Live:
+        return Live(
+            Dashboard(self._take(), controls=self._controls),
+            console=self._console,
+            # The alternate screen survives resizing, and restores the terminal.
+            screen=True,
+            auto_refresh=False,
+            redirect_stdout=True,
+            redirect_stderr=True,
+        )
+
+    async def begin(self) -> None:
+        if self._keys is not None:
+            await _in_thread(self._keys.begin)
+        await _in_thread(self._live.start)
+
+    async def draw(self) -> float:
+        """Draw, and return the CPU seconds that it took."""
+        self.pressed = trio.Event()
+        began_s = time.thread_time()
+        dashboard = Dashboard(self._take(), controls=self._controls)
+        spent_s = time.thread_time() - began_s
+        async with self._busy:
+            return spent_s + await _in_thread(partial(_draw, self._live, dashboard))
+
+    async def leave(self, *, tells: bool = True) -> None:
+        """Leave the screen with the terminal as it was."""
+        async with self._busy:
+            if self._keys is not None:
+                self._keys.end()
+            await _in_thread(self._live.stop)
+            if tells:
+                last = Dashboard(self._take(), fill=False)
+                await _in_thread(partial(self._console.print, last))
+
+    async def follow_keys(self) -> None:
+        """Carry out what is typed, until the user quits."""
+        if self._keys is None or self._controls is None:
+            return
+        async for text in self._keys.read():
+            for key in keys_in(text):
+                snapshot = self._take()
+                wanted = self._controls.press(key, living_nodes(snapshot), len(snapshot.events))
+                if isinstance(wanted, Quit):
+                    self.has_quit = True
+                elif wanted is not None:
+                    self._controls.message = await self._ask(wanted)
+            self.pressed.set()
+
+    async def _ask(self, wanted: ControlRequest) -> str:
+        assert self._act is not None
+        try:
+            await self._act(wanted)
+        except OobleckError as error:
+            return str(error)
+        match wanted:
+            case KillRequest(node=node):
+                return f"killed {node}"
+            case DrainRequest(node=node):
+                return f"{node} hands its state over, and leaves"
+        return "the run stops after the step in flight"
+
+    async def follow_suspension(self) -> None:
+        """Leave the screen while the user suspends this process (Ctrl-Z)."""
+        with trio.open_signal_receiver(signal.SIGTSTP) as signals:
+            async for _ in signals:
+                await self.leave(tells=False)
+                os.kill(os.getpid(), signal.SIGSTOP)  # it returns once the process is continued
+                async with self._busy:
+                    while self._keys is not None and not self._keys.is_in_foreground:  # noqa: ASYNC110  none tells
+                        await trio.sleep(_REFRESH_INTERVAL_S)
+                    self._live = self._new_live()
+                    await self.begin()
 
 
 def _draw(live: Live, dashboard: Dashboard) -> float:
@@ -81,11 +180,6 @@ def _draw(live: Live, dashboard: Dashboard) -> float:
     began_s = time.thread_time()
     live.update(dashboard, refresh=True)
     return time.thread_time() - began_s
-
-
-def _leave(live: Live, console: Console, last: Dashboard) -> None:
-    live.stop()
-    console.print(last)
 
 
 class LineFormatter:
@@ -102,10 +196,12 @@ class LineFormatter:
         self._shows_next = True
         self._max_steps = 0
         self._held_back: journal.StepDone | None = None
+        self._phases = journal.StartupPhases()
 
     def apply(self, entry: journal.JournalEntry) -> tuple[str, ...]:
         """Return the lines for an entry, none for a step that is left out."""
         if isinstance(entry, journal.StepDone):
+            self._phases.apply(entry)
             return self._step(entry)
         if isinstance(entry, journal.RecordsDealt):
             return ()
@@ -117,9 +213,18 @@ class LineFormatter:
         if isinstance(entry, journal.JobEnded):
             text = text.partition("\n")[0]  # the command itself prints the rest, such as a traceback, at its end
         line = f"[{duration_text(entry.t_s)}] {prefix}{one_line(text)}"
+        if (phase := self._new_phase(entry)) is not None:
+            return line, f"[{duration_text(entry.t_s)}] {phase} …"
         # A run's last step shows where it ended.
         pending, self._held_back = self._held_back, None
         return (self._line(pending), line) if pending and isinstance(entry, journal.JobEnded) else (line,)
+
+    def _new_phase(self, entry: journal.JournalEntry) -> str | None:
+        """Return the words for a phase that begins with an entry, unless its own sentence has them."""
+        before = self._phases.phase
+        self._phases.apply(entry)
+        view = self._phases.at(entry.t_s)
+        return None if view is None or self._phases.phase in (before, *_TOLD_BY_ENTRIES) else view.text
 
     def _step(self, entry: journal.StepDone) -> tuple[str, ...]:
         is_last = entry.record.step == self._max_steps

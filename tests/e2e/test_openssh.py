@@ -81,6 +81,8 @@ def test_a_hostfile_trains_what_virtual_nodes_train_survives_the_end_of_connecti
         up.wait_for_steps(5)
         assert worker_pids(runner) == workers
         assert "RecoveryDone" not in {entry["@type"] for entry in runner.journal()}
+        shown = oobleck("logs", "beta", "--tag", TAG, "--base-dir", str(runner.base_dir))
+        assert "[beta:0 generation 1] computes under the plan of generation 1" in shown.stdout, shown.stderr
         killed = oobleck("kill", "gamma", "--tag", TAG, "--base-dir", str(runner.base_dir))
         assert killed.returncode == 0, killed.stderr
         up.wait_for("no step lost")
@@ -95,7 +97,7 @@ def test_a_hostfile_trains_what_virtual_nodes_train_survives_the_end_of_connecti
     assert [recovery["nodes"] for recovery in outcome.recoveries] == [["gamma"], ["delta"]]
     assert all("Accepted publickey" in server.log for server in servers)
     assert runner.left_over() == []
-    assert agent_logs(runner) == [f"agent{index}.log" for index in range(len(NODES))]
+    assert agent_logs(runner) == [f"agent-{node}.log" for node in sorted(NODES)]
     assert "s3cret" not in outcome.output + status.stdout + "".join(lines)
     assert_values_are_in_no_file(runner)
 

@@ -92,6 +92,20 @@ async def test_a_living_agent_is_found_without_a_python_there(temporary: Path) -
         await cluster.clean(node)
 
 
+async def test_a_node_s_logs_are_listed_and_read_there(temporary: Path) -> None:
+    base = PurePosixPath(temporary / "base")
+    paths = RemotePaths(python=sys.executable, base_dir=base, cache_dir=base / "cache")
+    async with open_ssh_loop(), serve_local_nodes(1) as ((node,), options), connections_by(options) as connections:
+        cluster = SSHCluster("tag", [node], run_id="tag-01234567", connections=connections, paths=paths)
+        assert await cluster.list_logs(node) == {}
+        await meet(await cluster.reach(node, attach=False))
+        name = f"agent-{node.name}.log"
+        assert list(await cluster.list_logs(node)) == [name]
+        await cluster.clean(node)
+        (temporary / "base/tag" / name).write_bytes(b"\x00\xffend")
+        assert await cluster.read_log(node, name, 1) == b"\xffend"
+
+
 class _EndsSecond(NodeConnections):
     """The connection ends just when it is taken for the second time."""
 

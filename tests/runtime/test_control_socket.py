@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from oobleck.errors import ConfigError, OobleckError, PeerError, UsageError, UserError
 from oobleck.runtime.control_client import (
     KillRequest,
+    ListLogsRequest,
     NoActiveRun,
+    ReadLogRequest,
     SignalRequest,
     SlowRequest,
     StatusRequest,
@@ -36,6 +38,8 @@ REQUESTS = [
     KillRequest(node="node2"),
     SignalRequest(node="node2", signal="STOP", processes="*"),
     SlowRequest(node="node2", factor=1.5),
+    ListLogsRequest(node="node2"),
+    ReadLogRequest(node="node2", name="agent-node2.log", offset=7),
     StopRequest(),
     StopRequest(now=True),
 ]

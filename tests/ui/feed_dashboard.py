@@ -34,7 +34,7 @@ async def feed(arguments: argparse.Namespace) -> int:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watch_signals, nursery.cancel_scope)
         if wants_dashboard(console_on(output), plain=arguments.plain):
-            nursery.start_soon(partial(run_dashboard, view, output=output, now_s=now_s))
+            nursery.start_soon(partial(run_dashboard, lambda: view.at(now_s()), output=output))
         else:
             nursery.start_soon(partial(run_lines, log, output=output))
         for entry in run_with_a_loss(arguments.nodes // 2, 2):

@@ -159,7 +159,7 @@ def test_lines_that_nobody_takes_are_dropped_and_counted():
         log.apply(committed(float(step), step))
     lines = log.take()
     assert len(lines) == 10_001
-    assert lines[0] == "(2001 lines left out: the output was too slow)"
+    assert lines[0] == "(2002 lines left out: the output was too slow)"
     assert log.take() == []
 
 

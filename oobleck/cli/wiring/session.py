@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ from oobleck.runtime import control_client
 from oobleck.runtime.control_socket import serve_control
 from oobleck.runtime.launchers import Arrived, Launcher, Leaving, NodeChange, Reported
 from oobleck.ui import live
+from oobleck.ui.terminal import KeyReader
 from oobleck.wire import to_builtins
 
 _log = logging.getLogger("oobleck.up")
@@ -58,12 +60,14 @@ class Session:
         self._due = [kill for kill in kills if kill[1] > past.furthest_step]
         self._gone = set(past.gone_nodes)
         self._terminal: Output | None = None
+        self._started: journal.JobStarted | None = past.started
         self._formatter = live.LineFormatter()
         if past.started is not None:
             self._formatter.apply(past.started)  # so that its line is not printed again
         master.observe(self._note)
         master.observe(self._kill_when_due)
         master.listen(self.view.heard)
+        master.measure(lambda node, use: self.view.measured(node, use, master.now_s))
 
     async def serve(self, socket: Path, remarks: Sequence[NodeLeftOut | Remark]) -> None:
         """Listen on the control socket, then follow signals and the launcher; put the remarks into the journal."""
@@ -77,13 +81,25 @@ class Session:
     def show(self, output: Output, nursery: trio.Nursery, *, plain: bool) -> None:
         """Start the dashboard or the plain lines. The run continues if they cannot be written."""
         self._terminal = output if output.isatty() else None
-        if live.wants_dashboard(live.console_on(output), plain=plain):
-            nursery.start_soon(lambda: live.run_dashboard(self.view, output=output, now_s=lambda: self._master.now_s))
-        else:
-            log = live.LineLog(self._formatter)
-            self._master.observe(log.apply)
-            nursery.start_soon(lambda: live.run_lines(log, output=output))
+        is_drawn = live.wants_dashboard(live.console_on(output), plain=plain)
+        nursery.start_soon(self._draw if is_drawn else self._print, output)
         nursery.start_soon(live.tell_of_lost_output, output, self._note_lost_output)
+
+    async def _draw(self, output: Output) -> None:
+        """Draw the dashboard; once the user leaves it, print lines instead."""
+        keys = KeyReader(0) if os.isatty(0) else None
+        has_quit = await live.run_dashboard(
+            lambda: self.view.at(self._master.now_s), output=output, act=self.answer, keys=keys
+        )
+        if has_quit:
+            if self._started is not None:
+                self._formatter.apply(self._started)
+            await self._print(output)
+
+    async def _print(self, output: Output) -> None:
+        log = live.LineLog(self._formatter)
+        self._master.observe(log.apply)
+        await live.run_lines(log, output=output)
 
     def _note_lost_output(self, reason: str) -> None:
         text = f"output cannot be written ({reason}); the run continues without it, and `oobleck status` shows it"
@@ -94,6 +110,8 @@ class Session:
         self.account.apply(entry)
         self.view.apply(entry)
         match entry:
+            case journal.JobStarted():
+                self._started = entry
             case journal.NodeLost(node=node):
                 self._gone.add(node)
             case journal.NodeLeft(node=node):
@@ -168,6 +186,17 @@ class Session:
                 return await self._signal(request)
             case control_client.SlowRequest():
                 return await self._slow(request)
+            case control_client.ListLogsRequest() | control_client.ReadLogRequest():
+                return await self._logs(request)
+
+    async def _logs(
+        self, request: control_client.ListLogsRequest | control_client.ReadLogRequest
+    ) -> Mapping[str, object]:
+        spec = self._spec(request.node)
+        if isinstance(request, control_client.ListLogsRequest):
+            return {"logs": await self._cluster.list_logs(spec)}
+        part = await self._cluster.read_log(spec, request.name, request.offset)
+        return {"text": part.decode("latin-1")}
 
     async def _signal(self, request: control_client.SignalRequest) -> Mapping[str, object]:
         spec = self._spec(request.node)

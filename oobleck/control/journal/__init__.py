@@ -37,7 +37,16 @@ from .node_entries import (
     WorkerDown,
     WorkerUp,
 )
-from .plan_entries import Action, HangExplained, LayersArriving, PlanAdopted, PlanCause, RecoveryDone, RecoveryStarted
+from .plan_entries import (
+    Action,
+    HangExplained,
+    LayersArriving,
+    PipelinesFormed,
+    PlanAdopted,
+    PlanCause,
+    RecoveryDone,
+    RecoveryStarted,
+)
 from .plan_lines import JournalLine, PlanLine, PlanPacker, PlanUnpacker
 from .rank_entries import (
     GenerationCause,
@@ -56,6 +65,8 @@ from .run_entries import (
     JobStarted,
     JournalGap,
     MasterResumed,
+    Measured,
+    MeasurementBegun,
     Notice,
     ProfileKnown,
     ScalingDecided,
@@ -65,13 +76,16 @@ from .snapshot import (
     EventLine,
     NodeState,
     NodeView,
+    PhaseView,
     PipelineView,
     RunSnapshot,
     RunState,
     StageView,
+    UseView,
     WorkState,
     state_at_end,
 )
+from .startup_phases import Phase, StartupPhases
 from .step_entries import (
     CheckpointSaved,
     DataEntry,
@@ -125,6 +139,8 @@ __all__ = [
     "LossTally",
     "MasterResumed",
     "Measure",
+    "Measured",
+    "MeasurementBegun",
     "MetricSample",
     "Metrics",
     "Misfit",
@@ -141,7 +157,10 @@ __all__ = [
     "NotReading",
     "Notice",
     "PaceChanged",
+    "Phase",
+    "PhaseView",
     "PipelineView",
+    "PipelinesFormed",
     "PlanAdopted",
     "PlanCause",
     "PlanLine",
@@ -167,6 +186,7 @@ __all__ = [
     "ShardsKnown",
     "Silent",
     "StageView",
+    "StartupPhases",
     "StatesProtected",
     "StepDone",
     "StepRunsLong",
@@ -177,6 +197,7 @@ __all__ = [
     "TimeSplit",
     "Unfit",
     "Unreachable",
+    "UseView",
     "WorkState",
     "WorkerDown",
     "WorkerEnded",

@@ -129,6 +129,17 @@ class PlanAdopted(Entry):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinesFormed(Entry):
+    """All workers of the first plan have formed their groups, and compute."""
+
+    generation: int
+
+    @property
+    def sentence(self) -> str:
+        return "all pipelines are formed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HangExplained(Entry):
     """Why no step was committed although no node was lost, as far as the survivors know."""
 
@@ -238,4 +249,4 @@ class RecoveryDone(Entry):
         return f"{what}; {self.action.value}; {copied} in {self.transfer_s:.2f} s; {lost}"
 
 
-PlanEntry = PlanAdopted | HangExplained | RecoveryStarted | LayersArriving | RecoveryDone
+PlanEntry = PlanAdopted | PipelinesFormed | HangExplained | RecoveryStarted | LayersArriving | RecoveryDone

@@ -10,7 +10,7 @@ from oobleck.errors import ExitCode
 from oobleck.job import DEFAULT_KIND, JobSpec, NodeSpec
 from oobleck.planner import WorkerId
 
-from .entry import Entry
+from .entry import Entry, Worded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,28 @@ class ProfileKnown(Entry):
     @property
     def sentence(self) -> str:
         return "the model's profile is known" + (f" on {self.kind}" if self.kind != DEFAULT_KIND else "")
+
+
+class Measured(Worded):
+    """What workers measure before the first plan, in words with the workers or links concerned."""
+
+    LAYERS = "layers", "{} measures what the model's layers cost"
+    LINKS = "links", "timing links: {}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasurementBegun(Entry):
+    """No earlier run has left these costs, so workers measure them."""
+
+    what: Measured
+    workers: tuple[WorkerId, ...]
+    """One that measures layers; of links, the first worker of each pair and then its peer."""
+
+    @property
+    def sentence(self) -> str:
+        pairs = zip(self.workers[::2], self.workers[1::2], strict=False)
+        links = ", ".join(f"{one} and {other}" for one, other in pairs)
+        return self.what.template.format(links if self.what is Measured.LINKS else self.workers[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,4 +157,6 @@ class JobEnded(Entry):
         return self.reason
 
 
-RunEntry = JobStarted | MasterResumed | ProfileKnown | ScalingDecided | JournalGap | Notice | JobEnded
+RunEntry = (
+    JobStarted | MasterResumed | MeasurementBegun | ProfileKnown | ScalingDecided | JournalGap | Notice | JobEnded
+)

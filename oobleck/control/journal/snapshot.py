@@ -74,6 +74,17 @@ class PipelineView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UseView:
+    """What a node's processes use; `devices` has (share of time, bytes used, bytes there) of each GPU."""
+
+    cores: float
+    num_cores: int
+    used_bytes: int
+    memory_bytes: int
+    devices: tuple[tuple[float, int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
     """A node of the job; `heard_s_ago` is None where nothing listens for its heartbeats."""
 
@@ -84,6 +95,8 @@ class NodeView:
     """What provided it; empty for a node that a user named."""
     kind: str = ""
     """Its devices, and how many; empty where all nodes are alike."""
+    use: UseView | None = None
+    """None where nothing was reported lately."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +106,21 @@ class EventLine:
     t_s: float
     level: str
     text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseView:
+    """What a run does before its first step; `num_done` of `num_all` nodes or workers have done it, if counted."""
+
+    name: str
+    text: str
+    num_done: int = 0
+    num_all: int = 0
+    elapsed_s: float = 0.0
+
+    @property
+    def sentence(self) -> str:
+        return self.text + (f" ({self.num_done} of {self.num_all})" if self.num_all else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +137,10 @@ class RunSnapshot:
     tokens_per_s: float | None = None
     """Median of the recent steps, like the next one."""
     step_time_s: float | None = None
+    losses: tuple[float, ...] = ()
+    """From the first step to the newest, each the mean of as many steps; so are the next ones."""
+    speeds: tuple[float, ...] = ()
+    """Tokens a second."""
     goodput: float = 0.0
     """0 to 1."""
     elapsed_s: float = 0.0
@@ -124,6 +156,8 @@ class RunSnapshot:
     nodes: tuple[NodeView, ...] = ()
     events: tuple[EventLine, ...] = ()
     """The newest ones, oldest first."""
+    phase: PhaseView | None = None
+    """None from the first step on."""
     exit_code: int | None = None
     data: str | None = None
     """How far the run is in its shards; None where its data is not in shards."""

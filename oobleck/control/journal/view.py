@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median
 
-from oobleck.control.protocol import DataPosition
+from oobleck.control.protocol import DataPosition, NodeUse
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Stage
 
@@ -23,10 +24,13 @@ from .rank_entries import (
     StatesProtected,
 )
 from .run_entries import JobEnded, JobStarted, ProfileKnown, ScalingDecided
+from .startup_phases import StartupPhases
 from .step_entries import DataEntry, DataPlaced, RecordsDealt, ShardQuarantined, ShardsKnown, StepDone
 
 _RECENT_STEPS = 20
 _RECENT_EVENTS = 100
+_MOST_POINTS = 256
+_USE_KEPT_S = 10.0
 StageKey = tuple[str, int, int]
 
 
@@ -104,6 +108,35 @@ class RanksView:
 
 
 @dataclass(slots=True, kw_only=True)
+class Curve:
+    """The course of loss and speed in at most 256 points, each the mean of as many steps. A value on the wire."""
+
+    _steps_per_point: int = 1
+    _points: list[tuple[float, float]] = field(default_factory=list)
+    _newest: list[tuple[float, float]] = field(default_factory=list)
+    """The steps since the last point."""
+
+    def add(self, loss: float, tokens_per_s: float) -> None:
+        self._newest.append((loss, tokens_per_s))
+        if len(self._newest) < self._steps_per_point:
+            return
+        self._points.append(_mean(self._newest))
+        self._newest.clear()
+        if len(self._points) == _MOST_POINTS:
+            pairs = zip(self._points[::2], self._points[1::2], strict=True)
+            self._points = [_mean(pair) for pair in pairs]
+            self._steps_per_point *= 2
+
+    def values(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return the losses and the tokens a second."""
+        return tuple(loss for loss, _ in self._points), tuple(speed for _, speed in self._points)
+
+
+def _mean(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    return fmean(loss for loss, _ in points), fmean(speed for _, speed in points)
+
+
+@dataclass(slots=True, kw_only=True)
 class RunView:
     """Follows a run's journal. O(1) an entry, O(stages) for a plan; a snapshot costs O(stages + nodes).
 
@@ -116,6 +149,7 @@ class RunView:
     _loss: float | None = None
     _recent: list[tuple[float, int]] = field(default_factory=list)
     """(seconds, tokens) of the newest steps."""
+    _curve: Curve = field(default_factory=Curve)
     _nodes: dict[str, snapshot.NodeState] = field(default_factory=dict)
     _origins: dict[str, str] = field(default_factory=dict)
     _kinds: dict[str, str] = field(default_factory=dict)
@@ -126,11 +160,14 @@ class RunView:
     _ended: JobEnded | None = None
     _data: DataView = field(default_factory=DataView)
     _ranks: RanksView = field(default_factory=RanksView)
+    _phases: StartupPhases = field(default_factory=StartupPhases)
     _job: JobSpec | None = field(default=None, init=False)
     _plan: ExecutionPlan = field(default=ExecutionPlan(pipelines=()), init=False)
     _generation: int = field(default=0, init=False)
     _redundant: bool = field(default=True, init=False)
     _heard_s: dict[str, float] = field(default_factory=dict, init=False)
+    _used: dict[str, tuple[float, NodeUse]] = field(default_factory=dict, init=False)
+    """When each node reported its use, and that."""
 
     def learn(self, started: JobStarted | None, newest: PlanAdopted | None) -> None:
         """Take in the entries that a value from the wire lacks."""
@@ -145,6 +182,10 @@ class RunView:
     def heard(self, node: str, now_s: float) -> None:
         """Note that a node was heard. Heartbeats are not journal entries."""
         self._heard_s[node] = now_s
+
+    def measured(self, node: str, use: NodeUse, now_s: float) -> None:
+        """Note what a node's processes use. It is no journal entry either."""
+        self._used[node] = now_s, use
 
     def apply(self, entry: JournalEntry) -> None:
         self._account.apply(entry)
@@ -194,6 +235,7 @@ class RunView:
         # Steps are nearly all entries of a long run, and no script has any.
         if not isinstance(entry, StepDone):
             self._ranks.apply(entry)
+        self._phases.apply(entry)
 
     def at(self, now_s: float) -> snapshot.RunSnapshot:
         """Return the run's state `now_s` seconds after its start, or at its end if that came before."""
@@ -202,6 +244,7 @@ class RunView:
         step_s = median(seconds for seconds, _ in self._recent) if self._recent else None
         remaining = job.max_steps - self._step if job else 0
         has_kinds = len(set(self._kinds.values())) > 1
+        losses, speeds = self._curve.values()
         return snapshot.RunSnapshot(
             tag=job.tag if job else self._ranks.tag,
             model=job.model.type if job else self._ranks.command,
@@ -212,6 +255,8 @@ class RunView:
             loss=self._loss,
             tokens_per_s=median(tokens / seconds for seconds, tokens in self._recent) if self._recent else None,
             step_time_s=step_s,
+            losses=losses,
+            speeds=speeds,
             goodput=self._account.at(elapsed_s).goodput,
             elapsed_s=elapsed_s,
             remaining_s=None if step_s is None or self._ended else step_s * remaining,
@@ -222,6 +267,7 @@ class RunView:
             pipelines=tuple(self._pipelines()),
             nodes=tuple(self._node_view(name, elapsed_s, has_kinds=has_kinds) for name in self._nodes),
             events=tuple(self._events),
+            phase=self._phases.at(elapsed_s),
             exit_code=self._ended.exit_code if self._ended else None,
             data=self._data.text(has_ended=self._ended is not None),
             protected=self._ranks.protected,
@@ -276,6 +322,8 @@ class RunView:
         if record.duration_s > 0:
             self._recent.append((record.duration_s, entry.tokens))
             del self._recent[:-_RECENT_STEPS]
+            if math.isfinite(record.loss):
+                self._curve.add(record.loss, entry.tokens / record.duration_s)
         # A step of an earlier generation says nothing about the stages of the new plan.
         if record.generation == self._generation:
             self._changing.clear()
@@ -320,6 +368,20 @@ class RunView:
             heard_s_ago=None if heard_s is None else max(0.0, now_s - heard_s),
             origin=self._origins.get(name, ""),
             kind=self._kinds.get(name, "") if has_kinds else "",
+            use=self._use_of(name, state, now_s),
+        )
+
+    def _use_of(self, name: str, state: snapshot.NodeState, now_s: float) -> snapshot.UseView | None:
+        at_s, use = self._used.get(name, (-math.inf, None))
+        is_gone = state in (snapshot.NodeState.LOST, snapshot.NodeState.ENDED)
+        if use is None or is_gone or now_s - at_s > _USE_KEPT_S:
+            return None
+        return snapshot.UseView(
+            cores=use.cores,
+            num_cores=use.num_cores,
+            used_bytes=use.used_bytes,
+            memory_bytes=use.memory_bytes,
+            devices=tuple((each.busy, each.used_bytes, each.memory_bytes) for each in use.devices),
         )
 
 

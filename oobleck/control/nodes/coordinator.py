@@ -190,6 +190,8 @@ class BaseCoordinator(Program):
             case protocol.Heartbeat(sequence=sequence):
                 if sequence is not None:
                     turn.send(node, message)
+            case protocol.NodeUse():
+                pass  # It is for people.
             case protocol.Leaving(reason=reason):
                 turn.record(journal.TerminationNoticed(t_s=turn.now_s, node=node, reason=reason))
                 self._lifecycle.noticed(turn, node)

@@ -17,6 +17,7 @@ from oobleck.planner import WorkerId
 from .machines import Machines
 
 _RESTARTS_KEPT = 16
+_MOST_MEASURED = 64
 # More ends than a node can have before all of them are reported.
 _ENDS_KEPT = 8
 _DERIVED = ("living_names", "ready_names", "ready_worker_ids", "all_save")
@@ -329,6 +330,11 @@ class Membership:
     @property
     def all(self) -> tuple[Member, ...]:
         return tuple(self._members.values())
+
+    @property
+    def report_use(self) -> bool:
+        """Whether agents report what their nodes use, which nobody looks at for each of thousands."""
+        return len(self._members) <= _MOST_MEASURED
 
     def took_part(self, node: str, generation: int) -> bool:
         """Return whether a node has had the same workers ever since the plan of `generation` was ordered."""

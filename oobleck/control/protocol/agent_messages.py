@@ -64,6 +64,27 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceUse:
+    busy: float
+    """The share of time in which it computes, 0 to 1."""
+    used_bytes: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeUse:
+    """What a node's processes use of its machine. For people: it decides nothing, and is never repeated."""
+
+    cores: float
+    """The processor time of a second, in seconds."""
+    num_cores: int
+    used_bytes: int
+    memory_bytes: int
+    devices: tuple[DeviceUse, ...] = ()
+    """In the order of their numbers; empty for CPUs, and without NVML."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerExited(FromWorker):
     """A worker process is gone."""
 
@@ -106,6 +127,7 @@ class ForkServerEnded:
 AgentMessage = (
     Hello
     | Heartbeat
+    | NodeUse
     | WorkerStarted
     | WorkerExited
     | Leaving

@@ -47,6 +47,8 @@ class Configure:
     """How many workers compute on the same device: more than one where nodes share it."""
     run: str
     """See `manifest.run_digest`."""
+    reports_use: bool = False
+    """Whether the agent reports what the node's processes use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,6 +97,8 @@ class ConfigureRanks(ForRanks):
     """The node has no part in generations up to this one that it does not know."""
     address: str = ""
     """Where other nodes reach this one."""
+    reports_use: bool = False
+    """As in `Configure`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -308,10 +308,14 @@ class RanksCoordinator(BaseCoordinator):
         """Tell an agent what to run; one that is reached again may have missed that, and what followed it."""
         self._losses.pop(node, None)
         spec = self._members[node].spec
-        order = protocol.ConfigureRanks(
-            run=self._run, devices=spec.devices, generation=self.generation, address=self._members[node].address
+        configure = protocol.ConfigureRanks(
+            run=self._run,
+            devices=spec.devices,
+            generation=self.generation,
+            address=self._members[node].address,
+            reports_use=self._members.report_use,
         )
-        turn.send(node, order)
+        turn.send(node, configure)
         self._copies.remind(node)
         formed, state = self._formed, self._state
         if formed is not None and isinstance(state, states.Running) and node in state.names:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from oobleck.control.events import LinkFound, LookUpLink, Store, Turn
+from oobleck.control.journal import Measured, MeasurementBegun
 from oobleck.control.nodes import Member, Membership
 from oobleck.control.protocol import LinkTimed, TimeLink
 from oobleck.errors import ConfigError, PeerError
@@ -96,6 +97,8 @@ class LinkTiming:
                 return
         self.deadline_s = turn.now_s + _TIMEOUT_S + _SLACK_S
         asked.awaited = {leader for leader, _ in asked.pairs}
+        workers = tuple(worker_id for pair in asked.pairs for worker_id in pair)
+        turn.record(MeasurementBegun(t_s=turn.now_s, what=Measured.LINKS, workers=workers))
         for pair in asked.pairs:
             for index, worker_id in enumerate(pair):
                 peer = self._members[pair[1 - index].node].ready[pair[1 - index].device].address

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from oobleck import __version__
 from oobleck.control.events import LookUpProfile, ProfileFound, Store, Turn
-from oobleck.control.journal import WorkerUp
+from oobleck.control.journal import Measured, MeasurementBegun, WorkerUp
 from oobleck.control.nodes import Alike, Member, Membership, MemberState, difference
 from oobleck.control.plans import profile_key
 from oobleck.control.protocol import PROTOCOL_VERSION, Configure, Profiled, ProfileRequest, StartWorker, WorkerReady
@@ -83,6 +83,7 @@ class Preparation:
             device_memory_bytes=memory_bytes,
             num_sharing=self._members.machines.sharing_device(node),
             run=self._run,
+            reports_use=self._members.report_use,
         )
         turn.send(node, configure)
 
@@ -221,5 +222,7 @@ class Preparation:
             self._ask(turn, wanted, there[0])
 
     def _ask(self, turn: Turn, wanted: _Wanted, worker_id: WorkerId) -> None:
+        if wanted.measures != worker_id:
+            turn.record(MeasurementBegun(t_s=turn.now_s, what=Measured.LAYERS, workers=(worker_id,)))
         wanted.measures, wanted.is_unmeasured = worker_id, False
         turn.send(worker_id.node, ProfileRequest(device=worker_id.device))

@@ -50,6 +50,7 @@ class Reports:
                 recovery.status(turn, worker_ids, message)
             case protocol.Resumed():
                 recovery.give(turn, WorkersResumed(worker_ids=tuple(worker_ids), message=message))
+                self._parts.startup.note_resumed(turn, worker_ids)
                 self._parts.progress.give_time(turn.now_s)  # A worker that reports to compute does not hang.
             case protocol.Pace():
                 if not recovery.is_fencing:
@@ -124,6 +125,7 @@ class Reports:
             case (
                 protocol.Hello()
                 | protocol.Heartbeat()
+                | protocol.NodeUse()
                 | protocol.Leaving()
                 | protocol.ForkServerEnded()
                 | protocol.AgentStopped()

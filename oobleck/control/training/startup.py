@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from oobleck.control.checkpoints import Candidate, Restoring, Saving
 from oobleck.control.data import Sharding
 from oobleck.control.events import Turn
-from oobleck.control.journal import Loss, ProfileKnown, WorkerEnded
+from oobleck.control.journal import Loss, PipelinesFormed, ProfileKnown, WorkerEnded
 from oobleck.control.nodes import Membership, starting_s
 from oobleck.control.speed import LinkTiming
 from oobleck.control.steps import Verdict
 from oobleck.errors import ExitCode, PlanningError
 from oobleck.job import MAX_KINDS, JobSpec, NodeSpec
-from oobleck.planner import NodeKind, profile_to_json
+from oobleck.planner import NodeKind, WorkerId, profile_to_json
 
 from .decision import Choice, to_checkpoint
 from .preparation import Preparation
@@ -58,6 +58,8 @@ class Startup:
     _resume: str
     """As in `Coordinator`."""
     _failures: StartupFailures = field(init=False)
+    _forming: set[WorkerId] = field(default_factory=set, init=False)
+    """The workers of the first plan that do not compute yet."""
     deadline_s: float = math.inf
 
     def __post_init__(self) -> None:
@@ -118,6 +120,15 @@ class Startup:
         for kind in kinds:
             turn.record(profile_known(kind, turn.now_s))
         self._begin(turn, kinds, self._candidate(turn, kinds[0].profile.num_layers))
+
+    def note_resumed(self, turn: Turn, worker_ids: Sequence[WorkerId]) -> None:
+        """Record that all workers of the first plan compute, once the last of them does."""
+        if not self._forming:
+            return
+        self._forming.difference_update(worker_ids)
+        if not self._forming:
+            generation = self._reconfiguration.generations.current
+            turn.record(PipelinesFormed(t_s=turn.now_s, generation=generation))
 
     # --- what it begins from -----------------------------------------------------------------------------------
 
@@ -180,6 +191,7 @@ class Startup:
                 reason = f"{decision.reason}; from the checkpoint of step {candidate.step}"
                 choice = to_checkpoint(replace(moved, action=decision.action, reason=reason), candidate)
             self._reconfiguration.order_first(turn, choice)
+            self._forming = set(self._reconfiguration.generations.plan.worker_ids)
         except PlanningError as error:
             turn.end(str(error), ExitCode.CONFIG)
 

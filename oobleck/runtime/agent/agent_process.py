@@ -40,6 +40,7 @@ from .checkpoint_store import NodeCheckpoints
 from .notice import await_notice
 from .rank_states import RankStates
 from .ranks import RankProcesses
+from .use_meter import UseMeter
 from .workers import ForkingWorkerHost
 
 _BACKLOG = 128  # for masters that look for a stopped agent, which drops all but the newest once it continues
@@ -188,6 +189,7 @@ async def _serve(
         checkpoints=None if arguments.ranks else checkpoints,
         await_notice=await_notice,
         relays=RelaySockets(),
+        meter=UseMeter(machine),
     )
     async with trio.open_nursery() as nursery:
         if workers is not None:

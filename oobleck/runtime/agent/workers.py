@@ -88,13 +88,14 @@ _TIMES = slice(11, 15)
 
 def processor_s(pid: int) -> float:
     """Return the CPU time in seconds of a process and its descendants, such as compilers; 0 once it is gone."""
-    return sum(int(ticks) for each in _family(pid) for ticks in stat_fields(each)[_TIMES]) / _TICKS_PER_S
+    return sum(int(ticks) for each in family_of(pid) for ticks in stat_fields(each)[_TIMES]) / _TICKS_PER_S
 
 
-def _family(pid: int) -> Iterator[int]:
+def family_of(pid: int) -> Iterator[int]:
+    """Yield a process and its living descendants."""
     yield pid
     with suppress(OSError):  # it has ended
         for task in os.listdir(f"/proc/{pid}/task"):
             with suppress(OSError):  # a kernel without this file reports only children that have ended
                 for child in Path(f"/proc/{pid}/task/{task}/children").read_bytes().split():
-                    yield from _family(int(child))
+                    yield from family_of(int(child))

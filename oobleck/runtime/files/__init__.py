@@ -12,6 +12,7 @@ from .agent_dir import (
 )
 from .input_file import MAX_DATA_BYTES, read_input
 from .line_file import MAX_WAITING_BYTES, LineFile
+from .node_logs import NodeLogs, agent_log, parse_list, path_in_shell
 from .private_paths import private_directory
 from .process_id import ProcessId, stat_fields
 from .run_dir import (
@@ -35,10 +36,14 @@ __all__ = [
     "AgentCommands",
     "AgentDir",
     "LineFile",
+    "NodeLogs",
     "ProcessId",
     "RunDirectory",
+    "agent_log",
     "default_base_dir",
     "default_tag",
+    "parse_list",
+    "path_in_shell",
     "private_directory",
     "read_input",
     "remove_states",

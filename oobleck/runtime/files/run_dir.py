@@ -9,7 +9,7 @@ command              the command that started the newest master, for people
 output.log           the output of `oobleck up --detach`
 control.sock         status, kill and stop; a link to a short directory elsewhere if this path is too long
 temporary            the directory with the sockets of virtual nodes' agents
-agent<index>.log     one per line of the hostfile
+agent-<node>.log     of the nodes that share this directory, such as virtual ones
 profile/             measured profiles
 tensorboard/         the metrics again, if TensorBoard is installed
 dial-in/             keys for nodes that dial in, and the output of their scheduler

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from oobleck.control.events import End, LookUpProfile, ProfileFound, Send, Store
+from oobleck.control.events import End, LookUpProfile, ProfileFound, Record, Send, Store
 from oobleck.control.nodes import Alike
 from oobleck.control.protocol import Configure, Profiled, ProfileRequest, StartWorker
 from oobleck.job import NodeSpec
@@ -124,7 +124,10 @@ def test_training_begins_with_a_cached_profile(bench: Bench):
 def test_a_profile_that_cannot_be_used_is_measured_and_cached(bench: Bench, cached: str | None):
     bench.up("n0")
     bench.say("n0", ready())
-    assert bench.feed(ProfileFound(profile_json=cached)) == [Send(node="n0", message=ProfileRequest(device=0))]
+    told, asked = bench.feed(ProfileFound(profile_json=cached))
+    assert asked == Send(node="n0", message=ProfileRequest(device=0))
+    assert isinstance(told, Record)
+    assert told.entry.sentence == "n0:0 measures what the model's layers cost"
     commands = bench.say("n0", Profiled(device=0, profile_json=PROFILE))
     (stored,) = [command for command in commands if isinstance(command, Store)]
     assert stored.value_json == PROFILE
