@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -11,24 +13,28 @@ import typer
 
 from oobleck.control.journal import JobStarted
 from oobleck.errors import ConfigError, CorruptCheckpoint, ExitCode, UsageError
-from oobleck.host.user_path import expand_user
+from oobleck.host.places import is_here, place_of
 from oobleck.runtime.files import RunDirectory
 from oobleck.runtime.journals import read_journal
 from oobleck.runtime.processes import convert, find_tokenizer, write_tokenizer
 from oobleck.storage import CheckpointDirectory, FileFault, FoundManifest, Manifest, read_layer_file
 from oobleck.storage.directory import MANIFEST_NAME
+from oobleck.storage.layer_file import write_file
 from oobleck.wire import to_builtins
 
 from .common_options import BaseDirOption, JsonOption, base_dir_of
 
 WhereArgument = Annotated[
-    Path, typer.Argument(help="A checkpoint, a directory of checkpoints (then its newest), or the tag of a run.")
+    str,
+    typer.Argument(
+        help="A checkpoint, or a directory of checkpoints (its newest), as path or URL; or the tag of a run."
+    ),
 ]
 
 
 def list_checkpoints(
     where: Annotated[
-        Path | None, typer.Argument(help="A directory of checkpoints, or the tag of a run.", show_default=False)
+        str | None, typer.Argument(help="A directory of checkpoints, or the tag of a run.", show_default=False)
     ] = None,
     *,
     as_json: JsonOption = False,
@@ -79,7 +85,7 @@ def verify_checkpoint(where: WhereArgument, *, as_json: JsonOption = False, base
     directory, manifest = _one(where, base_dir)
     faults = list(directory.faults(manifest))
     # `where` is a whole directory, not one checkpoint.
-    if directory.path.absolute() != expand_user(where).absolute().parent:
+    if directory.path.absolute() != place_of(where, "WHERE").absolute().parent:
         damaged = [found for found in directory.find() if found.is_damaged]
         faults += [FileFault(file=directory.path / found.name, problem=found.problem or "") for found in damaged]
     if as_json:
@@ -96,7 +102,7 @@ def verify_checkpoint(where: WhereArgument, *, as_json: JsonOption = False, base
 
 def export_checkpoint(
     where: WhereArgument,
-    target: Annotated[Path, typer.Argument(help="The model directory to write.")],
+    target: Annotated[str, typer.Argument(help="The model directory to write; may be a URL.")],
     *,
     form: Annotated[
         str,
@@ -111,32 +117,49 @@ def export_checkpoint(
     if form not in ("hf", "peft"):
         raise UsageError(f"--format: {form} is not known; it is hf or peft")
     directory, manifest = _one(where, base_dir)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    place = place_of(target, "TARGET")
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise UsageError(f"{target} exists already; name a directory that is new or empty")
-    convert(form, directory.path / manifest.name, target.absolute())
-    tokenizer = find_tokenizer(base_dir_of(base_dir) / "cache", manifest.data_digest)
-    if tokenizer is None:
-        typer.echo(f"step {manifest.step} exported to {target}; the tokenizer of its data is not on this machine")
+    with _written_to(place) as path:
+        convert(form, directory.path / manifest.name, path)
+        tokenizer = find_tokenizer(base_dir_of(base_dir) / "cache", manifest.data_digest)
+        if tokenizer is not None:
+            write_tokenizer(tokenizer, path)
+    what = "the tokenizer of its data"
+    with_it = f", with {what}" if tokenizer is not None else f"; {what} is not on this machine"
+    typer.echo(f"step {manifest.step} exported to {target}{with_it}")
+
+
+@contextmanager
+def _written_to(place: Path) -> Iterator[Path]:
+    """Give a directory to write into, whose files are copied to a place that is no path here. Raises ConfigError."""
+    if is_here(place):
+        yield place.absolute()
         return
-    write_tokenizer(tokenizer, target)
-    typer.echo(f"step {manifest.step} exported to {target}, with the tokenizer of its data")
+    with tempfile.TemporaryDirectory(prefix="oobleck-export-") as made:
+        yield (path := Path(made) / "model")
+        try:
+            for file in sorted(path.iterdir()):
+                write_file(place / file.name, [memoryview(file.read_bytes())])
+        except OSError as error:
+            raise ConfigError(f"TARGET: {error}") from error
 
 
 def import_checkpoint(
     source: Annotated[Path, typer.Argument(help="A model directory, as save_pretrained writes it.")],
-    target: Annotated[Path, typer.Argument(help="The directory of checkpoints to write into.")],
+    target: Annotated[str, typer.Argument(help="The directory of checkpoints to write into; may be a URL.")],
 ) -> None:
     """Make a checkpoint of step 0 from a model directory, to begin a run from: `oobleck up … --resume PATH`."""
-    path = convert("import", source.absolute(), target.absolute())
+    path = convert("import", source.absolute(), place_of(target, "TARGET").absolute())
     typer.echo(f"imported to {path}")
 
 
-def _directory(where: Path, base_dir: Path | None) -> CheckpointDirectory:
+def _directory(where: str, base_dir: Path | None) -> CheckpointDirectory:
     """Return the directory that a path or a run's tag names. Raises UsageError."""
-    path = expand_user(where)
+    path = place_of(where, "WHERE")
     here = CheckpointDirectory(path) if path.is_dir() else None
-    run = RunDirectory(base_dir=base_dir_of(base_dir), tag=str(where))
-    of_run = _of_run(run) if len(where.parts) == 1 and run.path.is_dir() else None
+    run = RunDirectory(base_dir=base_dir_of(base_dir), tag=where)
+    of_run = _of_run(run) if "/" not in where and run.path.is_dir() else None
     if of_run is None or not of_run.path.is_dir():
         if here is None:
             where_else = f"; its job has them in {of_run.path}, which is not on this machine" if of_run else ""
@@ -157,7 +180,7 @@ def _of_run(run: RunDirectory) -> CheckpointDirectory:
         # The job is in the first entry, and the journal may be gigabytes long.
         first = next(iter(read_journal(run.journal)), None)
         named = first.job.checkpoint.directory if isinstance(first, JobStarted) else None
-    return CheckpointDirectory(run.path / "checkpoints" if named is None else expand_user(named))
+    return CheckpointDirectory(run.path / "checkpoints" if named is None else place_of(named, "checkpoint.directory"))
 
 
 def _all_directories(base_dir: Path | None) -> list[CheckpointDirectory]:
@@ -172,11 +195,11 @@ def _all_directories(base_dir: Path | None) -> list[CheckpointDirectory]:
     return list(found.values())
 
 
-def _one(where: Path, base_dir: Path | None) -> tuple[CheckpointDirectory, Manifest]:
+def _one(where: str, base_dir: Path | None) -> tuple[CheckpointDirectory, Manifest]:
     """Return the checkpoint at a path, or else the newest complete one. Raises UsageError or ConfigError."""
     try:
-        if (expand_user(where) / MANIFEST_NAME).exists():
-            path = expand_user(where).absolute()
+        path = place_of(where, "WHERE").absolute()
+        if (path / MANIFEST_NAME).exists():
             return CheckpointDirectory(path.parent), CheckpointDirectory(path.parent).manifest(path.name)
         directory = _directory(where, base_dir)
         complete = [entry.manifest for entry in directory.find() if entry.manifest is not None]

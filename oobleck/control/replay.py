@@ -12,6 +12,7 @@ from oobleck.control import journal
 from oobleck.control.training import ReplayedRun
 from oobleck.errors import ExitCode, PeerError
 from oobleck.job import JobSpec
+from oobleck.job.secrets import public_job
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,5 +127,7 @@ class FinishedRun:
 
     def is_all_of(self, job: JobSpec) -> bool:
         """Whether it is what `job` asks for: the same model, trained as far at least, in the same place."""
-        ours, theirs = ((each.tag, each.model, each.script, each.checkpoint.directory) for each in (self.job, job))
+        ours, theirs = (
+            (each.tag, each.model, each.script, each.checkpoint.directory) for each in (self.job, public_job(job))
+        )
         return ours == theirs and job.checkpoint.enabled and self.step >= job.max_steps

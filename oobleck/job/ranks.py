@@ -6,12 +6,12 @@ generation begins on the nodes that are present then.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .bounds import bounded, check_spec, require
+from .secrets import public_control, secret_digest
 from .spec import MAX_NODES, ControlSpec, check_tag
 
 DEFAULT_RESTARTS = 3
@@ -20,11 +20,6 @@ _MOST_COPIES = 8
 _MOST_RANKS = 1024
 _COUNTED = ("auto", "cpu", "gpu", "slots")
 _MOST_RESTARTS = 1_000_000
-
-
-def secret_digest(words: Iterable[str]) -> str:
-    """Return a digest that shows whether two texts are equal, but is too short to reveal them."""
-    return f"sha256:{hashlib.sha256(chr(0).join(words).encode(errors='surrogateescape')).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +115,8 @@ class RanksSpec:
         names = [word.partition("=")[0] for word in self.command[1:] if word.startswith("-")]
         arguments = (*names, secret_digest(self.command)) if self.command[1:] else ()
         environment = {name: secret_digest((name, value)) for name, value in self.environment.items()}
-        return replace(self, command=(*self.command[:1], *arguments), environment=environment)
+        command, control = (*self.command[:1], *arguments), public_control(self.control)
+        return replace(self, command=command, environment=environment, control=control)
 
     @property
     def kinds(self) -> str:

@@ -17,6 +17,7 @@ from oobleck.control.relays import RelayDesk
 from oobleck.errors import AgentGone, FaultyNode, NodeUnreachable, PeerError
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.job.ranks import RanksSpec
+from oobleck.job.secrets import Hiding
 from oobleck.wire import FrameDecoder, encode_frame
 
 from .channel import CLOSED, close
@@ -76,8 +77,13 @@ class Master:
         profiles: ProfileCache,
         clock: RunClock,
         known: Sequence[NodeSpec] = (),
+        hide: Hiding | None = None,
     ) -> None:
-        """`known` are the nodes of the master before, lost ones included: they are cleaned at the end."""
+        """`known` are the nodes of the master before, lost ones included: they are cleaned at the end.
+
+        `hide` takes secrets out of entries before anybody gets them.
+        """
+        self._hide = Hiding(None, {}) if hide is None else hide
         self._coordinator = coordinator
         self._nodes = {spec.name: spec for spec in known}
         self._tag = job.tag
@@ -217,6 +223,8 @@ class Master:
                 case control_events.Send() | control_events.SendAll() | control_events.SendOrders():
                     self._post_all(self._relays.route(command, self.now_s))
                 case control_events.Record(entry=entry):
+                    if not isinstance(entry, entries.JobStarted | entries.PlanAdopted | entries.StepDone):
+                        entry = self._hide.value(entry)
                     self._journal.append(entry)
                     for observer in self._observers:
                         observer(entry)

@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oobleck.errors import CorruptCheckpoint
+from oobleck.host.places import is_here
 
+from . import remote
 from .layout import Entry, TensorSpec
 
 _LENGTH = struct.Struct("<Q")
@@ -49,6 +51,8 @@ def write_layer_file(
 
 def write_file(path: Path, parts: Sequence[memoryview]) -> tuple[int, str]:
     """Write a file under another name, force it to the disk, then rename it; returns its size and SHA-256."""
+    if not is_here(path):
+        return remote.write(path, parts)
     temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     digest = hashlib.sha256()
@@ -77,6 +81,8 @@ def write_file(path: Path, parts: Sequence[memoryview]) -> tuple[int, str]:
 
 def file_digest(path: Path) -> str:
     """O(size). Raises OSError."""
+    if not is_here(path):
+        return hashlib.sha256(remote.read(path)).hexdigest()
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -91,12 +97,18 @@ def fsync_directory(path: Path) -> None:
 
 def read_layer_file(path: Path) -> LayerFile:
     """Map a layer's file, whose data is read on access. Raises CorruptCheckpoint, which names the file."""
+    if not is_here(path):
+        return _parsed(path, remote.read_whole(path))
     try:
         with path.open("rb") as file:
             # torch needs writable memory, so the map is private: writes change only this process's copy.
             mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         raise CorruptCheckpoint(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    return _parsed(path, mapped)
+
+
+def _parsed(path: Path, mapped: memoryview) -> LayerFile:
     try:
         return _parse(path, mapped)
     except (ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError) as error:

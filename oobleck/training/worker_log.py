@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING
 
+from oobleck.host.hidden_log import hide_in_log
 from oobleck.planner import WorkerId
 
 if TYPE_CHECKING:
@@ -33,8 +34,9 @@ class WorkerLog(logging.LoggerAdapter[logging.Logger]):
         return f"[{self._worker_id}{which}] {msg}", kwargs
 
 
-def start_logging(level: str) -> None:
-    """Log to standard error: our lines from `level` on, those of others from warnings on."""
+def start_logging(level: str, hide: Callable[[str], str]) -> None:
+    """Log, without secrets, to standard error: our lines from `level` on, those of others from warnings on."""
     logging.raiseExceptions = False  # a full disk, or a lost log, must not end a worker
     logging.basicConfig(level=logging.WARNING, format=_FORMAT, force=True)
     logging.getLogger("oobleck").setLevel(level.upper())
+    hide_in_log(hide)

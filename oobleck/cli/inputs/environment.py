@@ -16,7 +16,7 @@ from oobleck.cli.option_fields import option
 from oobleck.errors import ConfigError, UsageError
 from oobleck.host.user_path import expand_user
 from oobleck.job import JobSpec
-from oobleck.job.ranks import secret_digest
+from oobleck.job.secrets import secret_digest, with_variables
 from oobleck.runtime.files import BASE_DIR_VARIABLE, read_input
 from oobleck.runtime.python_process import as_no_rank
 
@@ -109,6 +109,7 @@ def apply_environment(job: JobSpec, own: Mapping[str, str]) -> JobSpec:
     for name, why in _refused(values):
         raise ConfigError(f"env.{name}: {why}")
     os.environ.update(values)
+    job = with_variables(job, os.environ)
     return replace(job, env={name: secret_digest((name, value)) for name, value in sorted(values.items())})
 
 

@@ -15,7 +15,7 @@ from oobleck.host.script import Job, is_running_script
 from .display import show_values_as_tables
 from .master import MasterProcess
 from .run import Run, failure_without_journal
-from .words import environment_of, job_words, option_words
+from .words import environment_of, job_words, option_words, without_secrets_of
 
 
 def launch(
@@ -54,10 +54,12 @@ def launch(
         )
     directory = base_dir_of(None if base_dir is None else Path(fspath(base_dir))).absolute()
     named = () if hosts is None else (fspath(hosts),)
-    variables = environment_of(options.pop("env", None))
+    kept, own, secrets = without_secrets_of(job)
+    variables = {**own, **environment_of(options.pop("env", None))}
     options["env"] = list(variables)  # a command line can be read by all users of this machine
-    words = [*named, *option_words(options), *job_words(job, tuple(arguments), directory)]
-    master = MasterProcess(words, directory, {name: text for name, text in variables.items() if text is not None})
+    words = [*named, *option_words(options), *job_words(kept, tuple(arguments), directory)]
+    given = {name: text for name, text in variables.items() if text is not None}
+    master = MasterProcess(words, directory, {**secrets, **given})
     try:
         held = master.wait_until_accepted()
     except BaseException:

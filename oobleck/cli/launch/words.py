@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import cache
 from os import PathLike, fspath
 from pathlib import Path
@@ -17,10 +18,12 @@ from oobleck.errors import ConfigError, UsageError, shown
 from oobleck.host.script import Job
 from oobleck.host.user_path import expand_user
 from oobleck.host.writing import write_whole
+from oobleck.job.secrets import without_secrets
 from oobleck.runtime.files import LAUNCHED_DIRECTORY, private_directory
 
 from .script_text import script_text
 
+_Job = str | PathLike[str] | Mapping[str, object] | Job | Callable[[], Job] | None
 _MADE_OF = "the job given to launch()"
 _ARGUMENTS = frozenset({"base_dir", "job"})  # arguments of `launch` itself
 _OF_TERMINALS = frozenset(
@@ -90,8 +93,25 @@ def _texts(keyword: str, value: object) -> list[str]:
     raise UsageError(f"{keyword}: expected text, a number or a path, got {shown(value)}")
 
 
+def without_secrets_of(job: _Job) -> tuple[_Job, dict[str, str], dict[str, str]]:
+    """Return a job for a file, its variables, and those that `${NAME}` in the file stands for."""
+    if not isinstance(job, Mapping | Job):
+        return job, {}, {}
+    settings, secrets = without_secrets(job if isinstance(job, Mapping) else job.settings)
+    own: dict[str, str] = {}
+    if isinstance(env := settings.get("env"), Mapping):
+        own = {name: each if isinstance(each, str) else json.dumps(each) for name, each in env.items()}
+        # What is no value is refused with the rest of the job.
+        settings["env"] = {name: each for name, each in env.items() if not isinstance(each, bool | int | float | str)}
+    if isinstance(job, Mapping):
+        return settings, own, secrets
+    kept = copy(job)
+    kept.settings = settings
+    return kept, own, secrets
+
+
 def job_words(
-    job: str | PathLike[str] | Mapping[str, object] | Job | Callable[[], Job] | None,
+    job: _Job,
     arguments: tuple[str, ...],
     base_dir: Path,
 ) -> list[str]:

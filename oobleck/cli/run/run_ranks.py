@@ -26,6 +26,7 @@ from oobleck.errors import ExitCode
 from oobleck.host.streams import Output, as_output, lasting
 from oobleck.host.user_path import expand_user
 from oobleck.job.ranks import RanksSpec
+from oobleck.job.secrets import Hiding
 from oobleck.roles.master import Master, RunClock
 from oobleck.runtime.descriptors import raise_descriptor_limit, require_descriptors
 from oobleck.runtime.files import RunDirectory
@@ -71,11 +72,12 @@ def run_ranks(run: RanksRun) -> int:
     output = lasting(sys.stderr)  # standard output is for the script's own output
     count = f"{num_nodes} node{'' if num_nodes == 1 else 's'}"
     say(output, f"oobleck run: {run.spec.tag}, {count}, logs in {directory.path}")
-    with directory.lock(), wiring.background_logging():
+    hide = Hiding(None, {**os.environ, **run.spec.environment})
+    with directory.lock(), wiring.background_logging(hide):
         directory.note_owner(run.owner)
         directory.note_command(["oobleck", *sys.argv[1:]])
         clock = PatientClock()
-        end = trio.run(_run, run, directory, output, clock, clock=clock)
+        end = trio.run(_run, run, directory, output, clock, hide, clock=clock)
     if end.exit_code != ExitCode.DONE:
         wiring.complain(end.reason, style="red")
     return end.exit_code
@@ -96,7 +98,7 @@ def _check_states(run: RanksRun, directory: RunDirectory) -> None:
         identity.check_arguments(max(notes, key=lambda note: note.age), str(states))
 
 
-async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: PatientClock) -> End:
+async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: PatientClock, hide: Hiding) -> End:
     spec = run.spec
 
     def tell(text: str) -> None:
@@ -133,6 +135,7 @@ async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: Pa
                 journal=journal,
                 profiles=ProfileFiles(directory.profile),
                 clock=RunClock(held_up_s=lambda: clock.held_up_s),
+                hide=hide,
             )
             session = wiring.Session(master, cluster, launcher, nursery, kills=(), past=RunBooks())
             screen = _Screen()

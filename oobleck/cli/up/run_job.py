@@ -26,11 +26,12 @@ from oobleck.control.journal import Summary, prometheus_text
 from oobleck.control.replay import FinishedRun, RunBooks
 from oobleck.control.training import Coordinator, ReplayedRun, finished_text
 from oobleck.errors import CorruptCheckpoint, ExitCode, OobleckError, UsageError, leaves_of
+from oobleck.host.places import place_of
 from oobleck.host.script import SCRIPT_WAITS
 from oobleck.host.streams import Output, lasting
-from oobleck.host.user_path import expand_user
 from oobleck.host.writing import write_in_place
 from oobleck.job import JobSpec, NodeSpec
+from oobleck.job.secrets import Hiding, public_job
 from oobleck.roles.master import Master, RunClock
 from oobleck.roles.master_ports import LiveCluster
 from oobleck.runtime.control_socket import serve_control
@@ -107,7 +108,7 @@ def _run_job(run: Run) -> int:
             return ExitCode.DONE if _hand_out(run, summary, stdout) else ExitCode.FAILED
         files = (directory.journal, directory.metrics)
         before = {path: aside_of(path) for path in files}
-        with wiring.background_logging():
+        with wiring.background_logging(Hiding(run.job, os.environ)):
             clock = PatientClock()
             try:
                 past = _Past(books=books, place=place)
@@ -167,7 +168,7 @@ def _finished(run: Run, directory: RunDirectory, books: RunBooks) -> FinishedRun
 
 def _checkpoints(run: Run, directory: RunDirectory) -> CheckpointDirectory:
     named = run.job.checkpoint.directory
-    return CheckpointDirectory(expand_user(named) if named else directory.path / "checkpoints")
+    return CheckpointDirectory(place_of(named, "checkpoint.directory") if named else directory.path / "checkpoints")
 
 
 def _hand_out(run: Run, summary: Summary, stdout: Output) -> bool:
@@ -314,8 +315,8 @@ async def _find_past(run: Run, directory: RunDirectory, cluster: LiveCluster, la
                 set_aside(directory.journal)
                 text = f"the run continues without its master, and cannot be taken over: {replayed.gap.sentence}"
                 return _Past(remark=f"{text}; its processes are ended, and this run begins from its newest state")
-            if replayed.job != run.job:
-                changed = ", ".join(changed_keys(replayed.job, run.job))
+            if replayed.job != (job := public_job(run.job)):
+                changed = ", ".join(changed_keys(replayed.job, job))
                 raise UsageError(
                     f"the run {run.job.tag} continues without its master, and its job differs from this one in "
                     f"{changed}; give the same job to take it over, or --resume never to end it and start from scratch"
@@ -368,6 +369,7 @@ def _make_master(
         journal=journal,
         profiles=ProfileFiles(directory.profile),
         clock=RunClock(elapsed_s=past.elapsed_s, held_up_s=held_up_s),
+        hide=Hiding(run.job, os.environ),
         known=[] if past.replayed is None else [member.spec for member in past.replayed.members.all],
     )
 

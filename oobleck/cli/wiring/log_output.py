@@ -6,8 +6,10 @@ import logging
 import queue
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+
+from oobleck.host.hidden_log import hide_in_log
 
 _MAX_WAITING = 1000
 _LAST_WORDS_S = 1.0
@@ -41,10 +43,11 @@ class _Handler(logging.Handler):
 
 
 @contextmanager
-def background_logging() -> Iterator[None]:
-    """Let a thread write the log, warnings included: the caller never waits for a reader."""
+def background_logging(hide: Callable[[str], str]) -> Iterator[None]:
+    """Let a thread write the log as `hide` returns it, warnings included: the caller never waits for a reader."""
     handler = _Handler()
     logging.getLogger().addHandler(handler)
+    hide_in_log(hide)
     logging.captureWarnings(True)
     try:
         yield

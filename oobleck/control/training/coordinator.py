@@ -16,6 +16,7 @@ from oobleck.control.events import Turn
 from oobleck.control.nodes import BaseCoordinator, Member, Membership
 from oobleck.control.recovery import BeginRecovery, HeldUp, Phase, RunEnded, TimePassed, states
 from oobleck.job import MAX_KINDS, JobSpec, NodeSpec
+from oobleck.job.secrets import public_job
 from oobleck.planner import WorkerId
 
 from .parts import Parts
@@ -83,7 +84,11 @@ class Coordinator(BaseCoordinator):
             return
         turn.record(
             journal.JobStarted(
-                t_s=turn.now_s, version=__version__, job=self._job, nodes=self._nodes, started_at=self._started_at
+                t_s=turn.now_s,
+                version=__version__,
+                job=public_job(self._job),
+                nodes=self._nodes,
+                started_at=self._started_at,
             )
         )
         self._parts.startup.expect_all(turn.now_s)

@@ -23,8 +23,10 @@ import trio
 from oobleck import __version__
 from oobleck.control.protocol import PROTOCOL_VERSION, Hello, MasterMessage, WorkerStarted
 from oobleck.errors import ConfigError
+from oobleck.host.hidden_log import hide_in_log
 from oobleck.host.machine import this_machine
 from oobleck.host.writing import write_in_place
+from oobleck.job.secrets import Hiding
 from oobleck.roles.agent import Agent
 from oobleck.roles.agent_ports import MasterConnection
 from oobleck.roles.channel import MessageChannel
@@ -142,6 +144,7 @@ def _detach(log: int) -> None:
     os.close(null)
     os.close(log)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    hide_in_log(Hiding(None, os.environ))
 
 
 async def _serve(

@@ -12,7 +12,7 @@ import trio
 
 from oobleck.control.protocol import StoragePaths, run_of
 from oobleck.errors import ConfigError, CorruptCheckpoint, PeerError
-from oobleck.host.user_path import expand_user
+from oobleck.host.places import place_of
 from oobleck.host.writing import write_whole
 from oobleck.job import CheckpointSpec
 from oobleck.runtime.files import MEMORY_OWNER, ONLY_COPY, AgentDir, ProcessId, private_directory
@@ -36,7 +36,11 @@ class NodeCheckpoints:
         self._written: set[str] = set()
 
     def open(self, spec: CheckpointSpec, *, run: str) -> StoragePaths:
-        path = self._default_directory if spec.directory is None else expand_user(spec.directory).absolute()
+        path = (
+            self._default_directory
+            if spec.directory is None
+            else place_of(spec.directory, "checkpoint.directory").absolute()
+        )
         self._checkpoints = CheckpointDirectory(path)
         for level in (self._memory.parent.parent, self._memory.parent, self._memory):
             private_directory(level)

@@ -17,6 +17,7 @@ from subprocess import DEVNULL
 import trio
 
 from oobleck.job import ControlSpec
+from oobleck.job.secrets import public_url
 
 _log = logging.getLogger("oobleck.agent")
 
@@ -43,7 +44,7 @@ async def _ask_command(control: ControlSpec) -> str | None:
             ["/bin/sh", "-c", control.notice_command], stdin=DEVNULL, capture_stdout=True, stderr=DEVNULL, check=False
         )
         if done.returncode == 0:
-            return f"notice of termination: {_shown(done.stdout) or control.notice_command}"
+            return f"notice of termination: {_shown(done.stdout) or 'notice_command succeeds'}"
     return None
 
 
@@ -53,7 +54,7 @@ async def _ask_url(control: ControlSpec) -> str | None:
     answer = await trio.to_thread.run_sync(partial(_fetch, control.notice_url, control), abandon_on_cancel=True)
     if answer is None or not re.search(control.notice_pattern or "", answer.decode(errors="replace")):
         return None
-    return f"notice of termination: {_shown(answer) or control.notice_url}"
+    return f"notice of termination: {_shown(answer) or public_url(control.notice_url)}"
 
 
 def _fetch(url: str, control: ControlSpec) -> bytes | None:
@@ -65,7 +66,7 @@ def _fetch(url: str, control: ControlSpec) -> bytes | None:
         with opener.open(urllib.request.Request(url, headers=headers), timeout=_QUESTION_S) as response:  # noqa: S310  http or https, as `ControlSpec` has checked
             return bytes(response.read(_MAX_ANSWER_BYTES)) if response.status == 200 else None
     except (urllib.error.URLError, HTTPException, OSError, ValueError) as error:
-        _log.debug("%s: %s", url, error)
+        _log.debug("%s: %s", public_url(url), error)
         return None
 
 

@@ -31,6 +31,7 @@ from pathlib import Path
 from oobleck.errors import ConfigError, UsageError
 from oobleck.host.user_path import expand_user
 from oobleck.host.writing import write_whole
+from oobleck.job.secrets import public_words
 
 from .private_paths import private_directory, temporary_directory
 from .process_id import ProcessId
@@ -41,7 +42,7 @@ LAUNCHED_DIRECTORY = ".launched"
 """The part of the directory of all runs where `oobleck.launch` writes jobs."""
 MAX_SOCKET_PATH_BYTES = 100
 """A length below the limits of Linux (108 with its closing zero) and macOS (104)."""
-_VARIABLE = re.compile(r"((?:--env[= ]|--set[= ]env\b)[^=]*=).+", re.DOTALL)
+_VARIABLE = re.compile(r"((?:--env[= ]|--set[= ](?:env|control\.notice_(?:headers|command|url))\b)[^=]*=).+", re.DOTALL)
 _TAG_CHARS = 40
 _DIGEST_CHARS = 8
 
@@ -152,7 +153,7 @@ class RunDirectory:
     def note_command(self, words: Sequence[str]) -> None:
         """Note the command line of this process; best effort, raises nothing."""
         # The values of variables and a script's arguments may be secrets, so they are left out.
-        shown = list(words)
+        shown = list(public_words(words))
         for index, word in enumerate(words):
             if word.endswith(".py") or words[index - 1 : index] in (["-m"], ["--module"], ["--no-python"]):
                 shown = [*shown[: index + 1], *(["…"] if words[index + 1 :] else [])]

@@ -27,6 +27,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from oobleck import storage
 from oobleck.errors import ConfigError, CorruptCheckpoint, ExitCode
+from oobleck.host.places import place_of
 from oobleck.job import ModelSpec, Task
 from oobleck.training import model as models
 from oobleck.training.tensor_bytes import as_tensor
@@ -45,9 +46,9 @@ def main() -> int:
     what, source, target = sys.argv[1:]
     try:
         if what == "import":
-            sys.stdout.write(f"{import_model(Path(source), Path(target))}\n")
+            sys.stdout.write(f"{import_model(Path(source), place_of(target, 'TARGET'))}\n")
         else:
-            export_model(Path(source), Path(target), adapters_alone=what == "peft")
+            export_model(place_of(source, "WHERE"), Path(target), adapters_alone=what == "peft")
     except (ConfigError, CorruptCheckpoint, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return ExitCode.CONFIG

@@ -18,7 +18,7 @@ from oobleck import storage
 from oobleck.control import protocol
 from oobleck.control.checkpoints import saving_shares
 from oobleck.errors import ConfigError, CorruptCheckpoint
-from oobleck.host.user_path import expand_user
+from oobleck.host.places import place_of
 from oobleck.planner import ExecutionPlan, WorkerId
 from oobleck.training.model import Share
 from oobleck.training.worker_log import WorkerLog
@@ -70,7 +70,7 @@ class LayerSaver:
         self._structure = structure
         self._report = report
         self._memory = Path(paths.memory)
-        self._checkpoints = storage.CheckpointDirectory(Path(paths.checkpoints))
+        self._checkpoints = storage.CheckpointDirectory(place_of(paths.checkpoints, "checkpoint.directory"))
         self._saver = FlashSaver(
             self._memory,
             f"device{worker_id.device}",
@@ -139,7 +139,9 @@ class LayerSaver:
 
     def load(self, restore: protocol.Restore, layer: int) -> Mapping[str, torch.Tensor]:
         """Return this worker's share of a layer's tensors from a checkpoint, verified. Raises CorruptCheckpoint."""
-        elsewhere = None if restore.directory is None else storage.CheckpointDirectory(Path(restore.directory))
+        elsewhere = (
+            None if restore.directory is None else storage.CheckpointDirectory(place_of(restore.directory, "--resume"))
+        )
         try:
             return cut_state(self._part, self._reader(elsewhere or self._checkpoints).load(restore.name, layer))
         except OSError as error:
@@ -187,7 +189,7 @@ class LayerSaver:
             )
         self._look_into(self._checkpoints, findings)
         if message.directory is not None:
-            self._look_elsewhere(Path(message.directory), findings)
+            self._look_elsewhere(message.directory, findings)
         unfinished = tuple(name for name in self._checkpoints.names() if self._checkpoints.is_unfinished(name))
         self._report(
             protocol.CheckpointsFound(
@@ -200,10 +202,10 @@ class LayerSaver:
             )
         )
 
-    def _look_elsewhere(self, path: Path, findings: _Findings) -> None:
+    def _look_elsewhere(self, named: str, findings: _Findings) -> None:
         """Look at the path that the user names, which is one checkpoint or a directory of them."""
         try:
-            path = expand_user(path)
+            path = place_of(named, "--resume")
         except ConfigError as error:
             findings.problems.append(str(error))
             return

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from oobleck.errors import ConfigError, ShardUnreadable
 from oobleck.job import DataSpec
+from oobleck.job.secrets import public_url
 
 from .columns import problem_with_columns
 from .shard_reader import NO_TOKEN, Extent, RecordText, row_of_tokens
@@ -37,7 +38,7 @@ class RedisShard:
         parts = urlsplit(name)
         self._key = parts.path.strip("/")
         if not parts.hostname or not self._key:
-            raise ConfigError(f"data.shards: {name} names no stream; write redis://HOST:PORT/KEY")
+            raise ConfigError(f"data.shards: {public_url(name)} names no stream; write redis://HOST:PORT/KEY")
         self._data = data
         self._text = text
         self._error = redis.RedisError

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from oobleck.errors import ConfigError, ShardUnreadable
 from oobleck.host.user_path import expand_user
 from oobleck.job import DataSpec
+from oobleck.job.secrets import public_url
 
 from .kafka_shard import KafkaShard, partitions_of
 from .records import NO_SAMPLE, Records
@@ -86,10 +87,15 @@ class ShardSet:
         """Raises ConfigError for names without a file or stream, and for text without a tokenizer."""
         self._data = data
         self._text = RecordText(data)
-        self.names = _names(data)
+        named = _names(data)
+        self.names = tuple(named)
+        """Without users and passwords of URLs, which may change between two masters."""
+        self._places = tuple(named.values())
         self.vocab_size = self._text.vocab_size
         # The reader of a stream reports a missing package at once; it connects on its first use.
-        self._open = {shard: _open(name, data, self._text) for shard, name in enumerate(self.names) if _is_stream(name)}
+        self._open = {
+            shard: _open(name, data, self._text) for shard, name in enumerate(self._places) if _is_stream(name)
+        }
         texts = [name for name in self.names if not _is_stream(name) and Path(name).suffix not in _TOKEN_SUFFIXES]
         if texts and data.tokenizer is None:
             raise ConfigError(f"data.shards: {texts[0]} is text; name a tokenizer by data.tokenizer, or give tokens")
@@ -113,28 +119,34 @@ class ShardSet:
     def _reader(self, shard: int, start: int) -> ShardReader:
         if shard not in self._open:
             try:
-                self._open[shard] = _open(self.names[shard], self._data, self._text)
+                self._open[shard] = _open(self._places[shard], self._data, self._text)
             except ShardUnreadable as error:
                 raise error.of(shard, start) from error
         return self._open[shard]
 
 
-def _names(data: DataSpec) -> tuple[str, ...]:
-    names: list[str] = []
+def _names(data: DataSpec) -> dict[str, str]:
+    """Return the places of shards by their names."""
+    named: dict[str, str] = {}
     for shard in data.shards:
         if _is_stream(shard):
-            names += partitions_of(shard) if _opener(shard) is KafkaShard else [shard]
+            for each in partitions_of(shard) if _opener(shard) is KafkaShard else (shard,):
+                _add(named, public_url(each), each)
             continue
         path = str(expand_user(shard))
         matches = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else [path]
         files = [name for name in matches if not Path(name).is_dir() and not name.endswith(".end")]
         if not files or not (data.follow or all(Path(name).is_file() for name in files)):
             raise ConfigError(f"data.shards: there is no file {shard} on this node")
-        names += files
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"data.shards: {twice} is named twice; name each shard once, and use data.epochs")
-    return tuple(names)
+        for file in files:
+            _add(named, file, file)
+    return named
+
+
+def _add(named: dict[str, str], name: str, place: str) -> None:
+    if name in named:
+        raise ConfigError(f"data.shards: {name} is named twice; name each shard once, and use data.epochs")
+    named[name] = place
 
 
 def _is_stream(name: str) -> bool:

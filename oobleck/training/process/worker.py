@@ -22,6 +22,7 @@ from oobleck.control import protocol
 from oobleck.control.steps import CommitState, Interrupted, PeerLost
 from oobleck.errors import ConfigError, PeerError
 from oobleck.host.streams import shield_scripts
+from oobleck.job.secrets import Hiding
 from oobleck.planner import WorkerId, profile_to_json
 from oobleck.training import comm
 from oobleck.training.assembly import assemble
@@ -57,7 +58,7 @@ def run_worker(sock: socket.socket) -> None:
         setup = link.receive()
         assert isinstance(setup, protocol.SetUpWorker), setup
         os.environ["OOBLECK_NODE"] = setup.worker_id.node  # for what the job's script makes
-        start_logging(setup.job.log_level)
+        start_logging(setup.job.log_level, Hiding(setup.job, os.environ))
         _Worker(link, setup).run()
     except BaseException as error:  # noqa: BLE001  a process main: the agent gets the traceback, whatever it was
         _fail(link, error)

@@ -1,0 +1,118 @@
+"""Files at URLs. Each operation is tried again for some seconds: a store that throttles, or whose credentials are being
+renewed, answers soon. Every try reads the credentials again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from oobleck.errors import CorruptCheckpoint
+
+Answer = TypeVar("Answer")
+
+_WAITS_S = (0.2, 1.0, 3.0, 9.0)
+_WRITE_BYTES = 8 << 20
+# Errors of clients that are no OSErrors, and of which fsspec lets some through.
+_FOREIGN = (
+    ("botocore.exceptions", "BotoCoreError"),
+    ("botocore.exceptions", "ClientError"),
+    ("aiohttp", "ClientError"),
+    ("gcsfs.retry", "HttpError"),
+)
+
+
+def write(path: Path, parts: Sequence[memoryview]) -> tuple[int, str]:
+    """Write a file; return its size and SHA-256. Raises OSError."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    size = sum(map(len, parts))
+
+    def once(place: Any) -> None:
+        with place.open("wb") as file:
+            for part in parts:
+                for start in range(0, len(part), _WRITE_BYTES):
+                    file.write(part[start : start + _WRITE_BYTES])
+        # A store may have taken a part of it only.
+        if (there := place.stat().st_size) != size:
+            raise OSError(f"{place}: {there} of {size} bytes have been written")
+
+    _try(path, once)
+    return size, digest.hexdigest()
+
+
+def read(path: Path) -> bytearray:
+    """Raises OSError; FileNotFoundError at once."""
+    return _try(path, lambda place: bytearray(place.read_bytes()))
+
+
+def sizes(directory: Path) -> dict[str, int]:
+    """Return the files of a directory with their sizes in bytes, in one request; none if it does not exist."""
+
+    def once(place: Any) -> dict[str, int]:
+        with suppress(FileNotFoundError):
+            listed = place.fs.ls(place.path, detail=True)
+            return {each["name"].rpartition("/")[2]: int(each["size"]) for each in listed if each["type"] == "file"}
+        return {}
+
+    return _try(directory, once)
+
+
+def directories(directory: Path) -> list[str]:
+    """Return the names of a directory's directories; none if it does not exist."""
+
+    def once(place: Any) -> list[str]:
+        with suppress(FileNotFoundError):
+            listed = place.fs.ls(place.path, detail=True)
+            return [each["name"].rstrip("/").rpartition("/")[2] for each in listed if each["type"] == "directory"]
+        return []
+
+    return _try(directory, once)
+
+
+def remove(directory: Path, *, first: str) -> None:
+    """Remove a directory with all that is in it, beginning with one file, if it is there. Raises OSError."""
+
+    def once(place: Any) -> None:
+        with suppress(FileNotFoundError):
+            (place / first).unlink()
+        with suppress(FileNotFoundError):
+            place.fs.rm(place.path, recursive=True)
+
+    _try(directory, once)
+
+
+def _try(path: Path, act: Callable[[Any], Answer]) -> Answer:
+    place: Any = path
+    for wait_s in (*_WAITS_S, None):
+        try:
+            return act(place)
+        except FileNotFoundError:
+            raise
+        except (OSError, *_foreign_errors()) as error:
+            if wait_s is None:
+                raise OSError(f"{path}: {type(error).__name__}: {error}") from error
+            time.sleep(wait_s)
+            # The next one has a client of its own, which reads its credentials again.
+            type(place.fs).clear_instance_cache()
+            place = type(place)(str(path), **place.storage_options)
+    raise AssertionError("the last try returns or raises")
+
+
+def _foreign_errors() -> tuple[type[Exception], ...]:
+    found = (getattr(sys.modules.get(module), name, None) for module, name in _FOREIGN)
+    return tuple(cast("type[Exception]", error) for error in found if error is not None)
+
+
+def read_whole(path: Path) -> memoryview:
+    """Return a file's bytes, which may be written to. Raises CorruptCheckpoint."""
+    try:
+        return memoryview(read(path))
+    except OSError as error:
+        raise CorruptCheckpoint(f"{path}: {error}") from error

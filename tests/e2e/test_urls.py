@@ -1,0 +1,58 @@
+"""A run whose checkpoints are in an S3 store: everything is killed, and it goes on from there with the same losses."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import s3fs
+import safetensors.torch
+
+from oobleck.errors import ExitCode
+from tests.s3_server import Store, serve_s3
+
+from .elastic import TOLERANCE
+from .harness import Outcome, Runner, kill_everything, oobleck
+
+pytestmark = pytest.mark.slow
+
+URL = "s3://bucket/of/runs"
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    with serve_s3("bucket") as store:
+        for name, value in store.environment.items():
+            monkeypatch.setenv(name, value)
+        yield store
+
+
+def test_a_run_killed_as_a_whole_goes_on_from_a_store_that_has_failed_it(
+    runner: Runner, undisturbed: Outcome, store: Store, tmp_path: Path
+) -> None:
+    runner.kill_fork_server()  # a warm one has the variables of before
+    words = ("--job", str(runner.job_file()), "--set", f"checkpoint={{enabled: true, save_steps: 4, directory: {URL}}}")
+    with runner.up(*words) as up:
+        up.wait_for_step(2)
+        store.refuses, store.cuts = {"SlowDown": 2, "ExpiredToken": 2}, 2
+        up.wait_for_checkpoint(8)
+        kill_everything(runner, up)
+    assert {"SlowDown", "ExpiredToken", "cut"} == set(store.answered)
+    shutil.rmtree(runner.memory)
+    with runner.up(*words) as up:
+        outcome = up.finish()
+    assert outcome.exit_code == ExitCode.DONE, outcome.output
+    committed = len(outcome.losses)
+    assert 0 < committed <= 16
+    gaps = [abs(a - b) for a, b in zip(outcome.losses, undisturbed.losses[-committed:], strict=True)]
+    assert max(gaps) < TOLERANCE, gaps
+    listed = oobleck("checkpoint", "list", URL)
+    assert "step      24" in listed.stdout, listed
+    done = oobleck("checkpoint", "export", URL, "s3://bucket/model", "--base-dir", str(runner.base_dir))
+    assert done.returncode == 0, done.stderr
+    copy = tmp_path / "model.safetensors"
+    s3fs.S3FileSystem(skip_instance_cache=True).get("bucket/model/model.safetensors", str(copy))
+    assert "transformer.wte.weight" in safetensors.torch.load_file(copy)
+    runner.kill_fork_server()

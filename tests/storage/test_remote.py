@@ -1,0 +1,116 @@
+"""Checkpoints in an S3 store that throttles, keeps half of what it is sent, and refuses expired credentials."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from oobleck.control.protocol import StateSaved
+from oobleck.errors import ConfigError, CorruptCheckpoint
+from oobleck.host.places import place_of
+from oobleck.storage import CheckpointDirectory, Manifest, checkpoint_name, find_slots
+from oobleck.training.checkpoint.state import FlashSaver, StateReader
+from tests.s3_server import Store, serve_s3
+
+from .saving_processes import RUN, manifest_of, state_after
+
+NUM_LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Store]:
+    with serve_s3("bucket") as store:
+        yield store
+
+
+@pytest.fixture
+def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    server.answered.clear()
+    return server
+
+
+@pytest.fixture
+def directory(store: Store, request: pytest.FixtureRequest) -> CheckpointDirectory:
+    return CheckpointDirectory(place_of(f"s3://bucket/{abs(hash(request.node.name))}", "checkpoint.directory"))
+
+
+def save(directory: CheckpointDirectory, memory: Path, step: int) -> Manifest:
+    reports: list[object] = []
+    saver = FlashSaver(memory, "device0", metadata={"config": "{}"}, report=reports.append)
+    name = checkpoint_name(RUN, step=step, generation=1)
+    saver.save(state_after(step, NUM_LAYERS), name=name, step=step, generation=1)
+    while not reports:
+        pass
+    assert isinstance(reports[0], StateSaved)
+    slot = max(find_slots(memory, "device0"), key=lambda each: each.sequence)
+    manifest = manifest_of(step, NUM_LAYERS, directory.persist(name, slot))
+    directory.commit(manifest)
+    return manifest
+
+
+def assert_whole(directory: CheckpointDirectory, manifest: Manifest) -> None:
+    assert list(directory.faults(manifest)) == []
+    assert directory.layers_here(manifest) == tuple(range(NUM_LAYERS))
+    reader = StateReader(Path("/nonexistent"), "device0", directory)
+    for layer, tensors in state_after(manifest.step, NUM_LAYERS).items():
+        loaded = reader.load(manifest.name, layer)
+        assert all(torch.equal(loaded[key], tensor) for key, tensor in tensors.items())
+
+
+def test_what_was_saved_is_found_read_back_and_removed(directory: CheckpointDirectory, tmp_path: Path) -> None:
+    assert (directory.names(), directory.find()) == ((), ())
+    manifests = [save(directory, tmp_path, step) for step in (10, 20)]
+    assert [found.manifest for found in directory.find()] == manifests[::-1]
+    assert_whole(directory, manifests[0])
+    directory.remove([manifests[0].name])
+    assert directory.names() == (manifests[1].name,)
+    (directory.path / manifests[1].name / "manifest.json").unlink()
+    assert directory.is_unfinished(manifests[1].name)
+    assert directory.find()[0].manifest is None
+    directory.remove_unfinished(directory.names())
+    assert directory.names() == ()
+
+
+@pytest.mark.parametrize("error", ["SlowDown", "ExpiredToken"])
+def test_refused_requests_cost_tries_and_no_checkpoint(
+    directory: CheckpointDirectory, store: Store, tmp_path: Path, error: str
+) -> None:
+    store.refuses = {error: 3}
+    manifest = save(directory, tmp_path, 10)
+    assert store.answered == [error] * 3
+    store.refuses = {error: 2}
+    assert_whole(directory, manifest)
+    assert store.answered == [error] * 5
+
+
+def test_half_a_write_is_written_again(directory: CheckpointDirectory, store: Store, tmp_path: Path) -> None:
+    store.cuts = 2
+    manifest = save(directory, tmp_path, 10)
+    assert store.answered == ["cut"] * 2
+    assert_whole(directory, manifest)
+
+
+def test_a_file_that_was_cut_later_is_named_and_not_loaded(directory: CheckpointDirectory, tmp_path: Path) -> None:
+    manifest = save(directory, tmp_path, 10)
+    path = directory.path / manifest.name / manifest.shards[1].file
+    path.write_bytes(path.read_bytes()[:-8])
+    assert directory.layers_here(manifest) == (0, 2)
+    with pytest.raises(CorruptCheckpoint, match="it should have"):
+        StateReader(Path("/nonexistent"), "device0", directory).load(manifest.name, 1)
+
+
+def test_what_no_node_can_reach_is_refused_with_the_package_that_is_missing() -> None:
+    with pytest.raises(
+        ConfigError, match=r"checkpoint.directory: gs://bucket/x: .*pip install universal_pathlib gcsfs"
+    ):
+        place_of("gs://me:secret@bucket/x", "checkpoint.directory")
+    with pytest.raises(ConfigError, match="--resume: nosuch://a/b is no URL that fsspec knows"):
+        place_of("nosuch://a/b", "--resume")
+    with pytest.raises(ConfigError, match="memory of one process"):
+        place_of("memory://a/b", "--resume")
+    assert place_of("file:///a%20b/c", "--resume") == Path("/a b/c")
