@@ -50,7 +50,9 @@ def test_messages_that_cannot_be_written_change_no_exit_code() -> None:
     assert shell('"$@" 2>/dev/full', "nonsense") == (2, "")
 
 
-@pytest.mark.parametrize("columns", ["0", "1", "-5", "many", "99999"])
+@pytest.mark.parametrize(
+    "columns", ["0", "1", *(pytest.param(words, marks=pytest.mark.slow) for words in ("-5", "many", "99999"))]
+)
 def test_any_width_will_do(columns: str) -> None:
     arguments = ("trace", "info", "/dev/stdin")
     line = '"${@:1:3}" ' + " ".join(PLAN) + f' | COLUMNS={columns} "$@"'
