@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tools.gpu import ranks
+from tools.gpu import verify
 from tools.gpu.checks import ROOT
 from tools.gpu.stub import device as stub
 
-# A check each of what NCCL carries between processes and alone, and of copies.
-_CHECKS = [("B", "messages"), ("A", "NCCL alone"), ("A", "copies")]
 _WRONG = {"wrong": "1"}
 
 
@@ -26,48 +24,46 @@ def python(directory: Path, *arguments: str, devices: int = 1, **settings: str) 
     )
 
 
-def verified(directory: Path, tier: str, check: str, **settings: str) -> tuple[int, list[str]]:
+def verified(directory: Path, tier: str, check: str, *, devices: int = 1, **settings: str) -> tuple[int, list[str]]:
     """The exit status, and what became of the checks."""
     script = str(ROOT / "tools" / "gpu" / "verify.py")
-    done = python(directory, script, "--tier", tier, "--check", check, "--output", str(directory), **settings)
+    given = ("--tier", tier, "--check", check, "--output", str(directory))
+    done = python(directory, script, *given, devices=devices, **settings)
     file = directory / f"tier-{tier}.json"
     assert file.exists(), done.stdout + done.stderr
     return done.returncode, [each["outcome"] for each in json.loads(file.read_text())["results"]]
 
 
-@pytest.mark.parametrize(("tier", "check"), _CHECKS)
-def test_a_device_that_is_right_is_verified(tmp_path: Path, tier: str, check: str) -> None:
-    assert verified(tmp_path, tier, check) == (0, ["passed"])
-
-
-@pytest.mark.parametrize(("tier", "check"), _CHECKS)
-def test_a_device_that_is_wrong_is_found_out(tmp_path: Path, tier: str, check: str) -> None:
-    assert verified(tmp_path, tier, check, **_WRONG) == (1, ["failed"])
+@pytest.mark.parametrize("check", ["NCCL alone", "copies"])
+def test_tier_a_verifies_a_device_that_is_right_and_finds_one_out_that_is_wrong(tmp_path: Path, check: str) -> None:
+    assert verified(tmp_path, "A", check) == (0, ["passed"])
+    assert verified(tmp_path, "A", check, **_WRONG) == (1, ["failed"])
 
 
 _MEASURE = """
-import json, sys
-from tools.gpu import ranks
-numbers = ranks.measure_fault("cuda", ranks.FAULTS[sys.argv[1]], num_rounds=3, budget_s=200.0)
-print(json.dumps(dict(numbers)))
+import json
+from tools.gpu import edges, ranks
+print(json.dumps(dict(MEASURED)))
 """
+_MEASURED = {
+    "messages between stages": "edges.measure_edges('cuda', num_messages=3, shape=(8, 64, 64))",
+    "three ranks, one killed in a sum": (
+        "ranks.measure_fault('cuda', ranks.FAULTS['killed in a sum'], num_rounds=3, budget_s=200.0)"
+    ),
+}
 
 
+@pytest.mark.parametrize("check", _MEASURED)
 @pytest.mark.parametrize("settings", [{}, _WRONG], ids=["right", "wrong"])
-def test_ranks_that_share_a_device_lose_one_of_them(tmp_path: Path, settings: dict[str, str]) -> None:
-    fault = "killed in a sum"
-    done = python(tmp_path, "-c", _MEASURE, fault, **settings)
+def test_tier_b_measures_processes_that_share_a_device(tmp_path: Path, check: str, settings: dict[str, str]) -> None:
+    """Small, for all of it takes minutes: `device.py tools/gpu/verify.py --tier B --output DIR`."""
+    done = python(tmp_path, "-c", _MEASURE.replace("MEASURED", _MEASURED[check]), **settings)
     assert done.returncode == 0, done.stderr
-    numbers = json.loads(done.stdout.splitlines()[-1])
-    (check,) = (each for each in ranks.CHECKS if each.name.endswith(fault))
-    problem = check.judge(numbers)
+    (rule,) = (each for each in verify.CHECKS if each.name == check)
+    problem = rule.judge(json.loads(done.stdout.splitlines()[-1]))
     assert (problem is not None and "wrong is" in problem) if settings else problem is None, problem
 
 
-@pytest.mark.parametrize("tier", ["A", "B"])
-def test_without_a_device_nothing_is_verified(tmp_path: Path, tier: str) -> None:
-    script = str(ROOT / "tools" / "gpu" / "verify.py")
-    check = dict(_CHECKS)[tier]
-    done = python(tmp_path, script, "--tier", tier, "--check", check, "--output", str(tmp_path), devices=0)
-    assert done.returncode == 3, done.stderr
-    assert "nothing was verified" in done.stdout
+@pytest.mark.parametrize(("tier", "check"), [("A", "NCCL alone"), ("B", "messages")])
+def test_without_a_device_nothing_is_verified(tmp_path: Path, tier: str, check: str) -> None:
+    assert verified(tmp_path, tier, check, devices=0) == (3, ["not run"])

@@ -156,8 +156,8 @@ def prepare_nccl(address: str) -> None:
                 "sets %s=%s in place of %s: with that, this worker might not survive its peers", name, value, found
             )
         os.environ[name] = value
-    if (found := os.environ.pop(_RENAMED, None)) is not None:
-        _log.warning("unsets %s=%s, which torch has renamed to TORCH_FR_BUFFER_SIZE", _RENAMED, found)
+    if _RENAMED in os.environ:
+        _log.warning("unsets %s=%s, which is TORCH_FR_BUFFER_SIZE by now", _RENAMED, os.environ.pop(_RENAMED))
     # Torch has read its variable of this name on import. In detail, it would turn error handling on again.
     if get_debug_level() != DebugLevel.OFF:
         _log.warning("turns TORCH_DISTRIBUTED_DEBUG off, with which it might not survive its peers")

@@ -21,15 +21,13 @@ from oobleck.training.data import Batch, WholeBatch, mapped_tensors
 from oobleck.training.dropout import turn_off_dropout
 from oobleck.training.randomness import MicrobatchKey, derive_seed, drawing_alike, generators_of
 
-from . import forward_passes
+from . import forward_passes, losses
 from .buffers import StageBuffers
-from .chunked_loss import MAX_LOGITS, ChunkedLoss
 from .configuration import CAUSAL_LM_LOSS, CLASSIFICATION
 from .forward_passes import check_attention, keep_casts, prepare_whole, use_attention
 from .initialization import initialize_adapters, initialize_module, materialize_buffers, move_buffers, unset
 from .layered_model import LayeredModel, arguments_of
 from .live_model import LiveWeights
-from .losses import Loss, causal_lm_loss, label_loss, loss_of_outputs, tried_at_first
 from .stage_modules import StageModules
 from .structure import ModelStructure, Site
 from .weights import WeightFiles
@@ -58,7 +56,7 @@ class StageModel:
         activation_checkpointing: bool = False,
         compiles: bool = False,
         attention: str | None = None,
-        max_logits: int = MAX_LOGITS,
+        max_logits: int = losses.MAX_LOGITS,
     ) -> None:
         """`attention` is an implementation by transformers' name. Raises ConfigError where the model has none such.
 
@@ -77,9 +75,9 @@ class StageModel:
         has_own_loss = structure.is_whole or "_loss_function" in vars(self.model)
         if dtype == torch.float64 and not has_own_loss and self.model.loss_type == CAUSAL_LM_LOSS:
             # The models' own loss converts the logits to float32, which would lose half of the digits.
-            self.model.loss_function = causal_lm_loss
+            self.model.loss_function = losses.causal_lm_loss
         self._max_logits = max_logits
-        self._chunked: tuple[ChunkedLoss | None] | None = None  # once it is known whether there is one
+        self._chunked: tuple[losses.ChunkedLoss | None] | None = None  # once it is known whether there is one
         self._attention = attention
         if attention is not None:
             use_attention(self.model, attention)
@@ -266,7 +264,7 @@ class StageModel:
             loss = self._share_of_mean(outputs, batch, num_items) if self.structure.loss_rule.is_mean else outputs.loss
         else:
             logits = self.model(**inputs).logits
-            loss = label_loss(logits if self.dtype == torch.float64 else logits.float(), batch.labels, num_items)
+            loss = losses.label_loss(logits if self.dtype == torch.float64 else logits.float(), batch.labels, num_items)
         return self._scaled(loss)
 
     def _whole_loss(self, batch: WholeBatch, num_items: int, key: MicrobatchKey) -> torch.Tensor:
@@ -288,27 +286,27 @@ class StageModel:
             loss.register_hook(lambda gradient: gradient * scale)  # type: ignore[no-untyped-call]
         return loss
 
-    def _chunked_for(self, batch: Batch) -> ChunkedLoss | None:
+    def _chunked_for(self, batch: Batch) -> losses.ChunkedLoss | None:
         """Return what computes a batch's loss by chunks of tokens; None where that is not needed, or not the same."""
         num_logits = batch.labels.numel() * getattr(self.model.config, "vocab_size", 0)
         if num_logits <= self._max_logits or self.structure.loss_rule.is_mean:
             return None
         if self._chunked is None:
-            self._chunked = (ChunkedLoss.of(self.model, max_logits=self._max_logits),)
+            self._chunked = (losses.ChunkedLoss.of(self.model, max_logits=self._max_logits),)
         (chunked,) = self._chunked
         return None if chunked is None or chunked.is_watched() else chunked
 
-    def _script_loss(self) -> Loss | None:
+    def _script_loss(self) -> losses.Loss | None:
         """Return the script's loss, which its first microbatch tries where the trial on made-up outputs could not."""
         structure, model = self.structure, self.model
         if isinstance(model, LayeredModel):  # it calls its loss itself
             if model.loss is not None and not structure.has_tried_loss:
-                model.loss = tried_at_first(model.loss, model.loss, argument="num_items")
+                model.loss = losses.tried_at_first(model.loss, model.loss, argument="num_items")
             return None
         if structure.compute_loss is None:
             return None
-        loss = loss_of_outputs(structure.compute_loss)
-        return loss if structure.has_tried_loss else tried_at_first(loss, structure.compute_loss)
+        loss = losses.loss_of_outputs(structure.compute_loss)
+        return loss if structure.has_tried_loss else losses.tried_at_first(loss, structure.compute_loss)
 
     def _share_of_mean(self, outputs: Any, batch: Batch, num_items: int) -> torch.Tensor:
         """Return a microbatch's share of the mean over a step, from the mean over its own labels."""

@@ -9,6 +9,7 @@
 #include <string.h>
 #include <unistd.h>
 
+static _Atomic bool has_asserted;  // which ends the use of devices in this process alone
 static pid_t owner;  // CUDA cannot be used on both sides of a fork
 __thread int current;
 static __thread cudaError_t last_error;
@@ -60,10 +61,11 @@ static void load_operations(void) {
   }
 }
 
+cudaError_t error_of(int device) { return has_asserted ? cudaErrorAssert : (cudaError_t)row_of(device)->device_error; }
 cudaError_t fault_of(int device) {
   if (!owner) owner = getpid();
   if (owner != getpid()) return cudaErrorInitializationError;
-  return (cudaError_t)row_of(device)->device_error;
+  return error_of(device);
 }
 
 API cudaGetDeviceCount(int* count) {
@@ -157,8 +159,9 @@ API cudaFuncSetAttribute(const void* kernel, enum cudaFuncAttribute attribute, i
   return cudaSuccess;
 }
 
-// For `on_host.cpp`: counts a computation.
+// For `on_host.cpp`: counts a computation, and keeps that one has failed.
 __attribute__((visibility("default"))) int cuda_stub_computes(int device) {
   reached(COMPUTES, device);
   return fault_of(device);
 }
+__attribute__((visibility("default"))) void cuda_stub_asserts(void) { has_asserted = true; }

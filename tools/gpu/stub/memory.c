@@ -124,7 +124,7 @@ static bool run_copy(Op* op) {
     if (copy->source) memmove(target, copy->source + row * copy->source_pitch, copy->width);
     else memset(target, copy->value, copy->width);
   }
-  if (copy->source && copy->width > 64 && is_on("CUDA_STUB_WRONG")) copy->target[copy->width / 2] ^= 1;
+  if (copy->source && copy->width > 64 && is_on("CUDA_STUB_WRONG")) copy->target[copy->width / 2] ^= 2;
   return true;
 }
 static void spoil_copy(Op* op) {

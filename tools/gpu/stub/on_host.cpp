@@ -19,6 +19,7 @@
 #include <vector>
 
 extern "C" int cuda_stub_computes(int device);
+extern "C" void cuda_stub_asserts(void);
 
 namespace {
 
@@ -152,7 +153,14 @@ void compute(const c10::OperatorHandle& op, Stack* stack) {
   {
     std::optional<Drawing> drawing;
     if (op.hasTag(at::Tag::nondeterministic_seeded)) drawing.emplace(call);
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    try {
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    } catch (const c10::IndexError& error) {
+      // A GPU's kernel looks at indices on the device, and asserts.
+      if (std::strstr(error.what_without_backtrace(), "out of bounds") == nullptr) throw;
+      cuda_stub_asserts();
+      C10_CUDA_CHECK(cudaErrorAssert);
+    }
   }
   call.resize();
   size_t num_returns = schema.returns().size();

@@ -8,5 +8,6 @@
 extern __thread int current;  // the thread's device
 
 cudaError_t fail(cudaError_t error);   // keeps it as the thread's last error
-cudaError_t fault_of(int device);
+cudaError_t error_of(int device);      // of the device itself
+cudaError_t fault_of(int device);      // or of its use in this process
 size_t memory_bytes(void);

@@ -28,7 +28,7 @@ static Stream* streams;
 static bool has_engine;
 
 static bool has_ended(Stream* stream, Op* op) {  // with the lock held
-  if (!row_of(stream->device)->device_error) return op->run(op);
+  if (!error_of(stream->device)) return op->run(op);
   op->spoil(op);
   return true;
 }
