@@ -6,18 +6,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from oobleck.plan import ExecutionPlan, PipelineTemplate
+from oobleck.planner import instantiation
 from oobleck.planner.catalog import STILL_FAST, Catalog, speeds_among
 from oobleck.planner.costs import Timing, footprint
 from oobleck.planner.formatting import counted
-from oobleck.planner.instantiation import (
-    SizeOption,
-    Sizing,
-    bytes_reduction_s,
-    choose_sizes,
-    distribute_microbatches,
-    reduction_s,
-    sizing_of,
-)
 from oobleck.planner.kinds import Counts, Form, KindCosts
 from oobleck.planner.profiles import Profile
 from oobleck.planner.templates import MOST_STAGES, find_templates
@@ -38,8 +30,8 @@ class OneKindCatalog(Catalog):
         self._costs = self.costs.of[0]
         self._searched = 0
         self._templates: dict[int, PipelineTemplate] = {}
-        self._options: dict[int, SizeOption] = {}
-        self._sizings: dict[tuple[int, int, int, int], Sizing] = {}
+        self._options: dict[int, instantiation.SizeOption] = {}
+        self._sizings: dict[tuple[int, int, int, int], instantiation.Sizing] = {}
         # Keyed by the identity of the template, which the value keeps alive.
         self._forms: dict[int, Form] = {}
         self._excesses: dict[tuple[int, int], tuple[PipelineTemplate, float]] = {}
@@ -104,14 +96,14 @@ class OneKindCatalog(Catalog):
         }
         slowest_s = max(self._exact.step_s(template, *key[1:]) for key, template in alike.items())
         reduced_bytes = max(map(self._costs.reduced_bytes, {id(each): each for each in alike.values()}.values()))
-        return slowest_s + reduction_s(self.profile.network, reduced_bytes, len(plan.pipelines))
+        return slowest_s + instantiation.reduction_s(self.profile.network, reduced_bytes, len(plan.pipelines))
 
     def exact_shares(self, plan: ExecutionPlan, speeds: Mapping[str, float]) -> tuple[int, ...]:
         timings = [
             self._exact.timing(each.template, each.num_microbatches, tuple(speeds_among(each.nodes, speeds) or ()))
             for each in plan.pipelines
         ]
-        return distribute_microbatches(timings, self.settings.num_microbatches)
+        return instantiation.distribute_microbatches(timings, self.settings.num_microbatches)
 
     def cut_again(self, form: Form, num_microbatches: int, num_pipelines: int, speeds: tuple[float, ...] = ()) -> Form:
         cut = self._exact.cut_again(form.template, num_microbatches, num_pipelines, speeds)
@@ -119,7 +111,9 @@ class OneKindCatalog(Catalog):
 
     def least_s(self, pipelines: Sequence[Counts], total: Counts) -> float:
         sizes = [size for (size,) in pipelines]
-        return sizing_of(self.options(*total), sizes, self.settings.num_microbatches, self.profile.network).step_s
+        return instantiation.sizing_of(
+            self.options(*total), sizes, self.settings.num_microbatches, self.profile.network
+        ).step_s
 
     def most_pipelines(self, total: Counts) -> int:
         options = self.options(*total)
@@ -134,7 +128,7 @@ class OneKindCatalog(Catalog):
     def _most_stages(self) -> int:
         return min(self._costs.num_layers, self.settings.num_stages or self._costs.num_layers)
 
-    def options(self, num_nodes: int) -> Mapping[int, SizeOption]:
+    def options(self, num_nodes: int) -> Mapping[int, instantiation.SizeOption]:
         """Return the sizes of pipelines that hold the model, up to `num_nodes` nodes, smallest first."""
         limit = min(num_nodes, self.most_nodes)
         if limit > self._searched:
@@ -146,7 +140,7 @@ class OneKindCatalog(Catalog):
             )
             for size, template in found.items():
                 self._templates[size] = template
-                self._options[size] = SizeOption(
+                self._options[size] = instantiation.SizeOption(
                     timing=self._costs.timing(template), reduced_bytes=self._costs.reduced_bytes(template)
                 )
             self._searched = limit
@@ -202,17 +196,17 @@ class OneKindCatalog(Catalog):
         # A pipeline that was cut for its microbatches, or for slow nodes, stays as it is while it is fast enough.
         return own if own_s <= STILL_FAST * present_s else present
 
-    def _best(self, num_nodes: int) -> Sizing:
+    def _best(self, num_nodes: int) -> instantiation.Sizing:
         return self.choose(num_nodes, self.settings.num_microbatches, *self.num_pipelines((num_nodes,)))
 
     def best_step_s(self, total: Counts, fewest: int, most: int) -> float:
         return self.choose(total[0], self.settings.num_microbatches, fewest, most).step_s
 
-    def choose(self, num_nodes: int, num_microbatches: int, fewest: int, most: int) -> Sizing:
+    def choose(self, num_nodes: int, num_microbatches: int, fewest: int, most: int) -> instantiation.Sizing:
         """Return the best `fewest` to `most` pipelines of `num_nodes` nodes."""
         key = num_nodes, num_microbatches, fewest, most
         if key not in self._sizings:
-            self._sizings[key] = choose_sizes(
+            self._sizings[key] = instantiation.choose_sizes(
                 self.options(num_nodes),
                 num_nodes=num_nodes,
                 num_microbatches=num_microbatches,
@@ -238,7 +232,7 @@ class OneKindCatalog(Catalog):
                 own_s = exact_s[id(template), count] = self._cutter.step_s(template, count)
             slowest_s = max(slowest_s, own_s)
         reduced_bytes = max(self._costs.reduced_bytes(pipeline.template) for pipeline in plan.pipelines)
-        return slowest_s + reduction_s(self.profile.network, reduced_bytes, len(plan.pipelines))
+        return slowest_s + instantiation.reduction_s(self.profile.network, reduced_bytes, len(plan.pipelines))
 
     def timing(self, form: Form, speeds: Sequence[float] | None, share: int, still_fast: float = STILL_FAST) -> Timing:
         template = form.template
@@ -285,7 +279,9 @@ class OneKindCatalog(Catalog):
 
     def _reduction_s(self, template: PipelineTemplate, share: int) -> float:
         num_pipelines = max(1, round(self.settings.num_microbatches / share))
-        return self._costs.reduced_bytes(template) * bytes_reduction_s(self.profile.network, num_pipelines)
+        return self._costs.reduced_bytes(template) * instantiation.bytes_reduction_s(
+            self.profile.network, num_pipelines
+        )
 
     def reduced_bytes(self, form: Form, share: int) -> int:
         template = form.template
