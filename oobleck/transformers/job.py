@@ -125,6 +125,11 @@ class TrainerJob(Job):
             self._why_whole = error.reason
             return None
 
+    @property
+    def whole_loss(self) -> TrainerLoss | None:
+        """The loss of a model that is kept whole, None for one that is cut. Raises as `check`."""
+        return self._whole() if self._structure is None else None
+
     @functools.cached_property
     def _counting(self) -> LossCounting:
         """How the loss of a model that is kept whole is counted."""
