@@ -108,8 +108,9 @@ class TrainerLoss:
         trainer, epochs = self._trainer, self._epochs
         state, args = trainer.state, trainer.args
         num_gpus = args.n_gpu
-        state.global_step, state.max_steps = step - 1, self._max_steps
-        state.epoch = epochs.progress(step - 1) if step > 1 else 0.0
+        done = step - 1 if model.training else step  # evaluations follow their step
+        state.global_step, state.max_steps = done, self._max_steps
+        state.epoch = epochs.progress(done) if done else 0.0
         if inner_model(trainer.model) is trainer.model:
             trainer.model = trainer.model_wrapped = model  # its own code may take either
         before = {name: value for name, value in vars(trainer).items() if type(value) in (int, float)}
