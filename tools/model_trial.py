@@ -21,7 +21,7 @@ import transformers
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from oobleck.errors import ConfigError
+from oobleck.errors import ConfigError, UncutModel
 from oobleck.training.data import Batch
 from oobleck.training.model import (
     BatchSizes,
@@ -34,6 +34,7 @@ from oobleck.training.model import (
 )
 from oobleck.training.model.losses import label_loss
 from tools.tiny_models import VOCAB_SIZE, tiny_configs
+from tools.whole_trial import plain_steps, suitable_inputs, whole_steps
 
 __all__ = ["try_class"]
 
@@ -83,9 +84,10 @@ def _try_config(kind: Any, config: Any) -> tuple[str, str, float]:
     with _in_plain_transformers(), torch.device("meta"):
         outline = kind(copy.deepcopy(config))
     if (size := outline.num_parameters()) > _LARGEST:
-        if isinstance(refused := _structure_of(outline), ModelStructure):
-            raise _Untried(f"its tiny configuration has {size} parameters")
-        return "refused", *refused
+        refused = _structure_of(outline)
+        if not isinstance(refused, ModelStructure) and refused[0] == "refused":
+            return refused
+        raise _Untried(f"its tiny configuration has {size} parameters")
     torch.manual_seed(0)
     with _in_plain_transformers():
         model = kind(config).float().train()
@@ -93,7 +95,8 @@ def _try_config(kind: Any, config: Any) -> tuple[str, str, float]:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     if not isinstance(structure := _structure_of(model), ModelStructure):
-        return "refused", *structure
+        outcome, reason, seconds = structure
+        return _keep_whole(model, reason) if outcome == "whole" else (outcome, reason, seconds)
     batches = [_batch(structure, step) for step in range(NUM_STEPS)]
     with _in_plain_transformers():
         expected = _train_whole(copy.deepcopy(model), structure, batches)
@@ -121,13 +124,30 @@ def _in_plain_transformers() -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
-def _structure_of(model: Any) -> ModelStructure | tuple[str, float]:
-    """Return a model's layers, or why it is refused and after how many seconds of a processor.
+def _keep_whole(model: Any, reason: str) -> tuple[str, str, float]:
+    """Train a model that cannot be cut as a whole."""
+    with _in_plain_transformers():
+        inputs = suitable_inputs(copy.deepcopy(model))
+        expected = plain_steps(copy.deepcopy(model), inputs, num_steps=NUM_STEPS, rate=_RATE)
+        if not all(abs(loss) < 1e6 for loss in expected[0]):
+            raise ValueError(f"its losses are {expected[0]}")
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            trained = whole_steps(model, inputs, Path(directory), num_steps=NUM_STEPS, rate=_RATE)
+        except ConfigError as error:
+            return "refused", _one_line(error), 0.0
+    if (worst := _difference(trained, expected)) > _TOLERANCE:
+        return "fault", f"whole: differs by {worst:.2g} (losses {trained[0]}, not {expected[0]})", 0.0
+    return "whole", reason, 0.0
+
+
+def _structure_of(model: Any) -> ModelStructure | tuple[str, str, float]:
+    """Return a model's layers, or whether it is kept whole or refused, why, and after how many seconds of a processor.
 
     The fewer of two tries, if the first is slow: it imports what the next has.
     """
     seconds: list[float] = []
-    reason = ""
+    outcome, reason = "refused", ""
     while len(seconds) < 2 and (not seconds or seconds[-1] > 1.0):
         began_s = time.process_time()
         try:
@@ -136,8 +156,9 @@ def _structure_of(model: Any) -> ModelStructure | tuple[str, float]:
             return with_tried_loss(structure, _SIZES)
         except ConfigError as error:
             seconds.append(time.process_time() - began_s)
-            reason = _one_line(error)
-    return reason, min(seconds)
+            outcome = "whole" if isinstance(error, UncutModel) else "refused"
+            reason = error.reason if isinstance(error, UncutModel) else _one_line(error)
+    return outcome, reason, min(seconds)
 
 
 def _batch(structure: ModelStructure, step: int) -> Batch:

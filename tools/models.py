@@ -4,8 +4,9 @@
 
 Every class of transformers' auto mappings is built in a tiny configuration, cut into one, two and three stages by the
 project's own machinery, and trained for three steps in this process; losses and weights must be those of the uncut
-model. A class that cannot be cut must be refused by name within a second. Classes run in child processes, one after the
-other, so that one that crashes or hangs ends nothing but its own row.
+model. A class that cannot be cut is kept whole, and trained beside the same model in plain torch; what cannot be
+trained at all must be refused by name within a second. Classes run in child processes, one after the other, so that one
+that crashes or hangs ends nothing but its own row.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,7 @@ HEADS: Mapping[str, str] = {
 }
 """Kinds of heads, and what transformers calls their mappings from types to classes."""
 
-EQUAL, REFUSED, UNTRIED, FAULT = "equal", "refused", "not tried", "fault"
+EQUAL, WHOLE, REFUSED, UNTRIED, FAULT = "equal", "whole", "refused", "not tried", "fault"
 _PER_PROCESS = 40
 """Classes that a child tries before another takes its place, so that memory is given back."""
 _STARTS_S = 120.0
@@ -87,7 +89,7 @@ def main() -> int:
         return _child()
     wanted = [case for case in cases() if re.search(arguments.only, case.class_name)]
     rows = list(run(wanted, jobs=arguments.jobs, limit_s=arguments.limit, kept=arguments.rows))
-    text = page(rows)
+    text = page(rows, date=datetime.now(UTC).date().isoformat())
     if arguments.output is None:
         sys.stdout.write(text)
     else:
@@ -241,30 +243,31 @@ _INTRODUCTION = """\
 
 Every class of transformers' auto mappings was built in a tiny configuration, cut into one, two and three stages, and
 trained for three steps. A class is *equal* if all losses and weights are those of the uncut model (within 1e-5 in
-float32), and *refused* if an error names the class and the reason before anything is launched. It is *not tried* if its
-tiny configuration does not run in plain transformers either, or needs a package that is not installed. This command
-writes the page:
+float32). It is *whole* if it cannot be cut, for the reason below, and is equal where it is [kept
+whole](trainer.md#models-that-are-kept-whole) on each node; it is *refused* if an error names the class and the reason
+before anything is launched. It is *not tried* if its tiny configuration does not run in plain transformers either, with
+made-up tokens, pixels or sound, or needs a package that is not installed. This command writes the page:
 
 ```bash
 .venv/bin/python tools/models.py --output docs/models.md
 ```
 
-with transformers {version}. [Training](training.md) covers your own classes, heads, hooks and buffers.
+with transformers {version}, on {date}. [Training](training.md) covers your own classes, heads, hooks and buffers.
 """
 
 
-def page(rows: Sequence[Row]) -> str:
-    """Return the page of the documentation."""
+def page(rows: Sequence[Row], *, date: str) -> str:
+    """Return the page of the documentation; `date` is that of the sweep."""
     import transformers
 
-    parts = [_INTRODUCTION.format(version=transformers.__version__), _summary(rows)]
+    parts = [_INTRODUCTION.format(version=transformers.__version__, date=date), _summary(rows)]
     for head, group in groupby(rows, key=lambda row: row.case.head):
         parts.append(_section(head, list(group)))
     return "\n".join(parts)
 
 
 def _summary(rows: Sequence[Row]) -> str:
-    outcomes = [EQUAL, REFUSED, UNTRIED, *([FAULT] if any(row.outcome == FAULT for row in rows) else [])]
+    outcomes = [EQUAL, WHOLE, REFUSED, UNTRIED, *([FAULT] if any(row.outcome == FAULT for row in rows) else [])]
     lines = [f"| head | {' | '.join(outcomes)} |", f"|---|{'---:|' * len(outcomes)}"]
     for head in HEADS:
         counts = Counter(row.outcome for row in rows if row.case.head == head)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
-__all__ = ["NUM_BLOCKS", "VOCAB_SIZE", "tiny_configs"]
+__all__ = ["NUM_BLOCKS", "NUM_PLAIN_TOKENS", "VOCAB_SIZE", "tiny_configs"]
 
 NUM_BLOCKS, VOCAB_SIZE = 4, 96
+NUM_PLAIN_TOKENS = 88
+"""Tokens that stand for nothing but text; those of images and sounds follow."""
 _POSITIONS = 64
 _BOS, _EOS, _PAD = 1, 2, 0
 
@@ -77,6 +80,13 @@ _SIZES: Mapping[str, int] = {
     "cls_token_id": _BOS,
     "sep_token_id": _EOS,
     "num_labels": 3,
+    "image_token_id": NUM_PLAIN_TOKENS,
+    "image_token_index": NUM_PLAIN_TOKENS,
+    "video_token_id": NUM_PLAIN_TOKENS + 1,
+    "audio_token_id": NUM_PLAIN_TOKENS + 2,
+    "audio_token_index": NUM_PLAIN_TOKENS + 2,
+    "vision_start_token_id": NUM_PLAIN_TOKENS + 3,
+    "vision_end_token_id": NUM_PLAIN_TOKENS + 4,
 }
 _PROBABILITIES = ("dropout", "drop_path", "layerdrop", "jitter", "_pdrop", "drop_rate", "pdrop", "noise")
 _OF_TYPES: Mapping[str, Mapping[str, Any]] = {
@@ -119,6 +129,8 @@ def tiny_configs(config_class: type[PreTrainedConfig]) -> Iterator[PreTrainedCon
             problem = problem or error
         else:
             config.use_cache = False
+            if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+                config.decoder_start_token_id = _BOS
             problem = None
             yield config
     if problem is not None:
@@ -137,10 +149,21 @@ def _values(config_class: type[PreTrainedConfig], attempt: Mapping[str, Any]) ->
     for name, field in fields.items():
         if any(word in name for word in _PROBABILITIES) and isinstance(field.default, float):
             values[name] = 0.0
-    for name, inner in config_class.sub_configs.items():
+    for name, inner in _inner_classes(config_class).items():
         if name in fields and hasattr(inner, "sub_configs") and inner is not PreTrainedConfig and inner.model_type:
             values[name] = _values(inner, attempt)
     return {**values, **_OF_TYPES.get(config_class.model_type, {})}
+
+
+def _inner_classes(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+    """Return the classes of the configurations within one; of those of any class, the class of the default."""
+    found = dict(config_class.sub_configs)
+    if AutoConfig in found.values():
+        # What a configuration class raises is its author's choice.
+        with suppress(Exception):
+            usual = config_class()
+            found |= {name: type(getattr(usual, name)) for name, inner in found.items() if inner is AutoConfig}
+    return found
 
 
 def _fits(field: dataclasses.Field[Any], value: Any) -> bool:

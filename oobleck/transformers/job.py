@@ -106,10 +106,17 @@ class TrainerJob(Job):
         """Check what `check` has checked for the default size of a microbatch. Raises ConfigError likewise."""
         if self._structure is not None:
             self._tried(microbatch=size)
-        elif self._counting == "batch" and size != (batch := self._trainer.args.per_device_train_batch_size):
+            return
+        batch, counting = self._trainer.args.per_device_train_batch_size, self._counting
+        if counting == "batch" and size != batch:
             raise ConfigError(
                 f"microbatch_size is {size}, and the loss is that of a batch of {batch} as a whole, of which no parts "
                 "can be added up; leave it out"
+            )
+        if counting in ("labels", "samples") and batch % size:
+            raise ConfigError(
+                f"microbatch_size is {size}, and the loss of a step is made of means over batches of {batch} samples; "
+                "give a divisor of that"
             )
 
     @functools.cached_property
@@ -124,6 +131,11 @@ class TrainerJob(Job):
         except UncutModel as error:
             self._why_whole = error.reason
             return None
+
+    @property
+    def whole_loss(self) -> TrainerLoss | None:
+        """The loss of a model that is kept whole, None for one that is cut. Raises as `check`."""
+        return self._whole() if self._structure is None else None
 
     @functools.cached_property
     def _counting(self) -> LossCounting:

@@ -91,8 +91,8 @@ class Trainer(transformers.Trainer):
                 getattr(self, "_align_special_tokens", lambda: None)()
         return TrainerJob(self, tag=self._script_name)
 
-    def resume(self) -> str | bool | None:
-        """Return the checkpoint to resume from: its path, True for the run's newest, or None.
+    def resume(self, job: TrainerJob) -> str | bool | None:
+        """Return the checkpoint to resume this trainer's job from: its path, True for the run's newest, or None.
 
         Converts a checkpoint of transformers. Raises ConfigError for one that cannot be converted.
         """
@@ -102,7 +102,8 @@ class Trainer(transformers.Trainer):
         if is_trainer_checkpoint(Path(wanted)):
             self._load_from_checkpoint(wanted)
             model, options = inner_model(self.model), optimizer_options(self)
-            return str(import_trainer_checkpoint(Path(wanted), model, decayed_parameters(self), options))
+            decayed, whole = decayed_parameters(self), job.whole_loss
+            return str(import_trainer_checkpoint(Path(wanted), model, decayed, options, whole_loss=whole))
         return wanted
 
     def follow(self, job: TrainerJob) -> RunFollower:

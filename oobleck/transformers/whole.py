@@ -47,7 +47,7 @@ class TrainerLoss:
     def __call__(self, model: nn.Module, inputs: _Columns, num_items: int, *, step: int) -> torch.Tensor:
         """Return the loss of a batch in a step. Raises ConfigError for one that is no number, and for logs within."""
         trainer = self._trainer
-        is_told = self.count(inputs) is not None and self._takes_items
+        is_told = self._takes_items and self._labels(inputs) is not None
         device = next(model.parameters()).device
         with self._as_in(step, model):
             loss = trainer.compute_loss(
@@ -61,12 +61,16 @@ class TrainerLoss:
 
     def count(self, inputs: Mapping[str, Any]) -> int | None:
         """Return how many labels of a batch transformers counts; None for a batch without labels."""
-        labels = inputs.get("shift_labels", inputs.get(_LABELS))
-        if not isinstance(labels, torch.Tensor):
+        if (labels := self._labels(inputs)) is None:
             return None
         if "shift_labels" not in inputs and getattr(self._trainer, "_loss_shifts_labels", False):
             labels = labels[..., 1:]
         return int(labels.ne(IGNORED_LABEL).sum())
+
+    @staticmethod
+    def _labels(inputs: Mapping[str, Any]) -> torch.Tensor | None:
+        labels = inputs.get("shift_labels", inputs.get(_LABELS))
+        return labels if isinstance(labels, torch.Tensor) else None
 
     def inputs(self, counting: LossCounting) -> WholeInputs:
         """Return what data has to know of the loss."""
@@ -104,8 +108,9 @@ class TrainerLoss:
         trainer, epochs = self._trainer, self._epochs
         state, args = trainer.state, trainer.args
         num_gpus = args.n_gpu
-        state.global_step, state.max_steps = step - 1, self._max_steps
-        state.epoch = epochs.progress(step - 1) if step > 1 else 0.0
+        done = step - 1 if model.training else step  # evaluations follow their step
+        state.global_step, state.max_steps = done, self._max_steps
+        state.epoch = epochs.progress(done) if done else 0.0
         if inner_model(trainer.model) is trainer.model:
             trainer.model = trainer.model_wrapped = model  # its own code may take either
         before = {name: value for name, value in vars(trainer).items() if type(value) in (int, float)}

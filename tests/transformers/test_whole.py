@@ -12,8 +12,11 @@ import torch
 from transformers import TrainerCallback
 
 from oobleck.cli.inputs import load_job
+from oobleck.errors import ConfigError
+from oobleck.host.handover import receiving
 from oobleck.job import JobSpec, ScriptSpec
 from oobleck.training.assembly import Assembly, assemble
+from oobleck.training.checkpoint import read_weights
 from oobleck.training.model import MicrobatchKey, StageModel
 
 SCRIPT = Path(__file__).parents[1] / "e2e" / "whole_script.py"
@@ -117,3 +120,57 @@ def test_steps_are_those_of_transformers_trainer(case: str, tmp_path: Path) -> N
     their_losses, their_norms = theirs(case, tmp_path)
     assert losses == pytest.approx(their_losses, rel=2e-5)
     assert norms == pytest.approx(their_norms, rel=2e-4)
+
+
+def test_a_checkpoint_of_transformers_is_continued_whole(tmp_path: Path) -> None:
+    values = {**STILL, "save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    saved = script(tmp_path, THEIRS)["make_trainer"]("regression", tmp_path / "theirs", **values)
+    saved.train()
+    trainer = script(tmp_path, OURS)["make_trainer"]("regression", tmp_path / "ours", **values)
+    with receiving(lambda reached: reached):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "theirs" / "checkpoint-2"))
+    found = Path(str(trainer.resume(trainer.job())))
+    _, weights = read_weights(found)
+    assert weights.keys() >= {"classifier.weight", "bert.embeddings.word_embeddings.weight"}
+    assert found.name.startswith("step-")
+
+
+def test_a_loss_that_logs_or_counts_is_refused_by_name(tmp_path: Path) -> None:
+    names = script(tmp_path, OURS)
+
+    class Logging(names["Through"]):  # type: ignore[misc]  # of the script
+        def compute_loss(self, *args: Any, **named: Any) -> Any:
+            self.log({"part": 1.0})
+            return super().compute_loss(*args, **named)
+
+    class Counting(names["Through"]):  # type: ignore[misc]  # of the script
+        calls = 0
+
+        def compute_loss(self, *args: Any, **named: Any) -> Any:
+            self.calls = self.calls + 1
+            return super().compute_loss(*args, **named)
+
+    for kind, words in ((Logging, "calls self.log"), (Counting, "changes self.calls")):
+        names["CASES"]["llama"] = (*names["CASES"]["llama"][:2], kind)
+        with pytest.raises(ConfigError, match=words):
+            names["make_trainer"]("llama", tmp_path / "ours").job().check()
+
+
+def test_a_batch_that_is_not_cut_takes_no_other_microbatch(tmp_path: Path) -> None:
+    job = script(tmp_path, OURS)["make_trainer"]("contrastive", tmp_path / "ours").job()
+    assert job.settings["microbatch_size"] == 4
+    with pytest.raises(ConfigError, match="microbatch_size is 2, and the loss is that of a batch of 4 as a whole"):
+        job.check_microbatch_size(2)
+
+
+def test_batch_norms_are_refused_in_whole_models_too(tmp_path: Path) -> None:
+    names = script(tmp_path, OURS)
+
+    class Normed(names["Own"]):  # type: ignore[misc]  # of the script
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(8)
+
+    names["CASES"]["module"] = (Normed, names["CASES"]["module"][1])
+    with pytest.raises(ConfigError, match="in Normed, norm is a BatchNorm1d"):
+        names["make_trainer"]("module", tmp_path / "ours").job().check()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from oobleck.errors import ConfigError, CorruptCheckpoint
-from oobleck.training.model import LiveModel, ModelStructure
+from oobleck.training.model import LiveModel, LossOfInputs, ModelStructure
 from oobleck.training.optim import MISSED
 
 from .conversion import write_layers
@@ -29,13 +29,18 @@ def is_trainer_checkpoint(directory: Path) -> bool:
 
 
 def import_trainer_checkpoint(
-    directory: Path, model: nn.Module, decayed: Collection[str], options: Sequence[Mapping[str, object]]
+    directory: Path,
+    model: nn.Module,
+    decayed: Collection[str],
+    options: Sequence[Mapping[str, object]],
+    *,
+    whole_loss: LossOfInputs | None = None,
 ) -> Path:
     """Write a checkpoint of ours next to a Trainer's, and return its path: `DIRECTORY/oobleck/step-…`.
 
     `model` has the weights already, `decayed` names its decayed parameters, and `options` are those of the optimizer's
-    two groups in the job. Raises CorruptCheckpoint, OSError, or ConfigError for an optimizer state without
-    transformers' layout or of other options.
+    two groups in the job; `whole_loss` is set for a model that is kept whole. Raises CorruptCheckpoint, OSError, or
+    ConfigError for an optimizer state without transformers' layout or of other options.
     """
     try:
         step = int(json.loads((directory / _STATE).read_text())["global_step"])
@@ -49,7 +54,11 @@ def import_trainer_checkpoint(
         raise CorruptCheckpoint(f"{directory}: {error}") from error
     _require_same_options(directory, saved, options)
     states = dict(_states(directory, model, decayed, saved, step))
-    structure = ModelStructure.from_live(LiveModel.skeleton_of(model), sequence_length=_TRIAL_LENGTH)
+    live = LiveModel.skeleton_of(model, is_whole=whole_loss is not None)
+    if whole_loss is None:
+        structure = ModelStructure.from_live(live, sequence_length=_TRIAL_LENGTH)
+    else:
+        structure = ModelStructure.kept_whole(live, whole_loss, sequence_length=_TRIAL_LENGTH)
     return write_checkpoint(directory / _OURS, structure, model.state_dict(keep_vars=True), states, step=step)
 
 

@@ -11,7 +11,7 @@ from .layer_trial import try_layers
 from .live_model import LiveModel
 from .loss_trial import BatchSizes, CapturedHead, made_up_weights, with_tried_loss
 from .models import StageModel, separates_documents
-from .structure import ModelStructure
+from .structure import LossOfInputs, ModelStructure
 from .tensor_parallel import Share, initialize_share, install, share_of
 from .weight_gradients import WeightGradients
 
@@ -20,6 +20,7 @@ __all__ = [
     "BatchSizes",
     "CapturedHead",
     "LiveModel",
+    "LossOfInputs",
     "MicrobatchKey",
     "ModelStructure",
     "Precision",

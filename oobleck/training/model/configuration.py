@@ -104,7 +104,8 @@ def task_of_built(model: PreTrainedModel) -> Task:
     raise UncutModel(
         f"model: {kind.__name__} has a head that no task is known for; known are {', '.join(_HEADS)}, as those of "
         "LlamaForCausalLM, BertForMaskedLM, BertForSequenceClassification and BertForTokenClassification: use such a "
-        "class, or derive your own from it"
+        "class, or derive your own from it",
+        reason=f"its head is none of those that can be cut ({', '.join(_HEADS)})",
     )
 
 

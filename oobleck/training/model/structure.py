@@ -68,7 +68,7 @@ _OURS = frozenset(
 class LossOfInputs(Protocol):
     """The loss of a whole model."""
 
-    def __call__(self, model: nn.Module, inputs: dict[str, Any], num_items: int, *, step: int) -> torch.Tensor:
+    def __call__(self, model: nn.Module, inputs: dict[str, Any], num_items: int, /, *, step: int) -> torch.Tensor:
         """Return the loss of what a collator has made, as the script's own loop computes it in a step, from 1.
 
         `num_items` is the number of labels to divide by, for losses that do.

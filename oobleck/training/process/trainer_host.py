@@ -86,7 +86,7 @@ class _TrainerHost:
             raise UsageError(f"{type(trainer).__name__}.train() comes after another: a run trains once; start another")
         with self._answering_problems():
             job = trainer.job()
-            described = {"settings": job.settings, "provides": job.provides, "resume": trainer.resume()}
+            described = {"settings": job.settings, "provides": job.provides, "resume": trainer.resume(job)}
         self.send(described)
         run = trainer.follow(job)
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the master, which finishes the step
