@@ -194,7 +194,10 @@ class Copies:
             return []
         self._is_changed, self._next_s = False, now_s + len(self._doors) / _NODES_PER_S
         self._domains = domains
-        self._places = place(self._staying, self._num_copies, domains=domains, before=self._places)
+        staying = self._staying
+        # Where there are more nodes, there may be better places; copies that exist count wherever they are.
+        before = self._places if self._places.keys() >= set(staying) else {}
+        self._places = place(staying, self._num_copies, domains=domains, before=before)
         self._advance()
         self.protection = self._assess()
         targets = [each for each in dict.fromkeys((self._protected, self._to_copy())) if each is not None]
@@ -308,13 +311,13 @@ class Copies:
 
     def _next_wanted(self, current: list[ScriptState]) -> _Wanted | None:
         newest = self._newest_whole()
-        if newest is None or (self._protected is not None and newest <= self._protected):
+        if newest is None or not self._spreads[newest].can_stay:
+            return None
+        if self._protected is not None and newest <= self._protected:
             return None
         # What ranks have loaded is copied until they have saved. A node without others copies nothing.
         if newest not in current or self._num_needed == 1:
             return _Wanted(None, newest)
-        if not self._spreads[newest].can_stay:
-            return None
         if not self._num_ahead:
             return _Wanted(newest.step, newest)
         steps = sorted({state.step for state in current})

@@ -9,8 +9,10 @@ from oobleck.errors import PeerError
 from oobleck.storage.layer_file import write_file
 from oobleck.wire import decode_json, encode_json
 
-SLOTS_TO_COPY = 3
-"""The fewest slots of a rank that hold a state to be copied beside the newest one and the one that is written."""
+SLOTS_TO_COPY = 4
+"""The slots of a rank whose states are copied: for the protected state, the one that is being copied, the newest one
+that is whole, and the one that is being written. With three, some ranks would overwrite the state that is protected
+from now on, while others overwrite the one that was protected before."""
 _FILE = "kept.json"
 
 

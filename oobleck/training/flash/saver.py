@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shutil
 import sys
 import time
@@ -25,9 +23,6 @@ from .tensors import Flat
 _LOOK_S = 0.001
 _LEAST_TREE_BYTES = 1024
 _NUM_SLOTS = 2
-_NUM_SLOTS_WITH_COPIES = 4
-"""The protected state, the one that is being copied, the newest one that is whole, and the one that is being written:
-four different states where ranks save faster than copies are made. With three, a copy has the time of two saves."""
 
 
 class MemorySaver:
@@ -40,7 +35,7 @@ class MemorySaver:
         self._num_local = num_local
         self._stem = scripts.memory_stem(local_rank)
         self._num_copies = num_copies
-        self._most_slots = _NUM_SLOTS_WITH_COPIES if num_copies else _NUM_SLOTS
+        self._most_slots = scripts.SLOTS_TO_COPY if num_copies else _NUM_SLOTS
         self._memory: storage.FlashMemory | None = None
         self._newest: str | None = None
 
@@ -72,47 +67,44 @@ class MemorySaver:
         has = len(memory.slots()) if memory is not None and memory.layout == layout else 0
         if memory is not None and has >= wanted:
             return memory
-        for num_slots in range(wanted, max(has, _NUM_SLOTS - 1), -1):
+        for num_slots in dict.fromkeys((wanted, _NUM_SLOTS)):
+            if num_slots <= has:
+                break
+            if num_slots > _NUM_SLOTS and not self._has_room(layout, num_slots):
+                continue
             path = storage.next_memory_file(self._directory, self._stem)
             try:
-                self._check_room(layout, num_slots)
-                self._memory = memory = storage.FlashMemory.create(path, layout, num_slots=num_slots)
+                memory = storage.FlashMemory.create(path, layout, num_slots=num_slots)
                 scripts.make_room_for_taken(memory)
+                break
             except OSError as error:
                 if num_slots == _NUM_SLOTS:
                     raise OSError(error.errno, no_room(self._directory, layout, error, num_slots=num_slots)) from error
-            else:
-                break
         assert memory is not None
-        if len(memory.slots()) < wanted:
-            self._most_slots = len(memory.slots())
+        self._memory = memory
+        if num_slots < wanted:
+            self._most_slots = num_slots
             self._tell_fewer(layout)
         return memory
 
-    def _check_room(self, layout: storage.Layout, num_slots: int) -> None:
-        """Raise OSError if other ranks' slots, or copies of other nodes' parts, would find no room beside so many."""
-        if num_slots == _NUM_SLOTS:
-            return
-        others = [path for path in storage.memory_files(self._directory, "rank*") if path.stem != self._stem]
-        room = shutil.disk_usage(self._directory).free + sum(path.stat().st_size for path in others)
+    def _has_room(self, layout: storage.Layout, num_slots: int) -> bool:
+        """Whether all ranks of the node can have so many slots beside the copies of other nodes' parts."""
+        room = shutil.disk_usage(self._directory).free
+        for path in storage.memory_files(self._directory, "rank*"):
+            with suppress(OSError):  # it is removed
+                room += path.stat().st_size if path.stem != self._stem else 0
         own, copied = (storage.FlashMemory.bytes_for(layout, num_slots=each) for each in (num_slots, _NUM_SLOTS))
-        if self._num_local * (own + self._num_copies * copied) > room:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self._num_local * (own + self._num_copies * copied) <= room
 
     def _tell_fewer(self, layout: storage.Layout) -> None:
         if self._local_rank:
             return
         mib = storage.FlashMemory.bytes_for(layout, num_slots=1) / 2**20
         free = shutil.disk_usage(self._directory).free / 2**20
-        what = (
-            "a state is copied to other nodes only if that takes less than two saves"
-            if self._most_slots >= scripts.SLOTS_TO_COPY
-            else "sharded states have no copies on other nodes"
-        )
         sys.stderr.write(
-            f"oobleck: {self._directory} has room for {self._most_slots} states of {mib:,.1f} MiB for each rank of "
-            f"this node ({self._num_local}), not for {_NUM_SLOTS_WITH_COPIES} beside copies ({free:,.1f} MiB are "
-            f"free): {what}; a container gets more by --shm-size\n"
+            f"oobleck: sharded states have no copies on other nodes: {self._directory} has no room for "
+            f"{scripts.SLOTS_TO_COPY} states of {mib:,.1f} MiB for each rank of this node ({self._num_local}), and for "
+            f"copies ({free:,.1f} MiB are free); a container gets more by --shm-size\n"
         )
 
     def _slot_of(self, memory: storage.FlashMemory, start: str, kept: scripts.Kept) -> storage.Slot:

@@ -227,21 +227,20 @@ sys.stderr = Stderr()
 """
 
 
-@pytest.mark.parametrize(("size", "slots"), [("7m", 4), ("5600k", 3), ("4m", 2)])
+@pytest.mark.parametrize(("size", "slots"), [("7m", 4), ("4m", 2)])
 def test_slots_for_copies_give_way_where_memory_is_short_which_is_said_once(
     tmp_path: Path, size: str, slots: int
 ) -> None:
     """A state of 1 MiB, and two more of another node's."""
+    where = {"OOBLECK_CHECKPOINT_DIR": str(tmp_path / "disk"), "OOBLECK_CHECKPOINT_MEMORY": str(tmp_path / "memory")}
     with small_disk(tmp_path / "memory", size) as memory:
-        where = {"OOBLECK_CHECKPOINT_DIR": str(tmp_path / "disk"), "OOBLECK_CHECKPOINT_MEMORY": str(memory)}
         for begun in (1, 2):
             (said,) = run(HEARD + ROOM, 1, **where, OOBLECK_CHECKPOINT_COPIES="1", OOBLECK_CHECKPOINT_START=str(begun))
-            assert said.count("has room for") == (slots < 4), said
-            assert (f"{memory} has room for {slots} states of 1.0 MiB" in said) == (slots < 4), said
+            assert said.count(f"{memory} has no room for 4 states of 1.0 MiB") == (slots < 4), said
         (path,) = memory_files(memory, "rank0")
         assert len(FlashMemory.open(path).slots()) == slots
-    with small_disk(tmp_path / "memory", "1m") as memory:
-        (said,) = run(ROOM, 1, fails=True, **(where | {"OOBLECK_CHECKPOINT_COPIES": "1"}))
+    with small_disk(tmp_path / "memory", "1m"):
+        (said,) = run(ROOM, 1, fails=True, **where, OOBLECK_CHECKPOINT_COPIES="1")
         assert "are needed, for 2 copies" in said
 
 
