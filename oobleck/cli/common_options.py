@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -57,3 +58,14 @@ def one_run(named: str | None, tag: str | None) -> str | None:
 def base_dir_of(named: Path | None) -> Path:
     """Return the directory of all runs: the one that an option names, or the default one."""
     return expand_user(named) if named is not None else default_base_dir()
+
+
+def continuing(command: str) -> str:
+    """Return a noted command without `--resume`: `never` would start over, and a path go back to that checkpoint."""
+    directory, _, line = command.partition(" && ")
+    words = shlex.split(line)
+    end = words.index("--") if "--" in words else len(words)
+    own = words[:end]
+    values = {index + 1 for index, word in enumerate(own) if word == "--resume"}
+    kept = [word for index, word in enumerate(own) if index not in values and word.partition("=")[0] != "--resume"]
+    return f"{directory} && {shlex.join([*kept, *words[end:]])}" if len(kept) < len(own) else command

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,9 @@ from oobleck.runtime.files import RunDirectory
 from oobleck.wire import from_builtins
 
 from .common_options import BaseDirOption, JsonOption, TagArgument, TagOption, base_dir_of, one_run
+
+if TYPE_CHECKING:
+    from oobleck.ui.controls import Wish
 
 
 def complete_nodes(incomplete: str) -> list[str]:
@@ -124,6 +127,16 @@ def _ask(
 ) -> tuple[str, Mapping[str, object]]:
     run = find_active(tag, base_dir)
     return run.tag, control_client.request(run.control_socket, asked)
+
+
+def request_of(wish: Wish) -> control_client.ControlRequest:
+    """Return the request for what a user wants at a dashboard."""
+    match wish.what:
+        case "kill":
+            return control_client.KillRequest(node=wish.node)
+        case "drain":
+            return control_client.DrainRequest(node=wish.node)
+    return control_client.StopRequest()
 
 
 def find_active(tag: str | None, base_dir: Path | None) -> RunDirectory:

@@ -21,7 +21,7 @@ from oobleck.runtime.journals import has_end
 from oobleck.runtime.python_process import module_command
 from oobleck.ui.formatting import bytes_text, duration_text
 
-from .common_options import BaseDirOption, JsonOption, base_dir_of, complete_tags
+from .common_options import BaseDirOption, JsonOption, base_dir_of, complete_tags, continuing
 from .inputs import duration_s
 
 _TAIL_BYTES = 1 << 18
@@ -91,13 +91,14 @@ def resume(tag: Tag, *, base_dir: BaseDirOption = None) -> None:
     run = _existing(base_dir_of(base_dir), tag)
     if run in control_client.active_runs(run.base_dir):
         raise UsageError(f"run {tag} is active; `oobleck attach {tag}` shows it")
-    directory, _, line = run.command.partition(" && ")
+    command_line = continuing(run.command)
+    directory, _, line = command_line.partition(" && ")
     words = shlex.split(line)
     if not words or "--until-eof" in words:
         raise UsageError(f"run {tag} was started by a program, which has to start it again")
     if "…" in line:
         raise UsageError(f"run {tag}: its command is noted without what may be secret; give it in full: {run.command}")
-    typer.echo(f"oobleck: {run.command}", err=True)
+    typer.echo(f"oobleck: {command_line}", err=True)
     os.chdir(shlex.split(directory)[1])
     os.environ[BASE_DIR_VARIABLE] = str(run.base_dir)
     command = module_command(*words)

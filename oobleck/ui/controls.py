@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from oobleck.runtime.control_client import ControlRequest, DrainRequest, KillRequest, StopRequest
-
 _NAMED_KEYS = {
     "\x1b[A": "up", "\x1bOA": "up", "\x1b[B": "down", "\x1bOB": "down", "\x1b[5~": "page up", "\x1b[6~": "page down",
     "\x1b[F": "end", "\x1b[4~": "end", "\x1b": "escape", "\r": "enter", "\n": "enter", "\t": "down", "\x7f": "erase",
@@ -56,6 +54,14 @@ class Mode(StrEnum):
     CONFIRMING = "confirming"
 
 
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the user wants of the run: to `kill` or `drain` a node, or to `stop`, which concerns no node."""
+
+    what: str
+    node: str = ""
+
+
 class Quit:
     """The user leaves the dashboard; the run continues."""
 
@@ -88,7 +94,7 @@ class Controls:
     message: str = ""
     """What the last request came to; the next key removes it."""
 
-    def press(self, key: str, nodes: Sequence[str], num_events: int) -> ControlRequest | Quit | None:
+    def press(self, key: str, nodes: Sequence[str], num_events: int) -> Wish | Quit | None:
         """Take a key; `nodes` are those that can be chosen."""
         self.message = ""
         match self.mode:
@@ -100,7 +106,7 @@ class Controls:
                 self._choose(key, nodes)
             case Mode.CONFIRMING:
                 self.mode = Mode.WATCHING
-                return self._request() if key in ("y", "Y") else None
+                return Wish(self.what, self.node) if key in ("y", "Y") else None
         return None
 
     def matching(self, nodes: Sequence[str]) -> list[str]:
@@ -143,8 +149,3 @@ class Controls:
             self.typed = self.typed[:-1]
         elif len(key) == 1 and key.isprintable():
             self.typed += key
-
-    def _request(self) -> ControlRequest:
-        if self.what == "stop":
-            return StopRequest()
-        return KillRequest(node=self.node) if self.what == "kill" else DrainRequest(node=self.node)

@@ -38,8 +38,8 @@ def footer(controls: Controls, snapshot: RunSnapshot) -> Text:
     if controls.message:
         return Text(f" {one_line(controls.message)}", style="bold yellow")
     parts = [(part, style) for key, what in _KEYS for part, style in ((f" {key}", "bold"), (f" {what} ", "dim"))]
-    below = f"  {controls.scrolled} newer events: End" if controls.scrolled else ""
-    return Text.assemble(*parts, (below, "yellow"))
+    below = f" {controls.scrolled} newer events: End " if controls.scrolled else ""
+    return Text.assemble((below, "yellow"), *parts)
 
 
 def _choice(controls: Controls, nodes: Sequence[str]) -> Text:

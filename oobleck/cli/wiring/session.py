@@ -12,6 +12,7 @@ from typing import assert_never
 
 import trio
 
+from oobleck.cli.control import request_of
 from oobleck.control import journal
 from oobleck.control.events import AddRequested, DrainRequested, NodeLeftOut, Remark, StopRequested
 from oobleck.control.replay import RunBooks
@@ -89,7 +90,10 @@ class Session:
         """Draw the dashboard; once the user leaves it, print lines instead."""
         keys = KeyReader(0) if os.isatty(0) else None
         has_quit = await live.run_dashboard(
-            lambda: self.view.at(self._master.now_s), output=output, act=self.answer, keys=keys
+            lambda: self.view.at(self._master.now_s),
+            output=output,
+            act=lambda wish: self.answer(request_of(wish)),
+            keys=keys,
         )
         if has_quit:
             if self._started is not None:
