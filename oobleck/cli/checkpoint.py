@@ -19,16 +19,23 @@ from oobleck.storage import CheckpointDirectory, FileFault, FoundManifest, Manif
 from oobleck.storage.directory import MANIFEST_NAME
 from oobleck.wire import to_builtins
 
-from .common_options import BaseDirOption, JsonOption, base_dir_of
+from .common_options import BaseDirOption, JsonOption, base_dir_of, complete_tags
 
 WhereArgument = Annotated[
-    Path, typer.Argument(help="A checkpoint, a directory of checkpoints (then its newest), or the tag of a run.")
+    Path,
+    typer.Argument(
+        help="A checkpoint, a directory of checkpoints (then its newest), or the tag of a run.",
+        autocompletion=complete_tags,
+    ),
 ]
 
 
 def list_checkpoints(
     where: Annotated[
-        Path | None, typer.Argument(help="A directory of checkpoints, or the tag of a run.", show_default=False)
+        Path | None,
+        typer.Argument(
+            help="A directory of checkpoints, or the tag of a run.", show_default=False, autocompletion=complete_tags
+        ),
     ] = None,
     *,
     as_json: JsonOption = False,

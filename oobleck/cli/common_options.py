@@ -32,6 +32,12 @@ def complete_tags(incomplete: str) -> list[str]:
     return sorted(lock.parent.name for lock in default_base_dir().glob(f"{glob.escape(incomplete)}*/lock"))
 
 
+def complete_resume(incomplete: str) -> list[str]:
+    """Return `auto`, `never` and the paths of checkpoints that begin like this, for a shell."""
+    saved = (path.parent for path in default_base_dir().glob("*/checkpoints/*/manifest.json"))
+    return [word for word in ("auto", "never", *sorted(map(str, saved))) if word.startswith(incomplete)]
+
+
 TagArgument = Annotated[
     str | None,
     typer.Argument(
