@@ -65,7 +65,7 @@ def dashboard_lines(
     kinds = Counter(node.kind for node in snapshot.nodes if node.kind)
     if len(snapshot.nodes) > _MOST_ORIGINS and any(node.origin or node.kind for node in snapshot.nodes):
         snapshot = replace(snapshot, nodes=tuple(replace(node, origin="", kind="") for node in snapshot.nodes))
-    head = [_title(snapshot, width), *_facts(snapshot, width), _progress(snapshot, width)]
+    head = [_title(snapshot, width), *_facts(snapshot, width), *_progress(snapshot, width)]
     foot = [] if controls is None or height <= len(head) + _LEAST_ROOM else [footer(controls, snapshot)]
     head = head[: max(1, height)]
     room = max(0, height - len(head) - len(foot))
@@ -225,14 +225,17 @@ def _facts(snapshot: RunSnapshot, width: int) -> list[Text]:
     return lines
 
 
-def _progress(snapshot: RunSnapshot, width: int) -> Text:
+def _progress(snapshot: RunSnapshot, width: int) -> list[Text]:
+    """Return the line of what is done of all steps, or before the first one of what the run does."""
     if snapshot.phase is not None:
-        return _phase(snapshot.phase, width)
-    share = min(1.0, snapshot.step / snapshot.max_steps) if snapshot.max_steps else 0.0
+        return [_phase(snapshot.phase, width)]
+    if not snapshot.max_steps:
+        return []  # a script does not report its steps
+    share = min(1.0, snapshot.step / snapshot.max_steps)
     label = f" {share:4.0%} "
     room = max(1, width - len(label) - 2)
     done = round(share * room)
-    return Text.assemble(" ", ("━" * done, "green"), ("━" * (room - done), "bright_black"), label)
+    return [Text.assemble(" ", ("━" * done, "green"), ("━" * (room - done), "bright_black"), label)]
 
 
 def _phase(phase: PhaseView, width: int) -> Text:

@@ -72,6 +72,7 @@ def test_a_script_has_no_steps_that_are_known():
         view.apply(entry)
     text = "\n".join(plain(view.at(40.0), 80, 24))
     assert "my-script" in text
+    assert "━" not in text, "nobody knows what share of it is done"
     assert "recoveries 1" in text
     for words in ("step", "loss", "goodput", "remaining"):
         assert words not in text

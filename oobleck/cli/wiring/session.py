@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import assert_never
@@ -82,8 +82,10 @@ class Session:
     def show(self, output: Output, nursery: trio.Nursery, *, plain: bool) -> None:
         """Start the dashboard or the plain lines. The run continues if they cannot be written."""
         self._terminal = output if output.isatty() else None
-        is_drawn = live.wants_dashboard(live.console_on(output), plain=plain)
-        nursery.start_soon(self._draw if is_drawn else self._print, output)
+        if live.wants_dashboard(live.console_on(output), plain=plain):
+            nursery.start_soon(self._draw, output)
+        else:
+            nursery.start_soon(self._lines_from_now_on(output))
         nursery.start_soon(live.tell_of_lost_output, output, self._note_lost_output)
 
     async def _draw(self, output: Output) -> None:
@@ -98,12 +100,13 @@ class Session:
         if has_quit:
             if self._started is not None:
                 self._formatter.apply(self._started)
-            await self._print(output)
+            await self._lines_from_now_on(output)()
 
-    async def _print(self, output: Output) -> None:
+    def _lines_from_now_on(self, output: Output) -> Callable[[], Awaitable[None]]:
+        """Return a task that prints a line for each entry after this call."""
         log = live.LineLog(self._formatter)
         self._master.observe(log.apply)
-        await live.run_lines(log, output=output)
+        return lambda: live.run_lines(log, output=output)
 
     def _note_lost_output(self, reason: str) -> None:
         text = f"output cannot be written ({reason}); the run continues without it, and `oobleck status` shows it"
