@@ -26,25 +26,24 @@ _QUESTIONS = {
 }
 
 HELP = (
-    ("↑ ↓, Page Up, Page Down", "earlier and later events; End follows the newest again"),
-    ("k", "kill a node, to see the run recover"),
-    ("d", "drain a node: it hands its state over and leaves"),
+    ("↑ ↓, Page Up, Page Down", "earlier and later events; End: the newest again"),
+    ("k, d", "kill a node, to see a recovery; drain a node"),
     ("s", "stop the run after the step in flight"),
     ("q", "leave this screen; the run continues"),
-    ("Ctrl-C", "in `oobleck up` stop the run, twice at once; otherwise leave this screen"),
-    ("Ctrl-Z", "suspend this process; `fg` returns to it. A run's own master should not be suspended for long"),
+    ("Ctrl-C", "`oobleck up`: stop; otherwise leave this screen"),
+    ("Ctrl-Z", "suspend this process; `fg` returns to it"),
 )
-
 LEGEND = (
-    ("×N", "of a pipeline: microbatches of each step; of a node: its devices"),
+    ("×N", "microbatches of a pipeline; devices of a node"),
     ("… ~ ✗", "a stage starts, waits for a new plan, is lost"),
-    ("f", "how many nodes may be lost at the same time without loss of state"),
-    ("generation", "how many plans the run has had; each loss and each join makes a new one"),
-    ("recoveries", "changes that a fault caused; nodes that join or leave in order do not count"),
-    ("goodput", "the share of the time since the start in which steps were computed that count"),
-    ("cpu, mem, gpu", "what a node's processes use of what it has: cores, memory, share of time and memory"),
+    ("f", "nodes that may be lost together without loss of state"),
+    ("generation", "plans so far; each loss or join makes a new one"),
+    ("recoveries", "changes that a fault caused, and no planned ones"),
+    ("goodput", "share of the time in which steps were computed"),
+    ("cpu, mem, gpu", "what a node's processes use of what it has"),
     ("seconds after a node", "when it was last heard"),
 )
+"""Short enough for a page of 80 columns and 24 lines."""
 
 
 class Mode(StrEnum):
