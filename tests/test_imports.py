@@ -63,7 +63,7 @@ FLOORS_OF = {
     "safetensors": {"training"},
     "datasets": {"training"},
     "peft": {"training"},
-    "pynvml": {"training"},
+    "pynvml": {"training", "runtime"},
     "confluent_kafka": {"training"},
     "redis": {"training"},
     "kubernetes": {"runtime"},

@@ -22,19 +22,23 @@ from oobleck.storage.directory import MANIFEST_NAME
 from oobleck.storage.layer_file import write_file
 from oobleck.wire import to_builtins
 
-from .common_options import BaseDirOption, JsonOption, base_dir_of
+from .common_options import BaseDirOption, JsonOption, base_dir_of, complete_tags
 
 WhereArgument = Annotated[
     str,
     typer.Argument(
-        help="A checkpoint, or a directory of checkpoints (its newest), as path or URL; or the tag of a run."
+        help="A checkpoint, or a directory of checkpoints (its newest), as path or URL; or the tag of a run.",
+        autocompletion=complete_tags,
     ),
 ]
 
 
 def list_checkpoints(
     where: Annotated[
-        str | None, typer.Argument(help="A directory of checkpoints, or the tag of a run.", show_default=False)
+        str | None,
+        typer.Argument(
+            help="A directory of checkpoints, or the tag of a run.", show_default=False, autocompletion=complete_tags
+        ),
     ] = None,
     *,
     as_json: JsonOption = False,

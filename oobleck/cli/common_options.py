@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import glob
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -31,6 +33,12 @@ def complete_tags(incomplete: str) -> list[str]:
     return sorted(lock.parent.name for lock in default_base_dir().glob(f"{glob.escape(incomplete)}*/lock"))
 
 
+def complete_resume(incomplete: str) -> list[str]:
+    """Return `auto`, `never` and the paths of checkpoints that begin like this, for a shell."""
+    saved = (path.parent for path in default_base_dir().glob("*/checkpoints/*/manifest.json"))
+    return [word for word in ("auto", "never", *sorted(map(str, saved))) if word.startswith(incomplete)]
+
+
 TagArgument = Annotated[
     str | None,
     typer.Argument(
@@ -57,3 +65,23 @@ def one_run(named: str | None, tag: str | None) -> str | None:
 def base_dir_of(named: Path | None) -> Path:
     """Return the directory of all runs: the one that an option names, or the default one."""
     return expand_user(named) if named is not None else default_base_dir()
+
+
+def continuing(command: str) -> str:
+    """Return a noted command without `--resume`."""
+    directory, _, line = command.partition(" && ")
+    try:
+        words = shlex.split(line)
+    except ValueError:  # it was not noted as a whole
+        return command
+    kept = without_resume(words)
+    return f"{directory} && {shlex.join(kept)}" if kept != words else command
+
+
+def without_resume(words: Sequence[str]) -> list[str]:
+    """Return a command's words without `--resume`: `never` would start over, and a path go back to that checkpoint."""
+    end = words.index("--") if "--" in words else len(words)
+    own = words[:end]
+    values = {index + 1 for index, word in enumerate(own) if word == "--resume"}
+    kept = [word for index, word in enumerate(own) if index not in values and word.partition("=")[0] != "--resume"]
+    return [*kept, *words[end:]]

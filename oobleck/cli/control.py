@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,22 +17,38 @@ from oobleck.wire import from_builtins
 
 from .common_options import BaseDirOption, JsonOption, TagArgument, TagOption, base_dir_of, one_run
 
+if TYPE_CHECKING:
+    from oobleck.ui.controls import Wish
 
-def complete_nodes(incomplete: str) -> list[str]:
-    """Return the nodes of the only active run that begin like this, for a shell."""
+
+def complete_nodes(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the nodes of the run that begin like this, for a shell."""
+    return [name for name, _ in _nodes(ctx) if name.startswith(incomplete)]
+
+
+def complete_lost(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the lost nodes of the run that begin like this, for a shell."""
+    return [name for name, state in _nodes(ctx) if state == "lost" and name.startswith(incomplete)]
+
+
+def _nodes(ctx: typer.Context) -> list[tuple[str, str]]:
+    """Return the names and states of the nodes of the run that a command line names, or of the only one."""
     try:
-        answer = control_client.request(find_active(None, None).control_socket, control_client.StatusRequest())
+        run = find_active(ctx.params.get("tag"), ctx.params.get("base_dir"))
+        answer = control_client.request(run.control_socket, control_client.StatusRequest())
     except OobleckError:
         return []
     nodes = answer.get("nodes")
-    names = [str(node["name"]) for node in nodes if isinstance(node, dict)] if isinstance(nodes, list) else []
-    return [name for name in names if name.startswith(incomplete)]
+    return [(str(node["name"]), str(node["state"])) for node in nodes] if isinstance(nodes, list) else []
 
 
 NODE_HELP = "Name of the node, as in the hostfile or `oobleck status`."
 NodeArgument = Annotated[str, typer.Argument(help=NODE_HELP, autocompletion=complete_nodes)]
 NodesArgument = Annotated[
-    list[str], typer.Argument(help="Nodes: names that the run knows, or lines as in a hostfile, quoted.")
+    list[str],
+    typer.Argument(
+        help="Nodes: names that the run knows, or lines as in a hostfile, quoted.", autocompletion=complete_lost
+    ),
 ]
 NowOption = Annotated[bool, typer.Option("--now", help="Give up the step in flight.")]
 
@@ -124,6 +140,16 @@ def _ask(
 ) -> tuple[str, Mapping[str, object]]:
     run = find_active(tag, base_dir)
     return run.tag, control_client.request(run.control_socket, asked)
+
+
+def request_of(wish: Wish) -> control_client.ControlRequest:
+    """Return the request for what a user wants at a dashboard."""
+    match wish.what:
+        case "kill":
+            return control_client.KillRequest(node=wish.node)
+        case "drain":
+            return control_client.DrainRequest(node=wish.node)
+    return control_client.StopRequest()
 
 
 def find_active(tag: str | None, base_dir: Path | None) -> RunDirectory:

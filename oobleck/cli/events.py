@@ -14,16 +14,21 @@ from oobleck.runtime.journals import find_journal, follow_journal, read_journal
 from oobleck.ui.incident_text import incident_lines, incident_news
 from oobleck.wire import encode_json
 
-from .common_options import BaseDirOption, JsonOption, base_dir_of, one_run
+from .common_options import BaseDirOption, JsonOption, base_dir_of, complete_tags, one_run
 
 RunArgument = Annotated[
     str | None,
     typer.Argument(
-        metavar="RUN", help="Tag of the run, or its journal; by default, the newest run.", show_default=False
+        metavar="RUN",
+        help="Tag of the run, or its journal; by default, the newest run.",
+        show_default=False,
+        autocompletion=complete_tags,
     ),
 ]
 
-RunTagOption = Annotated[str | None, typer.Option("--tag", help="Tag of the run: the same as RUN.")]
+RunTagOption = Annotated[
+    str | None, typer.Option("--tag", help="Tag of the run: the same as RUN.", autocompletion=complete_tags)
+]
 
 
 def events(

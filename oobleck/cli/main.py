@@ -18,6 +18,8 @@ import typer
 from oobleck import __version__, errors
 from oobleck.host.streams import Output, as_output, open_standard_streams, settle
 
+from .option_fields import GroupedCommand
+
 Example = tuple[str, str]
 """A command line, and what it is for."""
 
@@ -387,6 +389,7 @@ def _add_commands(app: typer.Typer, commands: Sequence[CliCommand], words: Seque
         else:
             app.command(
                 command.name,
+                cls=GroupedCommand,
                 # Without a `help`, typer takes the function's docstring, which is the long one.
                 help=None if is_asked else command.help,
                 short_help=command.help,

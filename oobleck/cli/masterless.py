@@ -15,6 +15,8 @@ from oobleck.runtime.files import RunDirectory
 from oobleck.runtime.journals import has_end, read_journal
 from oobleck.ui.formatting import duration_text
 
+from .common_options import continuing
+
 _MOST_RUNS = 3
 _MOST_NODES = 8
 _GONE = frozenset({NodeState.LOST, NodeState.ENDED})
@@ -65,10 +67,15 @@ def _describe(run: RunDirectory, *, is_named: bool) -> str:
         then = "ends its processes and starts them again" if is_script else "takes it over"
     # `oobleck.launch` starts its runs with this option, by words that are of no use to a person.
     is_a_persons = run.command and "--until-eof" not in run.command
-    command = run.command if is_a_persons else "that of the program that started it"
+    if not is_a_persons:
+        what_to_do = f"The program that started it {then} if it gives its command again"
+    elif "…" in run.command:  # it has what may be secret, and is not noted in full
+        what_to_do = f"The same command {then}: {continuing(run.command)}"
+    else:
+        what_to_do = f"`oobleck resume {run.tag}` {then}: {continuing(run.command)}"
     return (
         f"run {run.tag} has no master: {_whereabouts(run)}, and its journal ended {duration_text(silent_s)} ago"
-        f"{where}; {state}. The same command {then}: {command}"
+        f"{where}; {state}. {what_to_do}"
     )
 
 

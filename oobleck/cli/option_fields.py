@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import MISSING, field, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature
 from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand
+from typer.models import OptionInfo
 
 T = TypeVar("T")
+
+_OTHERS = "other"
 
 
 def option(*words: str, default: Any = None, **settings: Any) -> Any:
@@ -26,9 +31,9 @@ def option(*words: str, default: Any = None, **settings: Any) -> Any:
     return _field(default, declared=declared, shown=(names[-1], word, text))
 
 
-def flag(name: str, text: str) -> Any:
+def flag(name: str, text: str, **settings: Any) -> Any:
     """Declare a field as an option without a value."""
-    return option(name, text, default=False)
+    return option(name, text, default=False, **settings)
 
 
 def argument(metavar: str, text: str, *, default: Any = None) -> Any:
@@ -49,11 +54,41 @@ def declared_options(group: type) -> Iterator[tuple[str, str | None, str]]:
             yield part.metadata["shown"]
 
 
+def one_of(*words: str) -> Callable[[str], list[str]]:
+    """Return a function that completes one of these words, or the last of several between commas, for a shell."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [f"{before}{comma}{word}" for word in words if word.startswith(last)]
+
+    return complete
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose help lists options below the names of their panels, in the order in which these first appear."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                is_argument = parameter.param_type_name == "argument"
+                panel = getattr(parameter, "rich_help_panel", None) or ("Arguments" if is_argument else _OTHERS)
+                panels.setdefault(panel, []).append(record)
+        others = panels.pop(_OTHERS, [])
+        for panel, records in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl(records)
+        if others:
+            has_named = len(panels) > ("Arguments" in panels)
+            with formatter.section("Other options" if has_named else "Options"):
+                formatter.write_dl(others)
+
+
 def takes_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
     """Make a command of a function that takes its options as one value.
 
     Each field that is declared, or annotated as typer has it, is an option or an argument. A field that is a dataclass
-    itself stands for all of its own fields.
+    itself stands for all of its own fields. The help lists those of a dataclass with a `panel` below that name.
     """
 
     def made(function: Callable[[T], None]) -> Callable[..., None]:
@@ -67,13 +102,17 @@ def takes_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[
     return made
 
 
-def _parameters(options: type) -> Iterator[Parameter]:
+def _parameters(options: type, panel: str | None = None) -> Iterator[Parameter]:
     hints = get_type_hints(options, include_extras=True)
+    panel = getattr(options, "panel", panel)
     for part in fields(options):
         hint, declared = hints[part.name], part.metadata.get("declared")
         if is_dataclass(hint):
-            yield from _parameters(hint)  # type: ignore[arg-type]  # a type, for it is a hint
+            yield from _parameters(hint, panel)  # type: ignore[arg-type]  # a type, for it is a hint
         elif declared is not None or get_origin(hint) is Annotated:
+            if isinstance(declared, OptionInfo) and declared.rich_help_panel is None:
+                declared = copy(declared)  # another command may have the same group of options in another panel
+                declared.rich_help_panel = panel
             annotation = hint if declared is None else Annotated[hint, declared]
             default = Parameter.empty if part.default is MISSING else part.default
             yield Parameter(part.name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from oobleck.errors import UsageError
 from oobleck.host.writing import write_in_place
@@ -14,6 +15,8 @@ from .option_fields import option
 
 @dataclass(frozen=True, kw_only=True)
 class PictureOptions:
+    panel: ClassVar[str] = "Output"
+
     plot: Path | None = option("--plot", "FILE", "Draw the result as .svg, or as .png with the plot extra.")
     chrome_trace: Path | None = option("--chrome-trace", "FILE", "Write the result as a trace for Perfetto.")
 

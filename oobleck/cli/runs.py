@@ -21,7 +21,7 @@ from oobleck.runtime.journals import has_end
 from oobleck.runtime.python_process import module_command
 from oobleck.ui.formatting import bytes_text, duration_text
 
-from .common_options import BaseDirOption, JsonOption, base_dir_of, complete_tags
+from .common_options import BaseDirOption, JsonOption, base_dir_of, complete_tags, without_resume
 from .inputs import duration_s
 
 _TAIL_BYTES = 1 << 18
@@ -101,7 +101,7 @@ def resume(tag: Tag, *, base_dir: BaseDirOption = None) -> None:
     if any("…" in word for word in words):
         raise UsageError(f"run {tag}: its command is noted without what may be secret; give it in full: {run.command}")
     if not has_end(run.journal) or _has_saved(run.journal):
-        words = _without_resume(words)
+        words = without_resume(words)
     typer.echo(f"oobleck: cd {shlex.quote(directory)} && {shlex.join(words)}", err=True)
     os.chdir(directory)
     os.environ[BASE_DIR_VARIABLE] = str(run.base_dir)
@@ -209,17 +209,6 @@ def _has_saved(journal: Path) -> bool:
             return any(line.startswith(b'{"@type":"CheckpointSaved"') for line in file)
     except OSError:
         return False
-
-
-def _without_resume(words: list[str]) -> list[str]:
-    """Return the command that continues a run whatever it began from."""
-    kept, rest = [], iter(words)
-    for word in rest:
-        if word == "--resume":
-            next(rest, None)
-        elif not word.startswith("--resume="):
-            kept.append(word)
-    return kept
 
 
 def _existing(base_dir: Path, tag: str) -> RunDirectory:

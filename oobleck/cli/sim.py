@@ -22,7 +22,7 @@ from oobleck.runtime.files import read_input
 from . import inputs
 from .common_options import JsonOption
 from .inputs import duration_s
-from .option_fields import option, takes_options
+from .option_fields import one_of, option, takes_options
 from .pictures import PictureOptions, write_output
 from .trace import read_trace
 
@@ -33,6 +33,18 @@ if TYPE_CHECKING:
     from oobleck.sim.trace import Trace
     from oobleck.ui.run_panels import RunPanel
 
+_POLICIES = (
+    "oobleck",
+    "restart",
+    "varuna",
+    "bamboo",
+    "recycle",
+    "torchft",
+    "recover",
+    "checkpointless",
+    "hotswap",
+    "decoupled-diloco",
+)
 _MAX_REPEAT = 1_000
 _MAX_SPARES = 1_024
 
@@ -43,19 +55,23 @@ def _interval_s(text: str) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class SimOptions:
-    failures: Path = option("--failures", "FILE", "Failure trace; see `oobleck trace`.", default=...)
+    failures: Path = option(
+        "--failures", "FILE", "Failure trace; see `oobleck trace`.", default=..., rich_help_panel="Trace"
+    )
     planning: inputs.PlanningOptions
     nodes: str | None = option(
         "--nodes",
         "N",
         "Use the trace's first N nodes, or add healthy ones to reach N; of several kinds: A100:16,A40:16x4.",
+        rich_help_panel="Trace",
     )
     policy: str = option(
         "--policy",
         "NAMES",
-        "oobleck, restart, varuna, bamboo, recycle, torchft, recover, checkpointless, hotswap, decoupled-diloco; "
-        "or several: a,b.",
+        f"{', '.join(_POLICIES)}; or several: a,b.",
         default="oobleck",
+        autocompletion=one_of(*_POLICIES),
+        rich_help_panel="Policies and costs",
     )
     checkpoint_interval: float | None = option(
         "--checkpoint-interval",
@@ -64,9 +80,15 @@ class SimOptions:
         default=None,
         parser=_interval_s,
         show_default="auto",
+        rich_help_panel="Policies and costs",
     )
     spares: int = option(
-        "--spares", "S", "Additional nodes that stand by.", default=0, parser=inputs.whole(0, _MAX_SPARES)
+        "--spares",
+        "S",
+        "Additional nodes that stand by.",
+        default=0,
+        parser=inputs.whole(0, _MAX_SPARES),
+        rich_help_panel="Trace",
     )
     spare_start: float = option(
         "--spare-start",
@@ -75,30 +97,53 @@ class SimOptions:
         default=60.0,  # a warm standby takes about a minute
         parser=duration_s,
         show_default="1m",
+        rich_help_panel="Trace",
     )
     scaling: str = option(
         "--scaling",
         "all|efficient|deadline=TIME",
         "Policy oobleck: use all nodes, only those that add enough throughput, or the fewest that finish in time.",
+        autocompletion=one_of("all", "efficient", "deadline="),
         default="all",
+        rich_help_panel="Run",
     )
     steps: int | None = option(
-        "--steps", "N", "Policy oobleck: the job ends after N steps.", parser=inputs.whole(1, MAX_STEPS)
+        "--steps",
+        "N",
+        "Policy oobleck: the job ends after N steps.",
+        parser=inputs.whole(1, MAX_STEPS),
+        rich_help_panel="Run",
     )
-    reductions: str = option("--reductions-per-step", "R", "Gradient reductions per step, or auto.", default="auto")
-    schedule: str = option("--schedule", "KIND", f"Policy oobleck: {inputs.SCHEDULE_NAMES}.", default="1f1b")
+    reductions: str = option(
+        "--reductions-per-step",
+        "R",
+        "Gradient reductions per step, or auto.",
+        default="auto",
+        rich_help_panel="Policies and costs",
+    )
+    schedule: str = option(
+        "--schedule",
+        "KIND",
+        f"Policy oobleck: {inputs.SCHEDULE_NAMES}.",
+        default="1f1b",
+        autocompletion=one_of(*inputs.SCHEDULE_NAMES.split(", ")),
+        rich_help_panel="Run",
+    )
     seed: int = option(
         "--seed",
         "N",
         "Seed of random choices in cluster mode.",
         default=0,
         parser=inputs.whole(-inputs.MAX_SEED, inputs.MAX_SEED),
+        rich_help_panel="Run",
     )
     mode: str = option(
         "--mode",
         "sweep|cluster",
         "sweep: from event to event; cluster: the real master and agents on virtual nodes.",
+        autocompletion=one_of("sweep", "cluster"),
         default="sweep",
+        rich_help_panel="Run",
     )
     repeat: int = option(
         "--repeat",
@@ -106,14 +151,23 @@ class SimOptions:
         "Play N traces, this one and others drawn like it, and show means with 95 % confidence intervals.",
         default=1,
         parser=inputs.whole(1, _MAX_REPEAT),
+        rich_help_panel="Trace",
     )
-    costs_file: Path | None = option("--costs", "FILE", "Costs that replace the defaults, as a JSON object of numbers.")
+    costs_file: Path | None = option(
+        "--costs",
+        "FILE",
+        "Costs that replace the defaults, as a JSON object of numbers.",
+        rich_help_panel="Policies and costs",
+    )
     cost: list[str] | None = option(
         "--cost",
         "NAME=VALUE",
         "One such cost for all policies, as in form_s=5, or for one: varuna.node_start_s=60. May be repeated.",
+        rich_help_panel="Policies and costs",
     )
-    summary: Path | None = option("--summary", "FILE", "Write the summary as JSON (by policy, if there are several).")
+    summary: Path | None = option(
+        "--summary", "FILE", "Write the summary as JSON (by policy, if there are several).", rich_help_panel="Output"
+    )
     pictures: PictureOptions
     as_json: JsonOption = False
 

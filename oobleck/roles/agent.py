@@ -19,7 +19,7 @@ from oobleck.errors import ConfigError, PeerError, WorkersUnavailable
 from oobleck.job import ControlSpec
 from oobleck.plan import WorkerId
 
-from .agent_ports import CheckpointStore, MasterConnection, RankHost, RelayNetwork, UseMeter, WorkerHandle, WorkerHost
+from . import agent_ports
 from .channel import CLOSED, close
 from .checkpoint_persister import CheckpointPersister
 from .rank_keeper import RankKeeper
@@ -40,7 +40,7 @@ _LEAVE_S = 5.0  # how long the last messages to the master may take once the wor
 
 @dataclass(slots=True)
 class _Worker:
-    handle: WorkerHandle
+    handle: agent_ports.WorkerHandle
     outgoing: trio.MemorySendChannel[protocol.WorkerBound]
     share: protocol.UseShare
     error: protocol.Raised | None = None
@@ -57,15 +57,15 @@ class Agent:
         self,
         *,
         tag: str,
-        accept: Callable[[], Awaitable[MasterConnection]],
-        workers: WorkerHost | None = None,
-        ranks: RankHost | None = None,
+        accept: Callable[[], Awaitable[agent_ports.MasterConnection]],
+        workers: agent_ports.WorkerHost | None = None,
+        ranks: agent_ports.RankHost | None = None,
         hello: Callable[[int, tuple[protocol.WorkerStarted, ...]], protocol.Hello],
         cache_dir: Path,
-        checkpoints: CheckpointStore | None = None,
+        checkpoints: agent_ports.CheckpointStore | None = None,
         await_notice: Callable[[ControlSpec], Awaitable[str]] | None = None,
-        relays: RelayNetwork | None = None,
-        meter: UseMeter | None = None,
+        relays: agent_ports.RelayNetwork | None = None,
+        meter: agent_ports.UseMeter | None = None,
     ) -> None:
         """It has `workers`, which starts the workers of a job, or `ranks`, which starts the ranks of a script.
 
@@ -91,7 +91,7 @@ class Agent:
         self._worker_ended = trio.Event()
         self._generation = 0
         self._resend_queue = ResendQueue(limit=_UNSAID_LIMIT)
-        self._next: MasterConnection | None = None
+        self._next: agent_ports.MasterConnection | None = None
         self._has_master = trio.Event()
         self._heard_s = 0.0
         self._patience = trio.CancelScope()  # ends a conversation in which the master sends nothing
@@ -152,7 +152,7 @@ class Agent:
         await self._has_master.wait()
         talk.cancel()
 
-    async def _serve(self, connection: MasterConnection, nursery: trio.Nursery) -> None:
+    async def _serve(self, connection: agent_ports.MasterConnection, nursery: trio.Nursery) -> None:
         try:
             workers = tuple(worker.started(device) for device, worker in sorted(self._workers.items()))
             await connection.send([self._hello(self._generation, workers)])
@@ -185,7 +185,7 @@ class Agent:
         self._heard_s = trio.current_time()
         self._patience.deadline = self._heard_s + self._patience_s
 
-    async def _receive_greeting(self, connection: MasterConnection) -> None:
+    async def _receive_greeting(self, connection: agent_ports.MasterConnection) -> None:
         with trio.fail_after(_GREETING_S):
             greeting = await connection.receive()
         if not isinstance(greeting, protocol.Greeting):
@@ -227,7 +227,7 @@ class Agent:
     ) -> None:
         self.request_leave(await await_notice(control))
 
-    async def _watch_fork_server(self, host: WorkerHost) -> None:
+    async def _watch_fork_server(self, host: agent_ports.WorkerHost) -> None:
         while True:
             self._resend_queue.add(await host.server_ended())
 
@@ -306,7 +306,7 @@ class Agent:
             meter, self._meter = self._meter, None
             nursery.start_soon(self._report_use, meter)
 
-    async def _report_use(self, meter: UseMeter) -> None:
+    async def _report_use(self, meter: agent_ports.UseMeter) -> None:
         while True:
             await trio.sleep(_USE_INTERVAL_S)
             # A relay gathers the messages of many, and nobody looks at the use of each of thousands.

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from oobleck.runtime.control_client import ControlRequest, DrainRequest, KillRequest, StopRequest
-
 _NAMED_KEYS = {
     "\x1b[A": "up", "\x1bOA": "up", "\x1b[B": "down", "\x1bOB": "down", "\x1b[5~": "page up", "\x1b[6~": "page down",
     "\x1b[F": "end", "\x1b[4~": "end", "\x1b": "escape", "\r": "enter", "\n": "enter", "\t": "down", "\x7f": "erase",
@@ -28,25 +26,24 @@ _QUESTIONS = {
 }
 
 HELP = (
-    ("↑ ↓, Page Up, Page Down", "earlier and later events; End follows the newest again"),
-    ("k", "kill a node, to see the run recover"),
-    ("d", "drain a node: it hands its state over and leaves"),
+    ("↑ ↓, Page Up, Page Down", "earlier and later events; End: the newest again"),
+    ("k, d", "kill a node, to see a recovery; drain a node"),
     ("s", "stop the run after the step in flight"),
     ("q", "leave this screen; the run continues"),
-    ("Ctrl-C", "in `oobleck up` stop the run, twice at once; otherwise leave this screen"),
-    ("Ctrl-Z", "suspend this process; `fg` returns to it. A run's own master should not be suspended for long"),
+    ("Ctrl-C", "`oobleck up`: stop; otherwise leave this screen"),
+    ("Ctrl-Z", "suspend this process; `fg` returns to it"),
 )
-
 LEGEND = (
-    ("×N", "of a pipeline: microbatches of each step; of a node: its devices"),
+    ("×N", "microbatches of a pipeline; devices of a node"),
     ("… ~ ✗", "a stage starts, waits for a new plan, is lost"),
-    ("f", "how many nodes may be lost at the same time without loss of state"),
-    ("generation", "how many plans the run has had; each loss and each join makes a new one"),
-    ("recoveries", "changes that a fault caused; nodes that join or leave in order do not count"),
-    ("goodput", "the share of the time since the start in which steps were computed that count"),
-    ("cpu, mem, gpu", "what a node's processes use of what it has: cores, memory, share of time and memory"),
+    ("f", "nodes that may be lost together without loss of state"),
+    ("generation", "plans so far; each loss or join makes a new one"),
+    ("recoveries", "changes that a fault caused, and no planned ones"),
+    ("goodput", "share of the time in which steps were computed"),
+    ("cpu, mem, gpu", "what a node's processes use of what it has"),
     ("seconds after a node", "when it was last heard"),
 )
+"""Short enough for a page of 80 columns and 24 lines."""
 
 
 class Mode(StrEnum):
@@ -54,6 +51,14 @@ class Mode(StrEnum):
     HELP = "help"
     CHOOSING = "choosing"
     CONFIRMING = "confirming"
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the user wants of the run: to `kill` or `drain` a node, or to `stop`, which concerns no node."""
+
+    what: str
+    node: str = ""
 
 
 class Quit:
@@ -88,7 +93,7 @@ class Controls:
     message: str = ""
     """What the last request came to; the next key removes it."""
 
-    def press(self, key: str, nodes: Sequence[str], num_events: int) -> ControlRequest | Quit | None:
+    def press(self, key: str, nodes: Sequence[str], num_events: int) -> Wish | Quit | None:
         """Take a key; `nodes` are those that can be chosen."""
         self.message = ""
         match self.mode:
@@ -100,7 +105,7 @@ class Controls:
                 self._choose(key, nodes)
             case Mode.CONFIRMING:
                 self.mode = Mode.WATCHING
-                return self._request() if key in ("y", "Y") else None
+                return Wish(self.what, self.node) if key in ("y", "Y") else None
         return None
 
     def matching(self, nodes: Sequence[str]) -> list[str]:
@@ -143,8 +148,3 @@ class Controls:
             self.typed = self.typed[:-1]
         elif len(key) == 1 and key.isprintable():
             self.typed += key
-
-    def _request(self) -> ControlRequest:
-        if self.what == "stop":
-            return StopRequest()
-        return KillRequest(node=self.node) if self.what == "kill" else DrainRequest(node=self.node)

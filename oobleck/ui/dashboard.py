@@ -10,6 +10,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from statistics import fmean
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -28,10 +29,9 @@ _EVENT_STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
 _GAP = "   "
 _WIDE = 110
 """Cells from which on charts are beside the pipelines."""
-_LEAST_EVENT, _LEAST_ROOM, _LEAST_CHARTS, _CHARTS_HEIGHT = 20, 4, 12, 16
+_LEAST_CHART, _LEAST_EVENT, _LEAST_ROOM, _LEAST_CHARTS, _CHARTS_HEIGHT = 36, 20, 4, 12, 16
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _SPINS_PER_S = 4
-_MOST_DEVICES = 2
 _MOST_ORIGINS = 12  # with more nodes, only names and states are drawn
 
 
@@ -65,7 +65,7 @@ def dashboard_lines(
     kinds = Counter(node.kind for node in snapshot.nodes if node.kind)
     if len(snapshot.nodes) > _MOST_ORIGINS and any(node.origin or node.kind for node in snapshot.nodes):
         snapshot = replace(snapshot, nodes=tuple(replace(node, origin="", kind="") for node in snapshot.nodes))
-    head = [_title(snapshot, width), *_facts(snapshot, width), _progress(snapshot, width)]
+    head = [_title(snapshot, width), *_facts(snapshot, width), *_progress(snapshot, width)]
     foot = [] if controls is None or height <= len(head) + _LEAST_ROOM else [footer(controls, snapshot)]
     head = head[: max(1, height)]
     room = max(0, height - len(head) - len(foot))
@@ -104,7 +104,7 @@ class _Body:
         """Draw pipelines and nodes on the left, the charts on the right, and the events below both."""
         events_wanted = min(len(self.snapshot.events), room if self.fill else 8)
         events_room = min(events_wanted + 1, max(4, room // 3)) if events_wanted else 0
-        left_width = self.width * 11 // 20
+        left_width = max(self.width * 11 // 20, min(_widest(self.snapshot.nodes) + 2, self.width - _LEAST_CHART))
         left = self._sections(left_width, room - events_room, 0)
         # High charts are easier to read, but the events need the room that they have on a small screen.
         spare = min(room - events_wanted - 1, room * 2 // 3)
@@ -226,14 +226,17 @@ def _facts(snapshot: RunSnapshot, width: int) -> list[Text]:
     return lines
 
 
-def _progress(snapshot: RunSnapshot, width: int) -> Text:
+def _progress(snapshot: RunSnapshot, width: int) -> list[Text]:
+    """Return the line of what is done of all steps, or before the first one of what the run does."""
     if snapshot.phase is not None:
-        return _phase(snapshot.phase, width)
-    share = min(1.0, snapshot.step / snapshot.max_steps) if snapshot.max_steps else 0.0
+        return [_phase(snapshot.phase, width)]
+    if not snapshot.max_steps:
+        return []  # a script does not report its steps
+    share = min(1.0, snapshot.step / snapshot.max_steps)
     label = f" {share:4.0%} "
     room = max(1, width - len(label) - 2)
     done = round(share * room)
-    return Text.assemble(" ", ("━" * done, "green"), ("━" * (room - done), "bright_black"), label)
+    return [Text.assemble(" ", ("━" * done, "green"), ("━" * (room - done), "bright_black"), label)]
 
 
 def _phase(phase: PhaseView, width: int) -> Text:
@@ -267,10 +270,12 @@ def _use_text(node: NodeView) -> str:
         f"  {gauge(use.cores / use.num_cores)} cpu {use.cores:.1f}/{use.num_cores}",
         f"  {gauge(use.used_bytes / use.memory_bytes)} mem {use.used_bytes / 1e9:.1f}/{use.memory_bytes / 1e9:.0f} GB",
     ]
-    for busy, used_bytes, memory_bytes in use.devices[:_MOST_DEVICES]:
-        parts.append(f"  {gauge(busy)} gpu {busy:.0%} {used_bytes / 1e9:.0f}/{memory_bytes / 1e9:.0f} GB")
-    more = len(use.devices) - _MOST_DEVICES
-    return "".join(parts) + (f" +{more}" if more > 0 else "")
+    if use.devices:
+        busy = fmean(share for share, _, _ in use.devices)
+        used, there = (sum(sizes) / 1e9 for sizes in list(zip(*use.devices, strict=True))[1:])
+        count = f"×{len(use.devices)} " if len(use.devices) > 1 else ""
+        parts.append(f"  {gauge(busy)} gpu {count}{busy:.0%} {used:.0f}/{there:.0f} GB")
+    return "".join(parts)
 
 
 def _node_text(node: NodeView) -> Text:
@@ -285,8 +290,13 @@ def _node_text(node: NodeView) -> Text:
 
 def _columns(nodes: Sequence[NodeView], width: int) -> int:
     """Return how many nodes fit side by side."""
+    return max(1, (width + len(_GAP) - 1) // (_widest(nodes) + len(_GAP)))
+
+
+def _widest(nodes: Sequence[NodeView]) -> int:
+    """Return the cells of the longest text of a node."""
     # Cells are counted without drawing, as there may be thousands of nodes.
-    widest = max(
+    return max(
         (
             cell_len(node.name)
             + len(node.state.value)
@@ -301,7 +311,6 @@ def _columns(nodes: Sequence[NodeView], width: int) -> int:
         ),
         default=1,
     )
-    return max(1, (width + len(_GAP) - 1) // (widest + len(_GAP)))
 
 
 def _node_lines(nodes: Sequence[NodeView], width: int, height: int) -> list[Text]:

@@ -16,7 +16,7 @@ _KEYS = (
     ("?", "help"), ("↑↓", "events"), ("k", "kill"), ("d", "drain"), ("s", "stop"), ("q", "quit, the run continues"),
 )  # fmt: skip
 _MOST_NODES = 8
-_COLUMN = 26
+_COLUMN = 25
 
 
 def living_nodes(snapshot: RunSnapshot) -> list[str]:
@@ -38,8 +38,8 @@ def footer(controls: Controls, snapshot: RunSnapshot) -> Text:
     if controls.message:
         return Text(f" {one_line(controls.message)}", style="bold yellow")
     parts = [(part, style) for key, what in _KEYS for part, style in ((f" {key}", "bold"), (f" {what} ", "dim"))]
-    below = f"  {controls.scrolled} newer events: End" if controls.scrolled else ""
-    return Text.assemble(*parts, (below, "yellow"))
+    below = f" {controls.scrolled} newer events: End " if controls.scrolled else ""
+    return Text.assemble((below, "yellow"), *parts)
 
 
 def _choice(controls: Controls, nodes: Sequence[str]) -> Text:
@@ -57,12 +57,11 @@ def _choice(controls: Controls, nodes: Sequence[str]) -> Text:
 
 def help_lines(width: int) -> list[Text]:
     """Return the page of help."""
-    lines = [Text("")]
+    lines: list[Text] = []
     for title, rows in (("Keys", HELP), ("Signs and words", LEGEND)):
-        lines.append(Text(f" {title}", style="bold"))
+        lines += [Text(""), Text(f" {title}", style="bold")]
         for name, what in rows:
             first, *others = textwrap.wrap(what, max(20, width - _COLUMN - 1))
             lines.append(Text.assemble(" ", (name.ljust(_COLUMN), "cyan"), first))
             lines += [Text(" " * (_COLUMN + 1) + other) for other in others]
-        lines.append(Text(""))
     return lines

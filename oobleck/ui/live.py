@@ -22,9 +22,8 @@ from rich.live import Live
 from oobleck.control import journal
 from oobleck.errors import OobleckError
 from oobleck.host.streams import Output
-from oobleck.runtime.control_client import ControlRequest, DrainRequest, KillRequest
 
-from .controls import Controls, Quit, keys_in
+from .controls import Controls, Quit, Wish, keys_in
 from .dashboard import Dashboard
 from .footer import living_nodes
 from .formatting import count_text, duration_text, one_line, seconds_text
@@ -49,7 +48,7 @@ def wants_dashboard(console: Console, *, plain: bool = False) -> bool:
     return console.is_terminal and not console.is_dumb_terminal and not plain
 
 
-Act = Callable[[ControlRequest], Awaitable[object]]
+Act = Callable[[Wish], Awaitable[object]]
 """Asks the run for something. Raises OobleckError if it refuses."""
 
 
@@ -149,17 +148,17 @@ class _Screen:
                     self._controls.message = await self._ask(wanted)
             self.pressed.set()
 
-    async def _ask(self, wanted: ControlRequest) -> str:
+    async def _ask(self, wish: Wish) -> str:
         assert self._act is not None
         try:
-            await self._act(wanted)
+            await self._act(wish)
         except OobleckError as error:
             return str(error)
-        match wanted:
-            case KillRequest(node=node):
-                return f"killed {node}"
-            case DrainRequest(node=node):
-                return f"{node} hands its state over, and leaves"
+        match wish.what:
+            case "kill":
+                return f"killed {wish.node}"
+            case "drain":
+                return f"{wish.node} hands its state over, and leaves"
         return "the run stops after the step in flight"
 
     async def follow_suspension(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import termios
+import threading
 import tty
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -30,8 +31,10 @@ class KeyReader:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        self._is_wanted = False
         self._before: list[Any] | None = None
         self._guard: int | None = None
+        self._setting = threading.Lock()
 
     @property
     def is_in_foreground(self) -> bool:
@@ -42,31 +45,40 @@ class KeyReader:
             return False
 
     def begin(self) -> None:
-        """Have each key readable at once and not echoed. Ctrl-C and Ctrl-Z still send signals."""
-        if self._before is not None or not self.is_in_foreground:
-            return
-        with suppress(OSError, termios.error):
-            before = termios.tcgetattr(self._descriptor)
-            self._guard = self._start_guard()
-            tty.setcbreak(self._descriptor, termios.TCSADRAIN)
-            self._before = before
+        """Have each key readable at once and not echoed, from the moment on that this process is in the foreground.
+
+        Ctrl-C and Ctrl-Z still send signals.
+        """
+        with self._setting:
+            self._is_wanted = True
+            if self._before is not None or not self.is_in_foreground:
+                return
+            with suppress(OSError, termios.error, subprocess.CalledProcessError):
+                before = termios.tcgetattr(self._descriptor)
+                self._guard = self._start_guard()
+                # Not once all output is written: the user may have stopped it (Ctrl-S).
+                tty.setcbreak(self._descriptor, termios.TCSANOW)
+                self._before = before
 
     def end(self) -> None:
         """Make the terminal as it was."""
-        before, self._before = self._before, None
-        if before is not None and self.is_in_foreground:
-            with suppress(OSError, termios.error):
-                termios.tcsetattr(self._descriptor, termios.TCSADRAIN, before)
-        guard, self._guard = self._guard, None
-        if guard is not None:
-            with suppress(OSError):
-                os.write(guard, b"done\n")
-            os.close(guard)
+        with self._setting:
+            self._is_wanted = False
+            before, self._before = self._before, None
+            if before is not None and self.is_in_foreground:
+                with suppress(OSError, termios.error):
+                    termios.tcsetattr(self._descriptor, termios.TCSANOW, before)
+            guard, self._guard = self._guard, None
+            if guard is not None:
+                with suppress(OSError):
+                    os.write(guard, b"done\n")
+                os.close(guard)
 
     async def read(self) -> AsyncIterator[str]:
         """Yield what is typed, until the terminal is gone."""
         while True:
-            # A process that is in the background waits for the foreground, in which the next key counts.
+            if self._is_wanted and self._before is None:
+                await trio.to_thread.run_sync(self.begin)  # it may have been in the background until now
             if self._before is None or not self.is_in_foreground:
                 await trio.sleep(_LOOK_S)
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from functools import partial
 
 import pytest
@@ -155,3 +156,19 @@ async def test_two_tags_for_one_run_are_refused(runs, oobleck, command):
     assert code == 2
     assert "--tag: two runs are named, first and second; leave one out" in err
     assert runs["first"].asked == runs["second"].asked == []
+
+
+async def test_a_shell_completes_the_nodes_of_the_run_that_is_named(runs, tmp_path):
+    for entry in run_with_a_loss():  # node3 is lost
+        runs["second"].view.apply(entry)
+
+    async def completed(words: str) -> list[str]:
+        asked = {"_OOBLECK_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        environment = asked | {"OOBLECK_BASE_DIR": str(tmp_path)}
+        done = await trio.run_process([sys.executable, "-m", "oobleck"], env=environment, capture_stdout=True)
+        return done.stdout.decode().split()
+
+    assert await completed("oobleck kill --tag second node") == ["node0", "node1", "node2", "node3"]
+    assert await completed("oobleck logs --tag second -f node1") == ["node1"]
+    assert await completed("oobleck add --tag second n") == ["node3"]
+    assert await completed("oobleck drain node") == [], "two runs are active"

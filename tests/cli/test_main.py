@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from oobleck import __version__
 from oobleck.cli.main import COMMANDS, CliCommand, main
+from oobleck.cli.run.options import LAUNCHER_FLAGS, LAUNCHER_OPTIONS, options_text
 from oobleck.errors import (
     ConfigError,
     ExitCode,
@@ -23,6 +25,7 @@ from oobleck.errors import (
     UserError,
     exit_code_of,
 )
+from oobleck.sim.policies import POLICIES
 
 ROOT = Path(__file__).parents[2]
 
@@ -141,14 +144,66 @@ def test_the_console_script_exits_with_the_status():
     assert done.stderr.count("\n") == 1
 
 
-def test_a_shell_can_complete_commands_and_options():
-    def complete(words: str, index: int) -> str:
-        environment = {"_OOBLECK_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(index)}
-        command = [sys.executable, "-m", "oobleck"]
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True).stdout
+def completed(words: str, **environment: str) -> list[str]:
+    """What a shell completes the last of these words to, by its protocol."""
+    asked = {"_OOBLECK_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    command = [sys.executable, "-m", "oobleck"]
+    done = subprocess.run(command, cwd=ROOT, env=asked | environment, capture_output=True, text=True)
+    return done.stdout.split()
 
-    assert complete("oobleck st", 1).split() == ["status", "stop"]
-    assert "--now" in complete("oobleck stop --", 2).split()
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("oobleck st", ["status", "stop"]),
+        ("oobleck stop --n", ["--now"]),
+        ("oobleck up --resume ", ["auto", "never"]),
+        ("oobleck up --scaling de", ["deadline="]),
+        ("oobleck up --dtype float", ["float16", "float32", "float64"]),
+        ("oobleck up --set optimizer.learning", ["optimizer.learning_rate="]),
+        ("oobleck sim --policy restart,va", ["restart,varuna"]),
+        ("oobleck sim --mode ", ["sweep", "cluster"]),
+        ("oobleck plan --precision b", ["bfloat16"]),
+    ],
+)
+def test_a_shell_completes_commands_options_and_values(words: str, expected: list[str], tmp_path: Path):
+    assert sorted(completed(words, OOBLECK_BASE_DIR=str(tmp_path))) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    "words", ["status", "stop --tag", "events", "report", "logs --tag", "checkpoint verify", "up --tag", "rm", "attach"]
+)
+def test_a_shell_completes_the_tags_of_runs(words: str, tmp_path: Path):
+    for tag in ("llama-1", "llama-2", "other"):
+        (tmp_path / tag).mkdir()
+        (tmp_path / tag / "lock").touch()
+    assert completed(f"oobleck {words} ll", OOBLECK_BASE_DIR=str(tmp_path)) == ["llama-1", "llama-2"]
+
+
+def test_all_policies_can_be_completed():
+    offered = completed("oobleck sim --policy ")
+    assert set(offered) == set(POLICIES)
+
+
+@pytest.mark.parametrize(
+    ("command", "groups"),
+    [
+        ("up", ["Nodes", "Job", "Plan", "Run", "Code and environment", "Output", "Checkpoints", "Other options"]),
+        ("run", ["Options of oobleck run", "Nodes", "Node check", "Code and environment", "Failures", "Run"]),
+        ("sim", ["Trace", "Model, devices and plan", "Policies and costs", "Run", "Output", "Other options"]),
+        ("status", ["Options"]),
+    ],
+)
+def test_help_lists_options_in_groups(command: str, groups: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main([command, "--help"]) == 0
+    titles = [line[:-1] for line in capsys.readouterr().out.splitlines() if re.fullmatch(r"[A-Z][a-z, ]+:", line)]
+    assert [title for title in titles if title not in ("Arguments", "Examples")] == groups
+
+
+def test_help_of_run_has_every_option():
+    text = options_text()
+    for name in (*LAUNCHER_OPTIONS, *LAUNCHER_FLAGS):
+        assert f"\n  {name} " in text
 
 
 def test_errors_of_several_tasks_that_name_files_are_messages(run):

@@ -41,13 +41,15 @@ def test_a_run_that_has_lost_its_master_is_described_with_the_command_that_takes
     command: list[str], is_named: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], dead_process: ProcessId
 ) -> None:
     run = left_behind(tmp_path, "mine", dead_process)
-    run.note_command(["oobleck", "up", "hosts.txt", "--job", "my job.yaml"])
+    run.note_command(["oobleck", "up", "hosts.txt", "--resume", "never", "--job", "my job.yaml"])
     assert main([*command, *(["--tag", "mine"] if is_named else []), "--base-dir", str(tmp_path)]) == 2
     errors = " ".join(capsys.readouterr().err.split())
     assert f"run mine has no master: process {dead_process.pid} has died" in errors
     assert "at step 120 of 120" in errors
     assert "its nodes (node0, node1, node2) continue for up to 10 minutes without one" in errors, "node3 is lost"
-    assert f"takes it over: cd {os.getcwd()} && oobleck up hosts.txt --job 'my job.yaml'" in errors
+    assert (
+        f"`oobleck resume mine` takes it over: cd {os.getcwd()} && oobleck up hosts.txt --job 'my job.yaml'" in errors
+    )
 
 
 def test_a_run_whose_nodes_have_given_up_by_now_continues_from_its_state(

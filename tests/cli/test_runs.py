@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from oobleck.cli.common_options import complete_tags
+from oobleck.cli.common_options import complete_tags, continuing
 from oobleck.cli.main import main
 from oobleck.control.journal import CheckpointSaved, JobEnded
 from oobleck.control.journal.view import RunView
@@ -160,12 +160,26 @@ def test_resuming_gives_the_command_again_where_it_was_given(tmp_path: Path, mon
     there = tmp_path / "there"
     there.mkdir()
     monkeypatch.chdir(there)
-    run.note_command(["oobleck", "version", "--json"])
+    run.note_command(["oobleck", "version", "--resume", "never", "--json"])  # it would start over
     command = [sys.executable, "-m", "oobleck", "resume", "mine", "--base-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "torch" in json.loads(done.stdout)
     assert f"oobleck: cd {there} && oobleck version --json" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "again"),
+    [
+        ("oobleck up --resume never --local 2", "oobleck up --local 2"),
+        ("oobleck up --resume=/my/checkpoint --local 2", "oobleck up --local 2"),
+        ("oobleck up train.py -- --resume never", "oobleck up train.py -- --resume never"),
+        ("oobleck up --local 2 --resume auto -- --resume", "oobleck up --local 2 -- --resume"),
+        ("oobleck up --job 'my job.yaml'", "oobleck up --job 'my job.yaml'"),
+    ],
+)
+def test_a_run_that_is_resumed_does_not_start_over(line: str, again: str) -> None:
+    assert continuing(f"cd '/my runs' && {line}") == f"cd '/my runs' && {again}"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from oobleck.control.protocol import (
     Killed,
     KillWorker,
     Leaving,
+    NodeUse,
     PlanOrder,
     PlanUpdate,
     ProcessorUse,
@@ -140,6 +141,39 @@ async def test_heartbeats_ask_for_an_answer_until_all_that_was_said_is_heard(aut
         assert asked == [0, 1, 2]
         await link.master.send([Heartbeat(sequence=2)])
         assert (await hear(link, Heartbeat)).sequence is None
+
+
+class Meter:
+    """Counts how often it is asked, and for which processes."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, ...]] = []
+
+    async def measure(self, pids: Sequence[int], gpu_ids: Sequence[str]) -> NodeUse:
+        self.asked.append(tuple(pids))
+        return NodeUse(cores=len(self.asked), num_cores=8, used_bytes=1, memory_bytes=2)
+
+
+@pytest.mark.parametrize("reports_use", [True, False])
+async def test_use_is_reported_with_heartbeats_where_it_is_asked_for(autojump_clock: MockClock, reports_use: bool):
+    meter, link = Meter(), AgentLink()
+
+    async def accept():
+        return (await links.receive()).agent
+
+    post, links = trio.open_memory_channel[AgentLink](1)
+    post.send_nowait(link)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(make_agent(accept, VirtualHost(), meter=meter).run)
+        await link.master.send([GREETING])
+        await link.master.send([replace(configure(), reports_use=reports_use), StartWorker(device=0)])
+        started = await hear(link, WorkerStarted)
+        with trio.move_on_after(9):
+            assert (await hear(link, NodeUse)).cores == 1
+            assert (await hear(link, NodeUse)).cores == 2
+            assert (await hear(link, Heartbeat)).sequence is not None, "the start is not answered"
+        assert meter.asked[:2] == ([(started.pid,)] * 2 if reports_use else [])
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_notice_of_termination_is_passed_on_once(autojump_clock: MockClock):

@@ -12,13 +12,16 @@ from oobleck.control.journal.snapshot import (
     EventLine,
     NodeState,
     NodeView,
+    PhaseView,
     PipelineView,
     RunSnapshot,
     RunState,
     StageView,
+    UseView,
     WorkState,
 )
 from oobleck.control.journal.view import RunView
+from oobleck.ui.controls import HELP, LEGEND, Controls, Mode
 from oobleck.ui.dashboard import Dashboard, dashboard_lines
 from tests.control.journals import run_with_a_loss, script_with_a_failure
 
@@ -69,6 +72,7 @@ def test_a_script_has_no_steps_that_are_known():
         view.apply(entry)
     text = "\n".join(plain(view.at(40.0), 80, 24))
     assert "my-script" in text
+    assert "━" not in text, "nobody knows what share of it is done"
     assert "recoveries 1" in text
     assert "protected step 8 (newest 9)" in text
     for words in ("step 0/", "loss", "goodput", "remaining"):
@@ -129,6 +133,26 @@ stages = st.builds(
     num_devices=st.sampled_from((1, 8)),
     state=st.sampled_from(list(WorkState)),
 )
+uses = st.builds(
+    UseView,
+    cores=st.floats(0, 1e3),
+    num_cores=st.integers(1, 1024),
+    used_bytes=st.integers(0, 1 << 44),
+    memory_bytes=st.integers(1, 1 << 44),
+    devices=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 1 << 40), st.integers(1, 1 << 40)), max_size=9).map(
+        tuple
+    ),
+)
+curves = st.lists(st.floats(0, 1e9), min_size=2, max_size=300)
+controls = st.builds(
+    Controls,
+    mode=st.sampled_from(list(Mode)),
+    what=st.sampled_from(("kill", "drain", "stop")),
+    typed=names,
+    node=names,
+    scrolled=st.integers(0, 200),
+    message=st.text(max_size=300),
+)
 snapshots = st.builds(
     RunSnapshot,
     tag=names,
@@ -139,6 +163,10 @@ snapshots = st.builds(
     loss=st.none() | st.floats(),
     tokens_per_s=st.none() | st.floats(0, 1e12),
     remaining_s=st.none() | st.floats(0, 1e8),
+    losses=st.just(()) | curves.map(tuple),
+    speeds=curves.map(tuple),
+    phase=st.none()
+    | st.builds(PhaseView, name=names, text=names, num_done=st.integers(0, 9), elapsed_s=st.floats(0, 1e6)),
     pipelines=st.lists(
         st.builds(
             PipelineView,
@@ -153,6 +181,7 @@ snapshots = st.builds(
             name=names,
             state=st.sampled_from(list(NodeState)),
             heard_s_ago=st.none() | st.floats(0, 1e6),
+            use=st.none() | uses,
         ),
         max_size=300,
     ).map(tuple),
@@ -168,9 +197,9 @@ snapshots = st.builds(
 )
 
 
-@given(snapshots, st.integers(1, 200), st.integers(1, 80), st.booleans())
-def test_it_never_overflows_the_screen(snapshot, width, height, fill):
-    lines = dashboard_lines(snapshot, width=width, height=height, fill=fill)
+@given(snapshots, st.integers(1, 200), st.integers(1, 80), st.booleans(), st.none() | controls)
+def test_it_never_overflows_the_screen(snapshot, width, height, fill, controls):
+    lines = dashboard_lines(snapshot, width=width, height=height, fill=fill, controls=controls)
     assert len(lines) <= height
     assert max((line.cell_len for line in lines), default=0) <= width
 
@@ -181,3 +210,74 @@ def test_a_console_prints_what_was_drawn():
     printed = output.getvalue().rstrip("\n").split("\n")
     assert len(printed) <= 24
     assert [line.rstrip() for line in printed] == [line.rstrip() for line in plain(snapshot_of(2, 2, 20.0), 80, 24)]
+
+
+def test_a_wide_terminal_has_charts_beside_the_pipelines_and_is_filled():
+    snapshot = snapshot_of(2, 2, 20.0)
+    lines = plain(snapshot, 160, 50)
+    (titles,) = [line for line in lines if "Pipelines (2)" in line]
+    assert "loss  5.0000 – 7.8431" in titles
+    assert max(len(line.rstrip()) for line in lines) == 160
+    narrow = plain(snapshot, 80, 24)
+    assert any(line.startswith(" loss ") and "▄▄▄▄" in line for line in narrow)
+    assert any(line.startswith(" tokens/s ") and line.endswith("0 – 4,096") for line in narrow)
+
+
+def test_what_a_node_uses_is_shown_with_what_it_has():
+    use = UseView(
+        cores=6.2,
+        num_cores=8,
+        used_bytes=12_300_000_000,
+        memory_bytes=64_000_000_000,
+        devices=tuple((0.93, 31_000_000_000, 80_000_000_000) for _ in range(3)),
+    )
+    snapshot = snapshot_of(2, 2, 20.0)
+    nodes = tuple(replace(node, use=use) for node in snapshot.nodes)
+    text = "\n".join(plain(replace(snapshot, nodes=nodes), 120, 36))
+    assert text.count("▆ cpu 6.2/8  ▂ mem 12.3/64 GB  ▇ gpu ×3 93% 93/240 GB") == 4
+
+
+def test_a_phase_stands_in_the_place_of_the_progress():
+    phase = PhaseView(name="importing", text="importing torch", num_done=1, num_all=4, elapsed_s=12.34)
+    lines = plain(replace(snapshot_of(2, 2, 20.0), phase=phase), 80, 24)
+    assert any("importing torch (1 of 4)  12.3 s" in line for line in lines)
+    assert not any("━" in line for line in lines)
+
+
+def test_the_last_line_tells_of_the_keys_and_of_what_they_have_begun():
+    snapshot = snapshot_of(2, 2, 20.0)
+
+    def last(controls: Controls, of: RunSnapshot = snapshot) -> str:
+        return dashboard_lines(of, width=100, height=30, controls=controls)[-1].plain
+
+    controls = Controls()
+    assert last(controls).endswith("q quit, the run continues ")
+    for key in ("k", "2"):
+        controls.press(key, [node.name for node in snapshot.nodes], 9)
+    assert "kill which node? 2▏  node2 " in last(controls)
+    controls.press("enter", [node.name for node in snapshot.nodes], 9)
+    assert last(controls) == " kill node2 at once, as if its power failed? y/n"
+    starting = replace(snapshot, phase=PhaseView(name="importing", text="importing"))
+    assert "before its first step, that ends the run" in last(controls, starting)
+
+
+def test_help_explains_keys_signs_and_words():
+    controls = Controls(mode=Mode.HELP)
+    text = "\n".join(
+        line.plain for line in dashboard_lines(snapshot_of(2, 2, 20.0), width=80, height=24, controls=controls)
+    )
+    for name, what in (*HELP, *LEGEND):
+        assert name in text
+        assert what in text
+    assert "any key leaves this page" in text
+
+
+def test_earlier_events_are_scrolled_to_and_long_ones_are_wrapped():
+    events = tuple(EventLine(t_s=step, level="info", text=f"event {step} " + "word " * 30) for step in range(40))
+    snapshot = replace(snapshot_of(2, 2, 20.0), events=events)
+    lines = [line.plain for line in dashboard_lines(snapshot, width=80, height=24, controls=Controls(scrolled=25))]
+    assert lines[-1].startswith(" 25 newer events: End ")
+    shown = [line for line in lines if "event " in line]
+    assert "event 14 " in shown[-1]
+    assert not any("…" in line for line in lines[:-1])
+    assert sum(line.count("word") for line in lines) == 30 * len(shown)

@@ -13,6 +13,7 @@ import termios
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from oobleck.ui.live import LineFormatter, LineLog
@@ -33,7 +34,14 @@ class Terminal:
         environment = os.environ | {"TERM": term, "PYTHONPATH": str(root), "COLUMNS": "", "LINES": ""}
         command = [sys.executable, str(FEEDER), *arguments]
         self.process = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
+            command,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=environment,
+            start_new_session=True,
+            # A terminal has a foreground only as somebody's controlling one.
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
         os.close(slave)
         os.set_blocking(self._master, False)
@@ -61,6 +69,9 @@ class Terminal:
     def end(self) -> int:
         self.read_until()
         return self.process.wait(timeout=10)
+
+    def type(self, keys: str) -> None:
+        os.write(self._master, keys.encode())
 
     def settings_now(self) -> list[object]:
         return termios.tcgetattr(self._master)
@@ -171,3 +182,49 @@ def test_what_another_master_wrote_is_known_and_not_written_again():
     log.apply(committed(5.0, 3))
     (line,) = log.take()
     assert "step 3/7" in line
+
+
+def test_keys_ask_the_run_once_they_are_confirmed_and_its_answer_is_shown(terminal):
+    screen = terminal("--keys", columns=100, lines=30)
+    screen.read_until(text=b"q\x1b[0m\x1b[2m quit")
+    screen.type("k1\r")
+    screen.read_until(text=b"kill node1 at once")
+    screen.type("y")
+    screen.read_until(text=b"killed node1")
+    screen.type("kx\x7f\ry")
+    screen.read_until(text=b"node0 stays")
+    screen.type("?")
+    screen.read_until(text=b"Signs and words")
+    screen.type("xq")
+    assert screen.end() == 0
+    asked = [line for line in screen.output.decode().splitlines() if line.startswith("asked: ")]
+    assert asked == ["asked: kill node1", "asked: kill node0"]
+    assert screen.output.count(LEAVE) == 1
+    assert screen.settings_now() == screen.settings
+
+
+def test_a_process_that_is_suspended_leaves_the_terminal_as_it_was_and_comes_back(terminal):
+    screen = terminal("--keys", columns=100, lines=30)
+    screen.read_until(text=b"q\x1b[0m\x1b[2m quit")
+    assert screen.settings_now() != screen.settings, "keys are read one by one"
+    screen.type("\x1a")
+    screen.read_until(text=LEAVE)
+    while psutil.Process(screen.process.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.02)
+    assert screen.settings_now() == screen.settings
+    screen.process.send_signal(signal.SIGCONT)
+    screen.read_until(text=ENTER)
+    screen.read_until(text=b"q\x1b[0m\x1b[2m quit")
+    screen.type("q")
+    assert screen.end() == 0
+    assert screen.settings_now() == screen.settings
+
+
+def test_a_process_group_that_is_killed_leaves_the_terminal_as_it_was(terminal):
+    screen = terminal("--keys", columns=100, lines=30)
+    screen.read_until(text=b"q\x1b[0m\x1b[2m quit")
+    os.killpg(screen.process.pid, signal.SIGKILL)
+    screen.read_until(text=LEAVE)
+    screen.read_until(text=SHOW_CURSOR)
+    screen.process.wait(timeout=10)
+    assert screen.settings_now() == screen.settings

@@ -9,6 +9,7 @@ from contextlib import suppress
 import trio
 import typer
 
+from oobleck.cli.control import request_of
 from oobleck.control.journal import RunSnapshot
 from oobleck.host.streams import Output, as_output
 from oobleck.runtime import control_client
@@ -57,5 +58,5 @@ async def _draw(run: RunDirectory, output: Output) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(follow, nursery.cancel_scope)
         keys = KeyReader(0) if os.isatty(0) else None
-        await run_dashboard(lambda: newest, output=output, act=ask, keys=keys)
+        await run_dashboard(lambda: newest, output=output, act=lambda wish: ask(request_of(wish)), keys=keys)
         nursery.cancel_scope.cancel()

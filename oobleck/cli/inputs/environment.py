@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from oobleck.cli.option_fields import option
 from oobleck.errors import ConfigError, UsageError
@@ -31,6 +32,8 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentOptions:
+    panel: ClassVar[str] = "Code and environment"
+
     env: list[str] | None = option(
         "--env", "NAME[=VALUE]", "Give all processes this variable, by default with its value here; may be repeated."
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import cast, get_args
+from typing import ClassVar, cast, get_args, get_type_hints
 
-from oobleck.cli.option_fields import flag, option
+from oobleck.cli.option_fields import flag, one_of, option
 from oobleck.errors import UsageError
 from oobleck.host.user_path import expand_user
 from oobleck.job import MAX_CHUNKS, MAX_DEVICES, MAX_NODES, DataSpec, JobSpec, ScheduleName
@@ -28,9 +29,25 @@ SLOW_FACTOR = 1.5
 """A node that takes this many times as long as the others is slow, unless the user names another factor."""
 
 
+def complete_keys(incomplete: str) -> list[str]:
+    """Return the keys of a job that begin like this, each with its `=`, for a shell."""
+    return [f"{key}=" for key in _keys(JobSpec) if f"{key}=".startswith(incomplete)]
+
+
+def _keys(spec: type, prefix: str = "") -> Iterator[str]:
+    hints = get_type_hints(spec)
+    for part in fields(spec):
+        if is_dataclass(hint := hints[part.name]):
+            yield from _keys(hint, f"{prefix}{part.name}.")  # type: ignore[arg-type]  # a type, for it is a hint
+        elif part.init:
+            yield f"{prefix}{part.name}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
     """Where nodes come from; `read_source` turns it into one `NodeSource`."""
+
+    panel: ClassVar[str] = "Nodes"
 
     # Each command declares `--local` itself. A command that lacks one of the others redeclares it without an option.
     local: int | str | tuple[KindCount, ...] | None = None
@@ -60,6 +77,8 @@ class NodeOptions:
 class ReachOptions:
     """How nodes are logged in to, and what runs there."""
 
+    panel: ClassVar[str] = "Nodes"
+
     python: str | None = option("--python", "FILE", "Python interpreter on the nodes; by default, this one's path.")
     ssh_config: Path | None = option(
         "--ssh-config",
@@ -79,15 +98,22 @@ class ReachOptions:
 class JobOptions:
     """A job file, and what replaces its values."""
 
+    panel: ClassVar[str] = "Job"
+
     job_file: Path | None = option("--job", "FILE", "YAML file of the job; without one, the default job.")
     settings: list[str] | None = option(
-        "--set", "KEY=VALUE", "Override a key of the job, as in optimizer.learning_rate=3e-4."
+        "--set",
+        "KEY=VALUE",
+        "Override a key of the job, as in optimizer.learning_rate=3e-4.",
+        autocompletion=complete_keys,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningOptions:
     """What a plan is computed from: what layers cost, measured or estimated, on which devices, for which batch."""
+
+    panel: ClassVar[str] = "Model, devices and plan"
 
     profile_file: Path | None = option("--profile", "FILE", "JSON profile of the model on a device.")
     model: str | None = option(
@@ -110,7 +136,11 @@ class PlanningOptions:
         "--sequence-length", "T", "Tokens in a sample; a profile sets its own.", parser=whole(1, _MAX_TOKENS)
     )
     precision: str = option(
-        "--precision", "NAME", "float32 or bfloat16, of estimates and of the device's peak.", default="bfloat16"
+        "--precision",
+        "NAME",
+        "float32 or bfloat16, of estimates and of the device's peak.",
+        default="bfloat16",
+        autocompletion=one_of("float32", "bfloat16"),
     )
     recompute: bool = flag("--activation-checkpointing", "Estimate with activation recomputation.")
     fault_threshold: int = option(

@@ -345,20 +345,29 @@ def _redirection(kind: str) -> Redirection:
     return Redirection(stdout=kind in "13", stderr=kind in "23")
 
 
+_PANELS = (
+    ("Nodes", ("--hostfile", "--local", *(name for name, _, _ in _SHARED), "--node-unit", "--join-timeout")),
+    ("Node check", ("--network-check", "--exclude-straggler")),
+    ("Code and environment", ("--directory", "--env", "--env-file", "--workdir")),
+    ("Failures", ("--hang-timeout", "--lease", "--no-warm", "--save-at-breakpoint")),
+    ("Run", ("--tag", "--base-dir")),
+)
+
+
 def options_text() -> str:
-    """Return all options, for `--help`."""
-    ours = [(f"{name} {value}", text) for name, (value, text) in LAUNCHER_OPTIONS.items()]
-    ours += list(LAUNCHER_FLAGS.items())
-    width = max(len(name) for name, _ in ours)
-    return "\n".join(
-        (
-            "Options of torchrun, as in --nproc-per-node or --nproc_per_node, or PET_NPROC_PER_NODE:",
-            *(f"  {name} {value}" for name, value in USED.items()),
-            f"  {', '.join(_FLAGS)}",
-            f"  in short: {', '.join(f'{short} {long}' for short, long in _SHORT.items())}",
-            f"  accepted and not used: {', '.join(UNUSED)}",
-            "",
-            "Options of oobleck run:",
-            *(f"  {name.ljust(width)}  {text}" for name, text in ours),
-        )
-    )
+    """Return all options in groups, for `--help`."""
+    texts = {name: (f"{name} {value}", text) for name, (value, text) in LAUNCHER_OPTIONS.items()}
+    texts |= {name: (name, text) for name, text in LAUNCHER_FLAGS.items()}
+    width = max(len(name) for name, _ in texts.values())
+    lines = [
+        "Options of torchrun, as in --nproc-per-node or --nproc_per_node, or PET_NPROC_PER_NODE:",
+        *(f"  {name} {value}" for name, value in USED.items()),
+        f"  {', '.join(_FLAGS)}",
+        f"  in short: {', '.join(f'{short} {long}' for short, long in _SHORT.items())}",
+        f"  accepted and not used: {', '.join(UNUSED)}",
+        "",
+        "Options of oobleck run:",
+    ]
+    for panel, names in _PANELS:
+        lines += ["", f"{panel}:", *(f"  {texts[name][0].ljust(width)}  {texts[name][1]}" for name in names)]
+    return "\n".join(lines)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 from oobleck.cli import inputs
-from oobleck.cli.common_options import BaseDirOption, JsonOption
-from oobleck.cli.option_fields import argument, flag, option
+from oobleck.cli.common_options import BaseDirOption, JsonOption, complete_resume, complete_tags
+from oobleck.cli.option_fields import argument, flag, one_of, option
 from oobleck.errors import ConfigError, UsageError
 from oobleck.job import CheckpointSpec, JobSpec
 
@@ -42,59 +42,85 @@ class UpOptions:
     )
     nodes: _Nodes
     job: inputs.JobOptions
-    max_steps: int | None = option("--steps", "N", "Train for N steps.")
-    dtype: str | None = option("--dtype", "float32, bfloat16, float16 or float64.")
-    seed: int | None = option("--seed", "Seed of weights, samples and dropout.")
-    fault_threshold: int | None = option(
-        "-f", "--fault-threshold", "F", "Number of simultaneous node failures that never cost state."
+    max_steps: int | None = option("--steps", "N", "Train for N steps.", rich_help_panel="Job")
+    dtype: str | None = option(
+        "--dtype", "float32, bfloat16, float16 or float64.", autocompletion=one_of(*_DTYPES), rich_help_panel="Job"
     )
-    num_pipelines: int | None = option("--pipelines", "N", "Ask the planner for exactly N pipelines.")
+    seed: int | None = option("--seed", "Seed of weights, samples and dropout.", rich_help_panel="Job")
+    fault_threshold: int | None = option(
+        "-f",
+        "--fault-threshold",
+        "F",
+        "Number of simultaneous node failures that never cost state.",
+        rich_help_panel="Plan",
+    )
+    num_pipelines: int | None = option(
+        "--pipelines", "N", "Ask the planner for exactly N pipelines.", rich_help_panel="Plan"
+    )
     tensor_parallel: int | None = option(
-        "--tp", "N", "Devices of a node that share each stage; virtual nodes get this many."
+        "--tp", "N", "Devices of a node that share each stage; virtual nodes get this many.", rich_help_panel="Plan"
     )
     scaling: str | None = option(
         "--scaling",
         "all|efficient|deadline=TIME",
         "Use all nodes, only those that add enough throughput, or the fewest that finish in time (deadline=2h).",
+        autocompletion=one_of("all", "efficient", "deadline="),
+        rich_help_panel="Plan",
     )
-    tag: str | None = option("--tag", "Name of the run.")
+    tag: str | None = option("--tag", "Name of the run.", autocompletion=complete_tags, rich_help_panel="Run")
     kill: list[str] | None = option(
-        "--kill", "NODE@STEP", "Kill a node once this step is committed, to see the run recover."
+        "--kill", "NODE@STEP", "Kill a node once this step is committed, to see the run recover.", rich_help_panel="Run"
     )
     reach: inputs.ReachOptions
     environment: inputs.EnvironmentOptions
-    dry: bool = flag("--dry-run", "Show the plan without starting anything.")
+    dry: bool = flag("--dry-run", "Show the plan without starting anything.", rich_help_panel="Run")
     detach: bool = option(
-        "-d", "--detach", "Return once the job is accepted; `oobleck attach` shows the run.", default=False
+        "-d",
+        "--detach",
+        "Return once the job is accepted; `oobleck attach` shows the run.",
+        default=False,
+        rich_help_panel="Run",
     )
-    plain: bool = flag("--plain", "Print lines instead of the dashboard.")
+    plain: bool = flag("--plain", "Print lines instead of the dashboard.", rich_help_panel="Output")
     as_json: JsonOption = False
-    summary: Path | None = option("--summary", "FILE", "Write the closing summary as JSON.")
+    summary: Path | None = option("--summary", "FILE", "Write the closing summary as JSON.", rich_help_panel="Output")
     save_every: str | None = option(
-        "--save-every", "STEPS|TIME", "Save after this many steps (50), or at this interval (5m)."
+        "--save-every",
+        "STEPS|TIME",
+        "Save after this many steps (50), or at this interval (5m).",
+        rich_help_panel="Checkpoints",
     )
-    keep: int | None = option("--keep", "N", "Keep the N newest checkpoints.")
+    keep: int | None = option("--keep", "N", "Keep the N newest checkpoints.", rich_help_panel="Checkpoints")
     resume: str = option(
         "--resume",
         "auto|never|PATH",
         "Continue from what a run of this name has left (auto); start from the seed, but keep its files (never); or "
         "start from the checkpoint at PATH.",
+        autocompletion=complete_resume,
         default="auto",
+        rich_help_panel="Checkpoints",
     )
     verify: int | None = option(
         "--verify",
         "N",
         "First compare N steps with the script by itself, as `oobleck verify` does; start only if all is equal.",
         min=1,
+        rich_help_panel="Run",
     )
-    no_check: bool = flag("--no-check", "Skip the check of the hostfile's nodes, which takes ten seconds.")
+    no_check: bool = flag(
+        "--no-check", "Skip the check of the hostfile's nodes, which takes ten seconds.", rich_help_panel="Nodes"
+    )
     until_eof: bool = flag(
         "--until-eof",
         "End the run, as SIGTERM does, once standard input ends, if it is a pipe: for programs that start runs "
         "and may die.",
+        rich_help_panel="Run",
     )
     metrics: str | None = option(
-        "--metrics", "ADDRESS", "Serve metrics for Prometheus on unix:PATH or a loopback PORT."
+        "--metrics",
+        "ADDRESS",
+        "Serve metrics for Prometheus on unix:PATH or a loopback PORT.",
+        rich_help_panel="Output",
     )
     base_dir: BaseDirOption = None
 

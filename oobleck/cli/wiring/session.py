@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import assert_never
 
 import trio
 
+from oobleck.cli.control import request_of
 from oobleck.control import journal
 from oobleck.control.events import AddRequested, DrainRequested, NodeLeftOut, Remark, StopRequested
 from oobleck.control.replay import RunBooks
@@ -81,25 +82,31 @@ class Session:
     def show(self, output: Output, nursery: trio.Nursery, *, plain: bool) -> None:
         """Start the dashboard or the plain lines. The run continues if they cannot be written."""
         self._terminal = output if output.isatty() else None
-        is_drawn = live.wants_dashboard(live.console_on(output), plain=plain)
-        nursery.start_soon(self._draw if is_drawn else self._print, output)
+        if live.wants_dashboard(live.console_on(output), plain=plain):
+            nursery.start_soon(self._draw, output)
+        else:
+            nursery.start_soon(self._lines_from_now_on(output))
         nursery.start_soon(live.tell_of_lost_output, output, self._note_lost_output)
 
     async def _draw(self, output: Output) -> None:
         """Draw the dashboard; once the user leaves it, print lines instead."""
         keys = KeyReader(0) if os.isatty(0) else None
         has_quit = await live.run_dashboard(
-            lambda: self.view.at(self._master.now_s), output=output, act=self.answer, keys=keys
+            lambda: self.view.at(self._master.now_s),
+            output=output,
+            act=lambda wish: self.answer(request_of(wish)),
+            keys=keys,
         )
         if has_quit:
             if self._started is not None:
                 self._formatter.apply(self._started)
-            await self._print(output)
+            await self._lines_from_now_on(output)()
 
-    async def _print(self, output: Output) -> None:
+    def _lines_from_now_on(self, output: Output) -> Callable[[], Awaitable[None]]:
+        """Return a task that prints a line for each entry after this call."""
         log = live.LineLog(self._formatter)
         self._master.observe(log.apply)
-        await live.run_lines(log, output=output)
+        return lambda: live.run_lines(log, output=output)
 
     def _note_lost_output(self, reason: str) -> None:
         text = f"output cannot be written ({reason}); the run continues without it, and `oobleck status` shows it"

@@ -18,11 +18,13 @@ from oobleck.control.journal import (
     Notice,
     PlanCause,
     RecoveryStarted,
+    Silent,
     WorkerUp,
 )
 from oobleck.control.journal.snapshot import NodeState, RunSnapshot, RunState, WorkState
 from oobleck.control.journal.summary import summarize
 from oobleck.control.journal.view import RunView
+from oobleck.control.protocol import NodeUse
 from oobleck.job import NodeSpec
 from tests.control.journals import (
     adopted,
@@ -246,3 +248,27 @@ def test_nodes_show_their_kinds_where_there_are_several():
         **dict.fromkeys(NODES, "default"),
         "node9": "A40×2",
     }
+
+
+def test_the_course_of_loss_and_speed_covers_the_whole_run_in_few_points():
+    view = RunView()
+    view.apply(job_started(("node0",)))
+    for step in range(1, 5001):
+        view.apply(committed(float(step), step, loss=float(step)))
+    snapshot = view.at(5000.0)
+    assert 128 <= len(snapshot.losses) == len(snapshot.speeds) <= 256
+    assert list(snapshot.losses) == sorted(snapshot.losses)
+    assert snapshot.losses[0] < 40
+    assert snapshot.losses[-1] > 4900
+
+
+def test_what_a_node_uses_is_known_until_it_is_old_or_the_node_is_lost():
+    view = RunView()
+    view.apply(job_started(("node0", "node1")))
+    use = NodeUse(cores=1.5, num_cores=4, used_bytes=1, memory_bytes=2)
+    view.measured("node0", use, 5.0)
+    view.measured("node1", use, 5.0)
+    assert [node.use and node.use.cores for node in view.at(14.0).nodes] == [1.5, 1.5]
+    view.apply(NodeLost(t_s=14.5, node="node1", loss=Silent(silent_s=3.0)))
+    assert [node.use is None for node in view.at(14.5).nodes] == [False, True]
+    assert [node.use is None for node in view.at(16.0).nodes] == [True, True]
