@@ -65,6 +65,8 @@ FLOORS_OF = {
     "peft": {"training"},
     "pynvml": {"training"},
     "redis": {"training"},
+    "huggingface_hub": {"training"},
+    "upath": {"host"},
     "kubernetes": {"runtime"},
     "ray": {"runtime"},
     "trio": {"roles", "runtime", "sim", "ui", "cli"},

@@ -19,6 +19,8 @@ from .bounds import Bounds, bounded, check_pattern, check_spec, require
 Scalar = bool | int | float | str | None
 Task = Literal["causal_lm", "masked_lm", "sequence_classification", "token_classification"]
 """A model predicts the next token, masked tokens, a label of a sample, or one of each token."""
+Tracker = Literal["clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
+"""Places that transformers' own callbacks report to, by its names."""
 ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zero-bubble", "auto"]
 
 MAX_NODES = 16_384  # so that a typing error in a hostfile's range does not fill the memory
@@ -195,6 +197,7 @@ class OptimizerSpec:
         check_spec(self, "optimizer.")
 
 
+_WEB = re.compile(r"https?://[!-~]+")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,200}")
 _HEADER_VALUE = re.compile(r"[\t -~\xa0-\xff]{0,8000}")  # RFC 9110, section 5; a line end would begin another header
 
@@ -228,11 +231,14 @@ class ControlSpec:
     notice_headers: Mapping[str, Scalar] = field(default_factory=dict)
     """HTTP headers of the request."""
     notice_interval_s: float = bounded(5.0, _LEAST_SECONDS, _MAX_SECONDS)
+    webhook_url: str | None = None
+    """A URL that gets the run's start, end, recoveries, warnings and errors, in the form of Slack's webhooks."""
 
     def __post_init__(self) -> None:
         must = check_spec(self, "control.")
-        is_web = self.notice_url is None or re.fullmatch(r"https?://[!-~]+", self.notice_url) is not None
-        must("notice_url", is_web, "an address that begins with http:// or https://, without spaces")
+        for name, url in {"notice_url": self.notice_url, "webhook_url": self.webhook_url}.items():
+            is_web = url is None or _WEB.fullmatch(url) is not None
+            must(name, is_web, "an address that begins with http:// or https://, without spaces")
         for name, value in self.notice_headers.items():
             is_name, is_value = _HEADER_NAME.fullmatch(name), _HEADER_VALUE.fullmatch(str(value))
             require(is_name is not None, "control.notice_headers", name, "names of letters, digits and '-'")
@@ -356,6 +362,8 @@ class JobSpec:
     """The number of a node's devices that share each stage, by the model's own plan."""
     device_memory_bytes: int | None = bounded(None, 1, 2**50)
     """Memory of one device; None asks the nodes."""
+    report_to: tuple[Tracker, ...] = ()
+    """Experiment trackers that get losses, rates and evaluations; they are called next to the master."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of all processes of the run, on every node; a journal has digests in place of values."""
     script: ScriptSpec | None = None
