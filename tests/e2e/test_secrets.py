@@ -159,7 +159,7 @@ def test_a_job_given_to_launch_leaves_none(runner: Runner, tmp_path: Path, monke
         assert set(seen) == {HEADER, *told}
     assert told[0] == f"{TAG}: job {TAG} starts on 4 nodes"
     assert "5 steps" in told[-1], told
-    events = EventAccumulator(str(runner.base_dir / TAG / "tensorboard")).Reload()
+    events = EventAccumulator(str(runner.base_dir / TAG / "tensorboard" / "report_to")).Reload()
     assert [each.step for each in events.Scalars("train/loss")] == [1, 2, 3, 4, 5]
     assert (runner.base_dir / ".launched").is_dir()
     assert revealing(runner.base_dir, runner.temporary) == []

@@ -188,7 +188,8 @@ class CallbackProcess(EntryFeed):
                     stderr=output,
                     # Without buffers, what the script prints is in the log when it happens, and survives a kill.
                     env={
-                        "TENSORBOARD_LOGGING_DIR": str(self._log.with_name("tensorboard")),
+                        # Not beside the run's own: TensorBoard takes a directory for the file of one writer.
+                        "TENSORBOARD_LOGGING_DIR": str(self._log.with_name("tensorboard") / "report_to"),
                         **as_no_rank(),
                         "PYTHONUNBUFFERED": "1",
                     },
