@@ -66,6 +66,8 @@ FLOORS_OF = {
     "pynvml": {"training", "runtime"},
     "confluent_kafka": {"training"},
     "redis": {"training"},
+    "huggingface_hub": {"training"},
+    "upath": {"host"},
     "kubernetes": {"runtime"},
     "ray": {"runtime"},
     "trio": {"roles", "runtime", "sim", "ui", "cli"},

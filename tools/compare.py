@@ -1,4 +1,4 @@
-"""README's table of systems: Oobleck and models of others through the same weeks of failures.
+"""docs/simulation.md's table of systems: Oobleck and models of others through the same weeks of failures.
 
     python tools/compare.py
 

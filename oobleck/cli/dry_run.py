@@ -18,7 +18,7 @@ from oobleck.control.scaling import first_target
 from oobleck.control.training import check_possible, fixed_schedule, planner_for
 from oobleck.errors import ConfigError, UsageError, UserError
 from oobleck.host.machine import this_machine
-from oobleck.host.places import place_of
+from oobleck.host.places import is_url, place_of
 from oobleck.host.user_path import expand_user
 from oobleck.job import DEFAULT_KIND, JobSpec, NodeSpec
 from oobleck.planner import KNOWN_DEVICES, LayerProfile, NodeKind, Profile, profile_from_json
@@ -95,7 +95,7 @@ def _check_paths(job: JobSpec, resume: str) -> None:
     if job.data.tokenizer is not None:
         named.append(("data.tokenizer", job.data.tokenizer))
     for key, path in named:
-        if not expand_user(path).exists():
+        if not is_url(path) and not expand_user(path).exists():
             raise ConfigError(f"{key}: {path} does not exist on this machine")
     if resume not in ("auto", "never") and not _holds_checkpoint(place_of(resume, "--resume")):
         raise ConfigError(f"--resume {resume}: there is no checkpoint that can be used")

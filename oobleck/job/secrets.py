@@ -75,7 +75,10 @@ def public_control(control: ControlSpec) -> ControlSpec:
     headers = {name: secret_digest((name, str(value))) for name, value in control.notice_headers.items()}
     command = None if control.notice_command is None else secret_digest((control.notice_command,))
     url = None if control.notice_url is None else public_url(control.notice_url)
-    return replace(control, notice_headers=headers, notice_command=command, notice_url=url)
+    hook = control.webhook_url
+    if hook is not None:
+        hook = f"{'/'.join(public_url(hook).split('/')[:3])}/{secret_digest((hook,))}"
+    return replace(control, notice_headers=headers, notice_command=command, notice_url=url, webhook_url=hook)
 
 
 def public_job(job: JobSpec) -> JobSpec:
@@ -116,7 +119,8 @@ def with_variables(job: JobSpec, environment: Mapping[str, str]) -> JobSpec:
         for name, value in job.control.notice_headers.items()
     }
     url = None if job.control.notice_url is None else filled(job.control.notice_url, "control.notice_url")
-    control = replace(job.control, notice_headers=headers, notice_url=url)
+    hook = None if job.control.webhook_url is None else filled(job.control.webhook_url, "control.webhook_url")
+    control = replace(job.control, notice_headers=headers, notice_url=url, webhook_url=hook)
     return replace(with_urls(job, lambda text: filled(text, "a URL of the job")), control=control)
 
 
@@ -132,20 +136,23 @@ def without_secrets(settings: Mapping[str, object]) -> tuple[dict[str, object], 
     def in_query(match: re.Match[str]) -> str:
         return f"{match[1]}={variable(match[2])}" if is_secret_name(match[1]) else match[0]
 
-    def of(value: object, *, is_header: bool) -> object:
+    def of(value: object, place: str) -> object:
         match value:
-            case str() if is_header:
+            case str() if place == "notice_headers":
                 return variable(value)
+            case str() if place == "webhook_url":  # its path is its password
+                *server, path = value.split("/", 3)
+                return "/".join((*server, variable(path))) if len(server) == 3 else value
             case str():
                 return _QUERY.sub(in_query, _USERINFO.sub(lambda match: f"{variable(match[0][:-1])}@", value))
             case Mapping():
-                inner = value.items()
-                return {key: of(item, is_header=is_header or key == "notice_headers") for key, item in inner}
+                inner = place if place == "notice_headers" else ""
+                return {key: of(item, inner or key) for key, item in value.items()}
             case list() | tuple():
-                return [of(item, is_header=is_header) for item in value]
+                return [of(item, place) for item in value]
         return value
 
-    return {key: of(value, is_header=False) for key, value in settings.items()}, found
+    return {key: of(value, key) for key, value in settings.items()}, found
 
 
 class Hiding:
@@ -189,5 +196,7 @@ def _values_of(job: JobSpec) -> Iterator[str]:
     for url in filter(None, urls):
         for userinfo in _USERINFO.findall(url):
             yield userinfo[:-1].rpartition(":")[2]
+    if job.control.webhook_url is not None:
+        yield job.control.webhook_url
     if job.script is not None:
         yield from (secret for _, secret in _parts(job.script.arguments) if secret)

@@ -22,6 +22,8 @@ Task = Literal["causal_lm", "masked_lm", "sequence_classification", "token_class
 LossCounting = Literal["items", "labels", "samples", "sum", "batch"]
 """The loss of a step is a sum divided by `num_items_in_batch`, the mean over labels or over samples, the sum of its
 microbatches' losses, or is made of the losses of the script's own batches, which are not cut."""
+Tracker = Literal["clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
+"""Places that transformers' own callbacks report to, by its names."""
 ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zero-bubble", "auto"]
 
 MAX_NODES = 16_384  # so that a typing error in a hostfile's range does not fill the memory
@@ -200,6 +202,7 @@ class OptimizerSpec:
         check_spec(self, "optimizer.")
 
 
+_WEB = re.compile(r"https?://[!-~]+")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,200}")
 _HEADER_VALUE = re.compile(r"[\t -~\xa0-\xff]{0,8000}")  # RFC 9110, section 5; a line end would begin another header
 
@@ -233,11 +236,14 @@ class ControlSpec:
     notice_headers: Mapping[str, Scalar] = field(default_factory=dict)
     """HTTP headers of the request."""
     notice_interval_s: float = bounded(5.0, _LEAST_SECONDS, _MAX_SECONDS)
+    webhook_url: str | None = None
+    """A URL that gets the run's start, end, recoveries, warnings and errors, in the form of Slack's webhooks."""
 
     def __post_init__(self) -> None:
         must = check_spec(self, "control.")
-        is_web = self.notice_url is None or re.fullmatch(r"https?://[!-~]+", self.notice_url) is not None
-        must("notice_url", is_web, "an address that begins with http:// or https://, without spaces")
+        for name, url in {"notice_url": self.notice_url, "webhook_url": self.webhook_url}.items():
+            is_web = url is None or _WEB.fullmatch(url) is not None
+            must(name, is_web, "an address that begins with http:// or https://, without spaces")
         for name, value in self.notice_headers.items():
             is_name, is_value = _HEADER_NAME.fullmatch(name), _HEADER_VALUE.fullmatch(str(value))
             require(is_name is not None, "control.notice_headers", name, "names of letters, digits and '-'")
@@ -367,6 +373,8 @@ class JobSpec:
     """The number of a node's devices that share each stage, by the model's own plan."""
     device_memory_bytes: int | None = bounded(None, 1, 2**50)
     """Memory of one device; None asks the nodes."""
+    report_to: tuple[Tracker, ...] = ()
+    """Experiment trackers that get losses, rates and evaluations; they are called next to the master."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of all processes of the run, on every node; a journal has digests in place of values."""
     script: ScriptSpec | None = None

@@ -245,7 +245,7 @@ class Master:
                 case control_events.Store(key=key, value_json=value_json):
                     self._profiles.store(key, value_json)
                 case control_events.End():
-                    self._outcome = command
+                    self._outcome = self._hide.value(command)
 
     def _post_all(self, sends: Iterable[control_events.Send]) -> None:
         for send in sends:

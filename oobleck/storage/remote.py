@@ -52,6 +52,29 @@ def read(path: Path) -> bytearray:
     return _try(path, lambda place: bytearray(place.read_bytes()))
 
 
+def listed(path: Path) -> dict[str, str]:
+    """Return the files at a URL, however deep, by their paths below it, each with what changes when it does.
+
+    A file alone has the path "". Raises OSError.
+    """
+
+    def once(place: Any) -> dict[str, str]:
+        found = place.fs.find(place.path, detail=True)
+        root = place.path.rstrip("/")
+        return {name.removeprefix(root).strip("/"): _version(info) for name, info in found.items()}
+
+    return _try(path, once)
+
+
+def _version(info: dict[str, Any]) -> str:
+    return repr([info.get(key) for key in ("size", "ETag", "etag", "LastModified", "mtime", "updated")])
+
+
+def fetch(path: Path, target: Path) -> None:
+    """Copy a file to this machine. Raises OSError."""
+    _try(path, lambda place: place.fs.get_file(place.path, str(target)))
+
+
 def sizes(directory: Path) -> dict[str, int]:
     """Return the files of a directory with their sizes in bytes, in one request; none if it does not exist."""
 
@@ -95,7 +118,7 @@ def _try(path: Path, act: Callable[[Any], Answer]) -> Answer:
             return act(place)
         except FileNotFoundError:
             raise
-        except (OSError, *_foreign_errors()) as error:
+        except _errors() as error:
             if wait_s is None:
                 raise OSError(f"{path}: {type(error).__name__}: {error}") from error
             time.sleep(wait_s)
@@ -105,9 +128,9 @@ def _try(path: Path, act: Callable[[Any], Answer]) -> Answer:
     raise AssertionError("the last try returns or raises")
 
 
-def _foreign_errors() -> tuple[type[Exception], ...]:
+def _errors() -> tuple[type[Exception], ...]:
     found = (getattr(sys.modules.get(module), name, None) for module, name in _FOREIGN)
-    return tuple(cast("type[Exception]", error) for error in found if error is not None)
+    return (OSError, *(cast("type[Exception]", error) for error in found if error is not None))
 
 
 def read_whole(path: Path) -> memoryview:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import redis
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import oobleck
 from oobleck.errors import RunFailed
@@ -22,7 +24,8 @@ from .harness import TAG, Runner
 pytestmark = [pytest.mark.slow, needs_redis]
 
 PASSWORD, HEADER, VARIABLE, ARGUMENT, USER = (f"{word}-5f1c9e" for word in ("stream", "meta", "vari", "argu", "userof"))
-SECRETS = (PASSWORD, HEADER, VARIABLE, ARGUMENT, USER)
+HOOK = "hook-5f1c9e"
+SECRETS = (HOOK, PASSWORD, HEADER, VARIABLE, ARGUMENT, USER)
 SCRIPT = """
 import logging, os, sys
 from oobleck import Job
@@ -50,6 +53,12 @@ def metadata_server() -> Iterator[tuple[str, list[str | None]]]:
         def do_GET(self) -> None:
             seen.append(self.headers.get("X-Meta-Token"))
             self.send_error(404)
+
+        def do_POST(self) -> None:
+            assert self.path == f"/hooks/{HOOK}"
+            seen.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
+            self.send_response(200)
+            self.end_headers()
 
         def log_message(self, *args: Any) -> None:
             pass
@@ -138,12 +147,19 @@ def test_a_failure_s_own_words_have_none(runner: Runner, tmp_path: Path) -> None
 def test_a_job_given_to_launch_leaves_none(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(runner.temporary))
     with job_of(tmp_path, token=HEADER) as (settings, seen):
-        settings["max_steps"] = 5
+        settings |= {"max_steps": 5, "report_to": ["tensorboard"]}
+        place = settings["control"]["notice_url"].split("/")[2]
+        settings["control"]["webhook_url"] = f"http://{place}/hooks/{HOOK}"
         run = oobleck.launch(settings, base_dir=runner.base_dir, local=4)
         try:
             assert run.wait().steps_committed == 5
         except RunFailed as error:
             pytest.fail(f"{error}")
-        assert set(seen) == {HEADER}
+        told = [text for text in seen if text is not None and text.startswith(f"{TAG}: ")]
+        assert set(seen) == {HEADER, *told}
+    assert told[0] == f"{TAG}: job {TAG} starts on 4 nodes"
+    assert "5 steps" in told[-1], told
+    events = EventAccumulator(str(runner.base_dir / TAG / "tensorboard" / "report_to")).Reload()
+    assert [each.step for each in events.Scalars("train/loss")] == [1, 2, 3, 4, 5]
     assert (runner.base_dir / ".launched").is_dir()
     assert revealing(runner.base_dir, runner.temporary) == []

@@ -16,7 +16,7 @@ from tests.s3_server import Store, serve_s3
 from .elastic import TOLERANCE
 from .harness import Outcome, Runner, kill_everything, oobleck
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 URL = "s3://bucket/of/runs"
 

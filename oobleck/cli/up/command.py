@@ -10,6 +10,7 @@ import stat
 import threading
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,7 @@ def up(options: UpOptions) -> None:
         dry_run(job, source, base_dir=base_dir_of(options.base_dir), resume=resume, as_json=options.as_json)
         return
     _check_weights(options, job, trainer)
+    _check_trackers(job, trainer)
     if options.until_eof:
         end_with_stdin()
     from .run_job import Run, run_job
@@ -128,6 +130,16 @@ def _check_weights(options: UpOptions, job: JobSpec, trainer: TrainerProcess | N
             "~/.oobleck; unless that is shared, set checkpoint.directory to a directory that is",
             err=True,
         )
+
+
+def _check_trackers(job: JobSpec, trainer: TrainerProcess | None) -> None:
+    """Raise ConfigError for trackers that are not installed here, where they are called."""
+    if job.report_to and trainer is not None:
+        raise ConfigError("report_to: the script's Trainer reports; name it in its TrainingArguments instead")
+    missing = [name for name in job.report_to if find_spec(name) is None]
+    if missing:
+        packages = " ".join(name.replace("_", "-") for name in missing)
+        raise ConfigError(f"report_to: not installed on this machine: {', '.join(missing)}; pip install {packages}")
 
 
 def _check_model(job: JobSpec) -> None:

@@ -43,6 +43,7 @@ from oobleck.runtime.metrics_output import MetricsAddress, MetricsOutput, serve_
 from oobleck.runtime.patient_clock import PatientClock
 from oobleck.runtime.processes import CallbackProcess, TrainerProcess
 from oobleck.runtime.profile_files import ProfileFiles
+from oobleck.runtime.webhook import Webhook
 from oobleck.runtime.workdir import Workdir
 from oobleck.storage import CheckpointDirectory
 from oobleck.ui.live import console_on, say
@@ -230,6 +231,10 @@ async def _run(
                 async with trio.open_nursery() as watching:
                     session.show(output, watching, plain=run.options.plain)
                     callbacks = _start_callbacks(run, master, directory, watching)
+                    if run.job.control.webhook_url is not None:
+                        webhook = Webhook(run.job.control.webhook_url, run.job.tag)
+                        master.observe(webhook.tell)
+                        watching.start_soon(webhook.run)
                     end = await master.run()
                     # The callbacks get the last entries before their task is cancelled.
                     if callbacks is not None:
@@ -383,7 +388,9 @@ def _start_callbacks(
     if run.trainer is not None:
         process = run.trainer
         process.begin(log, _checkpoints(run, directory).path, on_stop=lambda: master.submit(stop))
-    elif script is not None and "callbacks" in script.provides and SCRIPT_WAITS not in os.environ:
+    elif run.job.report_to or (
+        script is not None and "callbacks" in script.provides and SCRIPT_WAITS not in os.environ
+    ):
         process = CallbackProcess(
             run.job,
             log=log,

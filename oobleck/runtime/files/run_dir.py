@@ -42,7 +42,8 @@ LAUNCHED_DIRECTORY = ".launched"
 """The part of the directory of all runs where `oobleck.launch` writes jobs."""
 MAX_SOCKET_PATH_BYTES = 100
 """A length below the limits of Linux (108 with its closing zero) and macOS (104)."""
-_VARIABLE = re.compile(r"((?:--env[= ]|--set[= ](?:env|control\.notice_(?:headers|command|url))\b)[^=]*=).+", re.DOTALL)
+_HIDDEN_KEYS = r"(?:env|control\.(?:notice_headers|notice_command|notice_url|webhook_url))\b"
+_VARIABLE = re.compile(rf"((?:--env[= ]|--set[= ]{_HIDDEN_KEYS})[^=]*=).+", re.DOTALL)
 _TAG_CHARS = 40
 _DIGEST_CHARS = 8
 

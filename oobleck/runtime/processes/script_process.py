@@ -187,7 +187,12 @@ class CallbackProcess(EntryFeed):
                     stdout=subprocess.PIPE,
                     stderr=output,
                     # Without buffers, what the script prints is in the log when it happens, and survives a kill.
-                    env={**as_no_rank(), "PYTHONUNBUFFERED": "1"},
+                    env={
+                        # Not beside the run's own: TensorBoard takes a directory for the file of one writer.
+                        "TENSORBOARD_LOGGING_DIR": str(self._log.with_name("tensorboard") / "report_to"),
+                        **as_no_rank(),
+                        "PYTHONUNBUFFERED": "1",
+                    },
                     start_new_session=True,  # the terminal's end and Ctrl-C must reach only the master
                 )
                 await self._converse(process)

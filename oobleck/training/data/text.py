@@ -16,6 +16,7 @@ from typing import Any
 from oobleck.errors import ConfigError
 from oobleck.host.user_path import expand_user
 from oobleck.job import DataSpec
+from oobleck.training.fetched import file_of
 
 from .columns import problem_with_columns
 
@@ -56,7 +57,7 @@ def read_table(data: DataSpec) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield f"data.dataset_path: {data.dataset_path}: row {number}", row
         return
     for name in data.paths:
-        path = expand_user(name)
+        path = file_of(name, "data.paths")
         if path.suffix not in _JSON_LINES:
             raise ConfigError(f"data.paths: {name} is no file of JSON lines (.jsonl), which data.format needs")
         for number, value in _json_lines(path):
@@ -120,7 +121,7 @@ def _files(data: DataSpec) -> Iterator[Path]:
         root = Path(sysconfig.get_paths()["stdlib"])
         yield from _walk(root, without=_OTHER_PEOPLES, suffix=".py")
     for name in data.paths:
-        path = expand_user(name)
+        path = file_of(name, "data.paths")
         if path.is_dir():
             yield from _walk(path)
         elif path.is_file():

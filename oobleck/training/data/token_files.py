@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from oobleck.errors import ConfigError
-from oobleck.host.user_path import expand_user
 from oobleck.job import DataSpec
+from oobleck.training.fetched import file_of
 
 _SUFFIXES = (".bin", ".npy")
 _DIGESTED_SAMPLES = 64
@@ -29,7 +29,7 @@ class TokenFiles:
     def __init__(self, data: DataSpec) -> None:
         """Map a job's files. Raises ConfigError for a file that cannot be read, or is too short."""
         self._names = data.paths
-        self._files = [_open(expand_user(path), data) for path in data.paths]
+        self._files = [_open(file_of(path, "data.paths"), data) for path in data.paths]
         self._starts = np.cumsum([0, *(len(file) for file in self._files)])  # the number of each file's first sample
         self.digest = _digest(self._files)
         self.vocab_size = data.vocab_size

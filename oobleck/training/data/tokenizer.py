@@ -17,7 +17,7 @@ import numpy.typing as npt
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from oobleck.errors import ConfigError
-from oobleck.host.user_path import expand_user
+from oobleck.training.fetched import model_directory
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0  # the trainer numbers special tokens first
@@ -90,7 +90,7 @@ def _spread(documents: Sequence[str]) -> list[str]:
 
 def tokenizer_file(path: str) -> Path:
     """Return the file of a tokenizer, given that file or its directory. Raises ConfigError if there is none."""
-    named = expand_user(path)
+    named = model_directory(path, "data.tokenizer")
     file = named / "tokenizer.json" if named.is_dir() else named
     if not file.is_file():
         raise ConfigError(f"data.tokenizer: there is no {file} on this node; name a tokenizer.json, or its directory")

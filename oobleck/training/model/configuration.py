@@ -35,8 +35,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from oobleck.errors import ConfigError, UncutModel
-from oobleck.host.user_path import expand_user
 from oobleck.job import ModelSpec, Scalar, Task, check_model_numbers
+from oobleck.training.fetched import model_directory
 
 CLASSIFICATION: tuple[Task, ...] = ("sequence_classification", "token_classification")
 
@@ -213,7 +213,7 @@ def _new_config(model: ModelSpec, *, vocab_size: int) -> PreTrainedConfig:
 
 
 def _saved_config(model: ModelSpec, path: str) -> PreTrainedConfig:
-    directory = expand_user(path)
+    directory = model_directory(path, "model.path")
     if not (directory / "config.json").is_file():
         raise ConfigError(f"model.path: {path} is not a directory with a config.json on this node")
     try:

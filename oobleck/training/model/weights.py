@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from oobleck.errors import ConfigError
-from oobleck.host.user_path import expand_user
+from oobleck.training.fetched import model_directory
 
 from .adapters import is_adapter, plain_name
 from .brought import named_state
@@ -34,7 +34,7 @@ class WeightFiles:
     """Whether no parameter starts from the seed, as those of adapters and new heads do."""
 
     def __init__(self, directory: str) -> None:
-        self._directory = expand_user(directory)
+        self._directory = model_directory(directory, "model.path")
         self._loaded: dict[str, torch.Tensor] | None = None
 
     def digest(self) -> str:

@@ -23,6 +23,7 @@ from oobleck.errors import ConfigError
 from oobleck.job import JobSpec, Task
 from oobleck.training import model as models
 from oobleck.training.assembly import Assembly
+from oobleck.training.fetched import model_directory
 from oobleck.training.randomness import building_alike
 
 _CLASSES: Mapping[Task, Any] = {
@@ -87,7 +88,7 @@ def _of_script(make: Callable[[], object], dtype: torch.dtype) -> Any:
 def _saved(job: JobSpec, assembly: Assembly, dtype: torch.dtype) -> tuple[Any, frozenset[str]]:
     """Return a saved model, and the names of the parameters in its files."""
     loaded: Any = _CLASSES[assembly.structure.task].from_pretrained(
-        job.model.path,
+        model_directory(job.model.path or "", "model.path"),
         config=assembly.structure.config,
         dtype=dtype,
         local_files_only=True,

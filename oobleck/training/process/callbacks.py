@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
 
 from oobleck.control import journal
@@ -126,6 +127,12 @@ class CallbackRunner:
                 self.failures.append(said)
 
 
+def trackers(job: JobSpec) -> list[object]:
+    """Return transformers' own callbacks for `report_to`."""
+    classes: list[Any] = get_reporting_integration_callbacks(list(job.report_to))  # type: ignore[no-untyped-call]  # transformers' own
+    return [each() for each in classes]
+
+
 class JobArguments(TrainingArguments):
     """A job by the names of `TrainingArguments`, with transformers' defaults for the rest.
 
@@ -159,7 +166,7 @@ def _values(job: JobSpec) -> dict[str, object]:
     return {
         "run_name": job.tag,
         "output_dir": job.tag,
-        "report_to": [],
+        "report_to": list(job.report_to),
         "max_steps": job.max_steps,
         "per_device_train_batch_size": job.microbatch_size,
         "per_device_eval_batch_size": job.microbatch_size,

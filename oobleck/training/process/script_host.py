@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, TextIO
 
 from oobleck.control.journal import JournalEntry
 from oobleck.errors import ConfigError, UnbuiltModel, UserError
-from oobleck.host.script import blamed, run_script
+from oobleck.host.script import SCRIPT_WAITS, blamed, run_script
 from oobleck.host.streams import shield_scripts
 from oobleck.job import JobSpec, ScriptSpec
 from oobleck.training.forking import quick_imports
@@ -107,12 +107,16 @@ def _as_text(described: dict[str, object], script: ScriptSpec) -> str:
         raise ConfigError(f"{script.name}: a setting is no plain value: {error}") from error
 
 
+def _has_callbacks(job: JobSpec) -> bool:
+    return job.script is not None and "callbacks" in job.script.provides and SCRIPT_WAITS not in os.environ
+
+
 def _run_callbacks(lines: BinaryIO, answers: TextIO) -> None:
-    from .callbacks import CallbackRunner
+    from .callbacks import CallbackRunner, trackers
 
     job = decode_json((JobSpec,), lines.readline())
-    assert job.script is not None
-    runner = CallbackRunner(run_script(job.script).callbacks, job)
+    own = run_script(job.script).callbacks if job.script is not None and _has_callbacks(job) else ()
+    runner = CallbackRunner((*own, *trackers(job)), job)
     for line in lines:
         runner.take(decode_json(JournalEntry, line))
         while runner.failures:

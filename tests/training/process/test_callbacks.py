@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.integrations import integration_utils
 
 from oobleck.control.journal import Evaluated, JobEnded, JobStarted, JournalEntry, PlanAdopted, StepDone
 from oobleck.control.protocol import CommitRecord
 from oobleck.job import JobSpec, OptimizerSpec
-from oobleck.training.process.callbacks import CallbackRunner
+from oobleck.training.process.callbacks import CallbackRunner, trackers
 from tests.control.journals import run_with_a_loss
 
 
@@ -222,3 +223,16 @@ def test_an_epochs_end_that_a_callback_asks_for_is_said_once_to_be_none():
     assert not runner.wants_stop
     (said,) = runner.failures
     assert "Quick.on_step_end sets control.should_epoch_stop, which has no effect" in said
+
+
+def test_a_tracker_of_the_job_gets_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path))
+    job = JobSpec(max_steps=9, report_to=("tensorboard",))
+    runner = CallbackRunner(trackers(job), job)
+    for entry in run_with_a_loss():
+        runner.take(entry)
+    assert runner.failures == []
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [each.step for each in events.Scalars("train/loss")] == [
+        entry.record.step for entry in run_with_a_loss() if isinstance(entry, StepDone)
+    ]

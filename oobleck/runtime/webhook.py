@@ -1,0 +1,91 @@
+"""Posts what happens in a run to a URL, as Slack's incoming webhooks take it: `{"text": "…"}`.
+
+Nothing that the other side does delays or ends a run: messages wait in a queue of its own, and those that nobody takes
+are dropped after some tries.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import urllib.error
+import urllib.request
+from collections import deque
+from http.client import HTTPException
+
+import trio
+
+from oobleck.control import journal
+
+_log = logging.getLogger("oobleck.up")
+
+_MOST_WAITING = 100
+_TIMEOUT_S = 5.0
+_WAITS_S = (1.0, 5.0)
+_LAST_WORDS_S = 10.0
+_MOST_CHARS = 2000
+_TOLD = journal.JobStarted | journal.JobEnded | journal.RecoveryDone | journal.MasterResumed
+
+
+class Webhook:
+    """Tells one URL of a run's start, end, recoveries, warnings and errors; `run` must be running."""
+
+    def __init__(self, url: str, tag: str) -> None:
+        self._url = url
+        self._tag = tag
+        self._waiting: deque[str] = deque()
+        self._lot = trio.lowlevel.ParkingLot()
+        self._failed = False
+
+    def tell(self, entry: journal.JournalEntry) -> None:
+        """Queue an entry, without waiting."""
+        if not isinstance(entry, _TOLD) and entry.level not in ("warning", "error"):
+            return
+        if len(self._waiting) == _MOST_WAITING:
+            self._complain("it takes messages too slowly")
+            return
+        self._waiting.append(f"{self._tag}: {entry.sentence}"[:_MOST_CHARS])
+        self._lot.unpark_all()
+
+    async def run(self) -> None:
+        """Post until cancelled, and then what still waits, for some seconds."""
+        try:
+            while True:
+                await self._deliver_all()
+                await self._lot.park()
+        finally:
+            with trio.CancelScope(deadline=trio.current_time() + _LAST_WORDS_S, shield=True):
+                await self._deliver_all()
+
+    async def _deliver_all(self) -> None:
+        while self._waiting:
+            await self._deliver(self._waiting[0])
+            self._waiting.popleft()
+
+    async def _deliver(self, text: str) -> None:
+        for wait_s in (*_WAITS_S, None):
+            problem = await trio.to_thread.run_sync(_posted, self._url, text)  # not abandoned: it ends by itself
+            if problem is None:
+                return
+            if wait_s is not None:
+                await trio.sleep(wait_s)
+        self._complain(problem or "")
+
+    def _complain(self, problem: str) -> None:
+        # Once: the journal has all that it misses. The URL is a secret.
+        if not self._failed:
+            self._failed = True
+            _log.warning("control.webhook_url: messages are not delivered: %s", problem)
+
+
+def _posted(url: str, text: str) -> str | None:
+    """Post a text; return what went wrong."""
+    body = json.dumps({"text": text}).encode()
+    try:
+        request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})  # noqa: S310  http or https, as `ControlSpec` has checked
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S):  # noqa: S310
+            return None
+    except urllib.error.HTTPError as error:
+        return f"HTTP {error.code}"
+    except (urllib.error.URLError, HTTPException, OSError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"

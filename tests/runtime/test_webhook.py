@@ -1,0 +1,91 @@
+"""Messages of a run reach a webhook, and nothing that it does harms the run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import trio
+
+from oobleck.control.journal import JobEnded, Notice
+from oobleck.runtime.webhook import Webhook
+
+
+@contextmanager
+def receiver(refusals: int = 0) -> Iterator[tuple[str, list[dict[str, str]]]]:
+    """A server that refuses some messages first; yields its URL, and the messages that it has taken."""
+    taken: list[dict[str, str]] = []
+    left = refusals
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            nonlocal left
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if left:
+                left -= 1
+                self.send_error(503)
+                return
+            taken.append(json.loads(body))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/hook", taken
+        server.shutdown()
+
+
+def notice(level: str, text: str) -> Notice:
+    return Notice(t_s=1.0, level=level, text=text)
+
+
+async def tell(url: str, *entries: Notice | JobEnded) -> None:
+    webhook = Webhook(url, "mine")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(webhook.run)
+        for entry in entries:
+            webhook.tell(entry)
+        await trio.lowlevel.checkpoint()
+        nursery.cancel_scope.cancel()
+
+
+@pytest.fixture
+def autojump_clock() -> None:
+    """Not here: the server's time is real."""
+
+
+async def test_what_matters_is_told_also_as_the_run_ends() -> None:
+    ended = JobEnded(t_s=2.0, exit_code=0, reason="all 5 steps are committed")
+    with receiver() as (url, taken):
+        await tell(url, notice("info", "nothing much"), notice("error", "node3 is lost"), ended)
+    assert taken == [{"text": "mine: node3 is lost"}, {"text": "mine: all 5 steps are committed"}]
+
+
+async def test_a_refused_message_is_sent_again() -> None:
+    with receiver(refusals=1) as (url, taken):
+        await tell(url, notice("warning", "slow"))
+    assert taken == [{"text": "mine: slow"}]
+
+
+async def test_a_receiver_that_is_gone_costs_one_warning_without_its_url(caplog: pytest.LogCaptureFixture) -> None:
+    with receiver() as (url, _):
+        pass
+    webhook = Webhook(url, "mine")
+    with caplog.at_level(logging.WARNING), trio.move_on_after(20):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(webhook.run)
+            for _ in range(300):  # more than wait
+                webhook.tell(notice("error", "x"))
+            await trio.sleep(0.1)
+            nursery.cancel_scope.cancel()
+    assert [record.message.split(":")[0] for record in caplog.records] == ["control.webhook_url"]
+    assert url not in caplog.text
