@@ -28,8 +28,11 @@ MOST_BYTES = 256 << 20
 _CHUNK_BYTES = 256 << 10
 _LOOK_TIMEOUT_S = 30.0
 _COPY_TIMEOUT_S = 600.0
+VARIABLE = "OOBLECK_WORKDIR"
+"""Has the digest of the files in all processes of a run, and so in its job: nodes that join must get the same files."""
 _LEFT_OUT = frozenset({".git", "__pycache__"})
 _SHOWN_FILES = 3
+_ALL_TIMES_S = 1 << 30  # the same files have the same digest; of times near 0, tar warns
 _NO_REPOSITORY = "not a git repository (or any"
 """What git says outside of repositories; it says "not a git repository:" of one that is broken."""
 _UNREAD = "could not open directory"
@@ -50,6 +53,10 @@ class Workdir:
         places = [*self.import_from, *([str(self.path)] if self.archive is None else [])]
         if wrong := [place for place in places if os.pathsep in place]:
             raise UsageError(f"--workdir: Python cannot import from {wrong[0]!r}, because of the {os.pathsep!r} in it")
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return {VARIABLE: self.digest} if self.digest else {}
 
     def enter(self, run: PurePosixPath) -> str:
         """Return a POSIX shell's command that enters the copy in the directory of a run, where a node has it."""
@@ -127,9 +134,10 @@ def pack(path: Path, import_from: tuple[str, ...], *, most_bytes: int = MOST_BYT
 
 
 def _of_nobody(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Drop the owner, to whom root's tar would give the copy."""
+    """Drop the time, and the owner, to whom root's tar would give the copy."""
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = ""
+    entry.mtime = _ALL_TIMES_S
     return entry
 
 

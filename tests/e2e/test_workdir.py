@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -104,3 +107,32 @@ def test_a_job_trains_on_the_text_and_the_modules_that_travelled(
         (copy,) = copies(homes / name, "job")
         said = (homes / name / "noted").read_text()
         assert said == f"{homes / name / '.oobleck/job/.workdir' / copy} of the project 7"
+
+
+@pytest.mark.slow
+def test_other_files_take_no_run_over(
+    hosts: tuple[Path, tuple[str, ...]], project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, words = hosts
+    monkeypatch.chdir(project)
+    base = ("--base-dir", str(project.parent / "base"))
+    up = ("up", "--workdir", ".", "--no-check", "--tag", "taken", *base, *words, "jobs/train.py")
+    try:
+        assert oobleck(*up, "--detach", "--steps", "1000000").returncode == 0
+        os.kill(wait_for_step(base, "taken"), signal.SIGKILL)
+        (project / "shared.py").write_text("NAME = 'changed'\n")
+        refused = oobleck(*up, "--steps", "1000000")
+        assert refused.returncode == 2
+        assert "its job differs from this one in the files of --workdir; give the same" in refused.stderr
+    finally:
+        assert oobleck(*up, "--resume", "never", "--steps", "1").returncode == 0  # it ends the other
+
+
+def wait_for_step(base: tuple[str, str], tag: str) -> int:
+    """The run's process, once it has committed a step."""
+    for _ in range(600):
+        status = oobleck("status", tag, "--json", *base)
+        if status.returncode == 0 and json.loads(status.stdout)["step"]:
+            return int((Path(base[1]) / tag / "lock").read_text().split()[0])
+        time.sleep(0.5)
+    raise AssertionError("no step is committed")

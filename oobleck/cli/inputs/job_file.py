@@ -91,6 +91,9 @@ def changed_keys(before: object, after: object, prefix: str = "") -> list[str]:
         old, new = getattr(before, part.name), getattr(after, part.name)
         if is_dataclass(old) and is_dataclass(new):
             changed += changed_keys(old, new, f"{prefix}{part.name}.")
+        elif part.name == "env":
+            names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
+            changed += [f"{prefix}env.{name}" for name in names]
         elif old != new:
             changed.append(f"{prefix}{part.name}")
     return changed

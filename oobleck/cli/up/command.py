@@ -45,6 +45,8 @@ def up(options: UpOptions) -> None:
         raise SystemExit(start_detached(base_dir_of(options.base_dir)))
     hostfile, asked = _parse_words(options)
     workdir = _workdir(options, asked)
+    if workdir is not None:
+        asked = replace(asked, environment={**asked.environment, **workdir.variables})
     source = inputs.read_source(hostfile, options.nodes)
     if options.summary is not None and not os.access(expand_user(options.summary).parent, os.W_OK):
         raise UsageError(f"--summary: {options.summary} cannot be written; its directory must exist and be yours")

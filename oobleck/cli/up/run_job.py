@@ -44,7 +44,7 @@ from oobleck.runtime.patient_clock import PatientClock
 from oobleck.runtime.processes import CallbackProcess, TrainerProcess
 from oobleck.runtime.profile_files import ProfileFiles
 from oobleck.runtime.webhook import Webhook
-from oobleck.runtime.workdir import Workdir
+from oobleck.runtime.workdir import VARIABLE, Workdir
 from oobleck.storage import CheckpointDirectory
 from oobleck.ui.live import console_on, say
 from oobleck.ui.summary_table import summary_table
@@ -321,7 +321,8 @@ async def _find_past(run: Run, directory: RunDirectory, cluster: LiveCluster, la
                 text = f"the run continues without its master, and cannot be taken over: {replayed.gap.sentence}"
                 return _Past(remark=f"{text}; its processes are ended, and this run begins from its newest state")
             if replayed.job != (job := public_job(run.job)):
-                changed = ", ".join(changed_keys(replayed.job, job))
+                keys = changed_keys(replayed.job, job)
+                changed = ", ".join("the files of --workdir" if key == f"env.{VARIABLE}" else key for key in keys)
                 raise UsageError(
                     f"the run {run.job.tag} continues without its master, and its job differs from this one in "
                     f"{changed}; give the same job to take it over, or --resume never to end it and start from scratch"
