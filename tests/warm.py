@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import runpy
 import sys
+import types
 from collections.abc import Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -20,7 +21,7 @@ _WARM.set_forkserver_preload(["torch", "transformers", "oobleck.checkpoint", "oo
 
 
 def started(
-    script: Path,
+    script: Path | str,
     words: Sequence[str] = (),
     *,
     environment: Mapping[str, str],
@@ -28,7 +29,10 @@ def started(
     output: Path,
     errors: Path,
 ) -> BaseProcess:
-    """Start a script as `python script words…` would; what it prints is in files, which may be one."""
+    """Start a script as `python script words…` would, or code as `python -c` would.
+
+    What it prints is in files, which may be one.
+    """
     given = (script, tuple(words), dict(environment), tuple(search_path), (output, errors))
     process = _WARM.Process(target=_run, args=given)
     process.start()
@@ -36,7 +40,7 @@ def started(
 
 
 def _run(
-    script: Path,
+    script: Path | str,
     words: Sequence[str],
     environment: Mapping[str, str],
     search_path: Sequence[str],
@@ -48,10 +52,14 @@ def _run(
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(descriptor, stream)
         os.close(descriptor)
-    sys.argv = [str(script), *words]
-    elsewhere = [each for each in sys.path if each not in ("", str(ROOT), str(script.parent))]
-    sys.path[:] = [str(script.parent), *search_path, *elsewhere]
+    sys.argv = ["-c" if isinstance(script, str) else str(script), *words]
+    own = "" if isinstance(script, str) else str(script.parent)
+    sys.path[:] = [own, *search_path, *(each for each in sys.path if each not in ("", str(ROOT), own))]
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        if isinstance(script, str):
+            main = sys.modules["__main__"] = types.ModuleType("__main__")  # without the name of a file
+            exec(compile(script, "<string>", "exec"), main.__dict__)
+        else:
+            runpy.run_path(str(script), run_name="__main__")
     finally:
         atexit._run_exitfuncs()  # forked processes leave that out

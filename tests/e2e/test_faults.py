@@ -1,7 +1,7 @@
 """Kinds of failure that are not a killed node, done to real processes: what each leads to, and that no loss changes.
 
-Killed nodes are in test_losses.py, killed and frozen ones that stay away, drains and joins in test_elastic.py, masters
-in test_master.py, cut networks in test_network.py, and all of them at random in test_stress.py.
+Killed nodes are in test_losses.py, drains, joins and nodes that stay away in test_commands.py and test_elastic.py,
+masters in test_master.py, cut networks in test_network.py, and all of them at random in test_stress.py.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def test_killed_nodes_cost_no_step_and_change_no_loss(start: Callable[..., Any],
     assert lost_nodes(outcome) == sorted(nodes)
 
 
-@pytest.mark.slow  # with others in test_elastic.py
+@pytest.mark.slow  # with others in test_commands.py
 def test_surviving_workers_keep_their_processes(runner: Runner) -> None:
     with runner.up("--job", str(runner.job_file()), "--steps", "200") as up:
         up.wait_for_step(5)

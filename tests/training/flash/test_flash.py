@@ -39,9 +39,6 @@ def run(
 ) -> list[str]:
     """Run a script as so many ranks; returns what each has printed, or what a single one that fails has said of it."""
     with kept_port() as port, tempfile.TemporaryDirectory() as directory:
-        if isinstance(script, str):
-            source, script = script, Path(directory, "script.py")
-            script.write_text(source)
         files = [(Path(directory, f"output{rank}"), Path(directory, f"errors{rank}")) for rank in range(ranks)]
         processes = [
             started(
