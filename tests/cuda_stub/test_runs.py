@@ -25,6 +25,7 @@ from tools.gpu.stub import device as stub
 
 from .members import wait_until
 
+pytestmark = pytest.mark.timeout(1800)
 _DEVICES = 4
 _JOB = f"{GPT2}dropout: false\n".replace("learning_rate: 0.003", "learning_rate: 0.00003")
 """Devices drop by numbers of their own. At the rate of other tests, sums in another order alone, in one process, make
@@ -139,7 +140,6 @@ def test_a_run_over_nccl_has_the_losses_of_one_process(cluster: Cluster, referen
 _FIRST_SEEDS = range(0, int(os.environ.get("CUDA_STUB_SEEDS", "20")) // 5, len(_MOMENTS))
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("first", _FIRST_SEEDS)
 def test_whenever_a_worker_is_lost_no_other_is_and_nothing_of_an_abort_is_used(
     cluster: Cluster, reference: Reference, tmp_path: Path, first: int

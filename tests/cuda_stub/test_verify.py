@@ -14,13 +14,14 @@ from tools.gpu import verify
 from tools.gpu.checks import ROOT
 from tools.gpu.stub import device as stub
 
+pytestmark = pytest.mark.timeout(900)
 _WRONG = {"wrong": "1"}
 
 
 def python(directory: Path, *arguments: str, devices: int = 1, **settings: str) -> subprocess.CompletedProcess[str]:
     variables = {**os.environ, **stub.environment(directory, devices=devices, **settings), "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, *arguments], env=variables, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, *arguments], env=variables, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
     )
 
 
