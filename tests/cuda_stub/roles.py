@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import threading
@@ -71,8 +72,6 @@ def launches_a_kernel(pipe: Connection, _directory: Path) -> None:
 
 def forks_after_use(pipe: Connection, _directory: Path) -> None:
     """Use a device, fork, and use it there."""
-    import ctypes
-
     torch.zeros(1, device="cuda")
     if (child := os.fork()) == 0:
         runtime = ctypes.CDLL(None)
@@ -178,6 +177,18 @@ def posts_after_an_error(pipe: Connection, directory: Path) -> None:
     group.abort()
     wait_for_aborts()
     pipe.send(time.monotonic() - began_s)
+
+
+def has_its_device_fail(pipe: Connection, directory: Path) -> None:
+    """Wait in a sum until told that the device has failed; say what comes of it, and what is in its memory."""
+    group = join_with_peer(directory, "sum")
+    values = torch.ones(COUNT, device=group.device)
+    work = group.all_reduce(values)
+    pipe.send("waits")
+    pipe.recv()
+    said = outcome_of(work.finish)
+    memory = (ctypes.c_float * COUNT).from_address(values.data_ptr())  # no copy comes out of such a device
+    pipe.send((said, [memory[0], memory[COUNT - 1]]))
 
 
 def says_what_torch_records(pipe: Connection, directory: Path) -> None:

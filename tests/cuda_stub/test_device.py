@@ -79,6 +79,16 @@ def test_a_frozen_peer_is_waited_for_until_an_abort_which_poisons(members: Membe
     assert ended_s - interrupted_s < 1.0
 
 
+def test_a_device_that_fails_poisons_what_it_was_to_write(members: Members) -> None:
+    member = members.start(roles.has_its_device_fail)
+    assert member.hear() == "waits"
+    members.control.set(0, "device_error", 719)  # cudaErrorLaunchFailure
+    member.say()
+    said, values = member.hear()
+    assert said == "AcceleratorError"
+    assert all(map(math.isnan, values))
+
+
 def test_a_member_does_what_it_is_armed_for_at_the_moment(members: Members) -> None:
     control = members.control
     control.arm(1, "kill", "sums", after=2)

@@ -134,7 +134,8 @@ class ChunkedLoss:
 
         with self._instead(taken, compute):
             outputs = self._model(labels=batch.labels, num_items_in_batch=num_items, **inputs)
-        assert outputs.loss is computed[0], "as it was when this was tried"
+        is_passed_on = outputs.loss is computed[0]
+        assert is_passed_on, "as it was when this was tried"
         return computed[0]
 
     def _by_chunks(self, hidden: torch.Tensor, labels: torch.Tensor, num_items: int, scale: float) -> torch.Tensor:

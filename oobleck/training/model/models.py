@@ -288,7 +288,7 @@ class StageModel:
 
     def _chunked_for(self, batch: Batch) -> losses.ChunkedLoss | None:
         """Return what computes a batch's loss by chunks of tokens; None where that is not needed, or not the same."""
-        num_logits = batch.labels.numel() * getattr(self.model.config, "vocab_size", 0)
+        num_logits = batch.labels.numel() * (getattr(self.model.config, "vocab_size", None) or 0)
         if num_logits <= self._max_logits or self.structure.loss_rule.is_mean:
             return None
         if self._chunked is None:
