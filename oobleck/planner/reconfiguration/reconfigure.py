@@ -29,8 +29,10 @@ _WORTH = 0.01
 _FEW_NODES = 512
 # More bytes may move in all if the copies are done sooner by this share.
 _LEAST_SOONER = 0.05
-# By the timeline a plan has to be shorter by this share to replace one whose copies are done sooner.
+# By the timeline a plan has to be shorter by these shares to replace one whose copies are done sooner, or no sooner:
+# last digits move no layers.
 _LEAST_GAIN = 0.005
+_LEAST_EQUAL = 0.001
 # Stages are cut for slow nodes, and the batch shared out again, in at most this many rounds.
 _MOST_ROUNDS = 3
 # On few nodes, slow ones included, so many of the outcomes that are best by their bounds are compared by timelines. The
@@ -168,7 +170,7 @@ class _Search:
     def _least_gain(self, before: _Outcome, other: _Outcome) -> float:
         if self._num_kept(other) < self._num_kept(before):
             return _WORTH
-        return _LEAST_GAIN if other.transition_s > before.transition_s else _TOLERANCE
+        return _LEAST_GAIN if other.transition_s > before.transition_s else _LEAST_EQUAL
 
     def _with_even_links(self, best: _Outcome) -> _Outcome:
         """Return the outcome with nodes matched so that the busiest link is done first, where that is sooner."""
