@@ -1,4 +1,4 @@
-"""The sweep over transformers' classes: each trains equal to the uncut model, or is refused by name within a second."""
+"""The sweep over transformers' classes: each trains equal to the uncut model, cut or whole, or is refused by name."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ PAGE = ROOT / "docs" / "models.md"
 EQUAL = ("GPT2LMHeadModel", "Gemma3ForCausalLM", "MixtralForCausalLM", "BertForMaskedLM", "ModernBertForMaskedLM",
          "LlamaForSequenceClassification", "DistilBertForTokenClassification",
          "RoCBertForCausalLM", "BlenderbotSmallForCausalLM")  # fmt: skip
-REFUSED = {
-    "T5ForConditionalGeneration": "T5ForConditionalGeneration .*encoder-decoder",
-    "BertForQuestionAnswering": "BertForQuestionAnswering has a head that no task is known for",
-    "LlavaForConditionalGeneration": "LlavaForConditionalGeneration has a head",
-    "ViTForImageClassification": "ViTForImageClassification has a head",
+WHOLE = {
+    "T5ForConditionalGeneration": "it is an encoder-decoder",
+    "BertForQuestionAnswering": "its head is none of those that can be cut",
+    "LlavaForConditionalGeneration": "its head is none of those that can be cut",
+    "ViTForImageClassification": "its head is none of those that can be cut",
+    "Wav2Vec2ForCTC": "its head is none of those that can be cut",
 }
+REFUSED = {"MobileNetV1ForImageClassification": "MobileNetV1ForImageClassification, .* is a BatchNorm2d"}
 
 
 def rows_of(*names: str) -> dict[str, Row]:
@@ -32,9 +34,11 @@ def rows_of(*names: str) -> dict[str, Row]:
     return {row.case.class_name: row for row in models.run(wanted, jobs=1, limit_s=120)}
 
 
-def test_some_classes_of_each_kind_are_equal_or_refused_by_name():
-    rows = rows_of(*EQUAL, *REFUSED)
+def test_some_classes_of_each_kind_are_equal_or_whole_or_refused_by_name():
+    rows = rows_of(*EQUAL, *WHOLE, *REFUSED)
     assert {name: (rows[name].outcome, rows[name].note) for name in EQUAL if rows[name].outcome != "equal"} == {}
+    for name, words in WHOLE.items():
+        assert (rows[name].outcome, rows[name].note[: len(words)]) == ("whole", words)
     for name, words in REFUSED.items():
         assert rows[name].outcome == "refused", rows[name]
         assert re.search(words, rows[name].note), rows[name]
@@ -47,7 +51,9 @@ def test_every_class_is_equal_or_refused_by_name_and_the_page_says_so(tmp_path: 
     rows = list(models.run(models.cases(), jobs=2, limit_s=300, kept=tmp_path / "rows"))
     assert [row for row in rows if row.outcome == "fault"] == []
     assert [row for row in rows if row.outcome == "refused" and row.case.class_name not in row.note] == []
-    assert models.page(rows) == PAGE.read_text(encoding="utf-8")
+    written = PAGE.read_text(encoding="utf-8")
+    (date,) = re.findall(r"^with transformers \S+, on (\S+)\.", written, re.MULTILINE)
+    assert models.page(rows, date=date) == written
 
 
 def test_a_class_that_ends_its_process_or_hangs_ends_its_own_row_alone(tmp_path: Path):
@@ -83,8 +89,9 @@ def test_the_page_has_a_row_for_each_reason():
         Row(Case("causal language model", "c", "CForCausalLM"), "refused",
             "model: CForCausalLM (model.type: c) cannot be split into layers: it has | bars"),
     ]  # fmt: skip
-    text = models.page(of)
-    assert "| causal language model | 1 | 2 | 0 |" in text
+    text = models.page(of, date="2026-01-02")
+    assert ", on 2026-01-02." in text
+    assert "| causal language model | 1 | 0 | 2 | 0 |" in text
     assert "Equal: AForCausalLM." in text
     assert "| refused | it has \\| bars | BForCausalLM, CForCausalLM |" in text
 

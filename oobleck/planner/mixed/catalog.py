@@ -167,7 +167,14 @@ class MixedCatalog(Catalog):
                     tuple(number if k == kind else 0 for k, number in enumerate(reach)) for kind in range(len(reach))
                 ]
             searches = [MixedSearch(self.costs, limit) for limit in limits]
-            self._searches[reach] = {counts: search for search in searches for counts in search.counts()}
+            self._searches[reach] = {
+                counts: search
+                for search in searches
+                for counts in search.counts()
+                # The reach limits each kind, and not all of them together.
+                if sum(number * devices for number, devices in zip(counts, self.costs.devices, strict=True))
+                <= self._most_stages
+            }
         return self._searches[reach]
 
     def explain(self, total: Counts) -> str:

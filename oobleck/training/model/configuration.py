@@ -121,7 +121,8 @@ def require_known_loss(model: PreTrainedModel, task: Task) -> None:
     if own is not None or "_loss_function" in vars(model):
         raise UncutModel(
             f"model: {type(model).__name__} has a forward or a loss_function of its own{_place_of(own)}, and for "
-            f"{task} the loss is always the cross entropy of its logits; set Trainer(compute_loss_func=…)"
+            f"{task} the loss is always the cross entropy of its logits; set Trainer(compute_loss_func=…)",
+            reason=f"it has a forward or a loss_function of its own{_place_of(own)}",
         )
 
 
@@ -162,7 +163,8 @@ def check_head(model: PreTrainedModel, task: Task) -> None:
         problem = config.problem_type or "regression"
         raise UncutModel(
             f"model.config.num_labels: {config.num_labels} ({problem}) is not supported for {kind}; a head predicts "
-            "one of two labels or more"
+            "one of two labels or more",
+            reason=f"its head is one for {problem.replace('_', ' ')}",
         )
     if task == "sequence_classification" and not isinstance(getattr(config, "pad_token_id", None), int):
         raise ConfigError(

@@ -21,6 +21,7 @@ from oobleck.planner import (
     profile_to_json,
     shape_from_config,
 )
+from oobleck.planner.profiles import in_one_layer, shape_of_size
 
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",
@@ -209,3 +210,13 @@ def test_a_data_sheet_comes_from_a_file() -> None:
 def test_a_data_sheet_that_is_wrong_names_the_field(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         device_sheet_from_json(text, source="l40s.json")
+
+
+def test_a_model_that_is_kept_whole_costs_what_its_layers_do_together():
+    profile = estimate_profile(shape_of_size(12 * 64**2), device_sheet("CPU"), microbatch_size=2, sequence_length=16)
+    whole = in_one_layer(profile, name="t5")
+    (layer,) = whole.layers
+    assert whole.model == "t5"
+    assert layer.forward_s[1] == pytest.approx(sum(each.forward_s[1] for each in profile.layers))
+    assert layer.state_bytes == sum(each.state_bytes for each in profile.layers)
+    assert layer.output_bytes == 0
