@@ -13,9 +13,12 @@ import trio.testing
 from oobleck.cli.wiring.session import MasterLeaves, Session
 from oobleck.control.events import AddRequested, DrainRequested, Event, Remark, StopRequested
 from oobleck.control.journal import ConnectionLost, JournalEntry, NodeLeft, NodeLost
+from oobleck.control.protocol import NodeUse
 from oobleck.control.replay import RunBooks
 from oobleck.job import NodeSpec
+from oobleck.runtime.control_client import StatusRequest
 from oobleck.runtime.launchers import Arrived, Leaving, NodeChange, Reported
+from tests.control.journals import job_started
 
 NODES = tuple(NodeSpec(name=name, host=name) for name in "abc")
 
@@ -37,6 +40,9 @@ class Desk:
 
     def listen(self, listener: Callable[[str, float], None]) -> None:
         pass
+
+    def measure(self, gauge: Callable[[str, NodeUse], None]) -> None:
+        self.gauge = gauge
 
     def submit(self, event: Event) -> None:
         self.done.append(event)
@@ -106,3 +112,13 @@ async def test_sigterm_ends_the_run_or_where_another_master_is_started_this_one_
         has_left = True
     assert has_left == is_replaced
     assert [type(event) for event in desk.done] == ([] if is_replaced else [StopRequested])
+
+
+async def test_the_state_of_a_run_has_what_its_nodes_use(nursery: trio.Nursery) -> None:
+    desk = Desk()
+    session = Session(desk, desk, desk, nursery, kills=(), past=RunBooks())
+    desk.write(job_started(("a", "b")))
+    desk.gauge("b", NodeUse(cores=1.5, num_cores=4, used_bytes=1, memory_bytes=2))
+    nodes = (await session.answer(StatusRequest()))["nodes"]
+    assert isinstance(nodes, list)
+    assert [node["use"] and node["use"]["cores"] for node in nodes] == [None, 1.5]

@@ -91,6 +91,7 @@ def test_books_of_a_long_run_keep_no_more_than_those_of_a_short_one():
         assert found is not None
         written = json.loads(encode_json(found))
         written["books"]["view"]["_events"] = []
+        written["books"]["view"]["_curve"] = {}  # it has a limit of its own
         return json.dumps(written)
 
     assert len(image(4000)) < len(image(100)) + 200
