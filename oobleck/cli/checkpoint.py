@@ -13,13 +13,14 @@ import typer
 
 from oobleck.control.journal import JobStarted
 from oobleck.errors import ConfigError, CorruptCheckpoint, ExitCode, UsageError
-from oobleck.host.places import is_here, place_of
+from oobleck.host.places import place_of
 from oobleck.runtime.files import RunDirectory
 from oobleck.runtime.journals import read_journal
 from oobleck.runtime.processes import convert, find_tokenizer, write_tokenizer
 from oobleck.storage import CheckpointDirectory, FileFault, FoundManifest, Manifest, read_layer_file
 from oobleck.storage.directory import MANIFEST_NAME
 from oobleck.storage.layer_file import write_file
+from oobleck.storage.remote import is_here
 from oobleck.wire import to_builtins
 
 from .common_options import BaseDirOption, JsonOption, base_dir_of, complete_tags

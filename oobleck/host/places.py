@@ -47,8 +47,3 @@ def place_of(named: str | Path, key: str) -> Path:
     except ValueError as error:
         raise ConfigError(f"{key}: {public_url(str(named))} is no URL that fsspec knows: {error}") from error
     return cast("Path", place)  # it has all methods of one that are used here
-
-
-def is_here(place: Path) -> bool:
-    """Whether a place is a path of this machine."""
-    return isinstance(place, Path)

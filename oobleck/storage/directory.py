@@ -20,7 +20,6 @@ from pathlib import Path
 
 from oobleck.control.protocol import MANIFEST_VERSION, Manifest, Shard, ages, what_is_wrong
 from oobleck.errors import CorruptCheckpoint, PeerError
-from oobleck.host.places import is_here
 from oobleck.json_table import load_json
 from oobleck.wire import from_builtins, to_builtins
 
@@ -77,7 +76,7 @@ class CheckpointDirectory:
         layout = slot.memory.layout
         target = self.path / name
         # Only once, and not for each layer: if another node removes the checkpoint meanwhile, writing it must fail.
-        if is_here(target):
+        if remote.is_here(target):
             target.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             shards = tuple(self.write_layer(name, layer, layout, slot.data) for layer in layout.layers)
@@ -108,7 +107,7 @@ class CheckpointDirectory:
         target = self.path / manifest.name
         text = json.dumps(to_builtins(manifest), indent=1).encode() + b"\n"
         write_file(target / MANIFEST_NAME, [memoryview(text)])
-        if is_here(self.path):
+        if remote.is_here(self.path):
             fsync_directory(self.path)  # it has the checkpoint's own name, which `write_file` has not synced
 
     def remove(self, names: Iterable[str]) -> None:
@@ -116,7 +115,7 @@ class CheckpointDirectory:
         for name in names:
             if not name.startswith(_PREFIX) or "/" in name:
                 continue  # not a checkpoint
-            if not is_here(self.path):
+            if not remote.is_here(self.path):
                 remote.remove(self.path / name, first=MANIFEST_NAME)
                 continue
             try:
@@ -127,7 +126,7 @@ class CheckpointDirectory:
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):  # gone, or another node is removing it
                     raise
-        if not is_here(self.path):
+        if not remote.is_here(self.path):
             return
         # Nodes that were killed in the middle of a removal have left others.
         for renamed in self.path.glob(f"{_REMOVED_PREFIX}*"):
@@ -141,7 +140,7 @@ class CheckpointDirectory:
 
     def names(self) -> tuple[str, ...]:
         """Return the sorted names of all checkpoints, complete or not."""
-        if not is_here(self.path):
+        if not remote.is_here(self.path):
             return tuple(sorted(name for name in remote.directories(self.path) if name.startswith(_PREFIX)))
         if not self.path.is_dir():
             return ()
@@ -149,7 +148,7 @@ class CheckpointDirectory:
 
     def is_unfinished(self, name: str) -> bool:
         """Whether a checkpoint was never complete: it has no manifest, not even a damaged one."""
-        if not is_here(self.path):
+        if not remote.is_here(self.path):
             return MANIFEST_NAME not in remote.sizes(self.path / name)
         return not os.path.lexists(self.path / name / MANIFEST_NAME)
 
@@ -171,7 +170,7 @@ class CheckpointDirectory:
         """Read a checkpoint's manifest. Raises CorruptCheckpoint, which names the file."""
         path = self.path / name / MANIFEST_NAME
         try:
-            raw = load_json(path.read_bytes() if is_here(path) else bytes(remote.read(path)))
+            raw = load_json(path.read_bytes() if remote.is_here(path) else bytes(remote.read(path)))
             # Before the fields, because other versions have others, and the error must name the version.
             if not isinstance(raw, dict) or raw.get("version") != MANIFEST_VERSION:
                 raise CorruptCheckpoint(f"{path}: not a manifest of version {MANIFEST_VERSION}")
@@ -188,7 +187,7 @@ class CheckpointDirectory:
 
     def layers_here(self, manifest: Manifest) -> tuple[int, ...]:
         """Return the layers whose files are all here with the right sizes; does not read their bytes."""
-        if is_here(self.path):
+        if remote.is_here(self.path):
             whole = [shard for shard in manifest.shards if self._fault_in_size(manifest, shard) is None]
         else:
             there = remote.sizes(self.path / manifest.name)
@@ -224,7 +223,7 @@ class CheckpointDirectory:
     def _fault_in_size(self, manifest: Manifest, shard: Shard) -> FileFault | None:
         path = self.path / manifest.name / shard.file
         try:
-            size = path.stat().st_size if is_here(path) else remote.sizes(path.parent).get(path.name)
+            size = path.stat().st_size if remote.is_here(path) else remote.sizes(path.parent).get(path.name)
             if size is None:
                 return FileFault(file=path, problem="missing")
         except FileNotFoundError:

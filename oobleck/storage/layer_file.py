@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oobleck.errors import CorruptCheckpoint
-from oobleck.host.places import is_here
 
 from . import remote
 from .layout import Entry, TensorSpec
@@ -51,7 +50,7 @@ def write_layer_file(
 
 def write_file(path: Path, parts: Sequence[memoryview]) -> tuple[int, str]:
     """Write a file under another name, force it to the disk, then rename it; returns its size and SHA-256."""
-    if not is_here(path):
+    if not remote.is_here(path):
         return remote.write(path, parts)
     temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -81,7 +80,7 @@ def write_file(path: Path, parts: Sequence[memoryview]) -> tuple[int, str]:
 
 def file_digest(path: Path) -> str:
     """O(size). Raises OSError."""
-    if not is_here(path):
+    if not remote.is_here(path):
         return hashlib.sha256(remote.read(path)).hexdigest()
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -97,7 +96,7 @@ def fsync_directory(path: Path) -> None:
 
 def read_layer_file(path: Path) -> LayerFile:
     """Map a layer's file, whose data is read on access. Raises CorruptCheckpoint, which names the file."""
-    if not is_here(path):
+    if not remote.is_here(path):
         return _parsed(path, remote.read_whole(path))
     try:
         with path.open("rb") as file:

@@ -27,6 +27,11 @@ _FOREIGN = (
 )
 
 
+def is_here(place: Path) -> bool:
+    """Whether a place is a path of this machine, and no URL with a path's methods (`oobleck.host.places`)."""
+    return isinstance(place, Path)
+
+
 def write(path: Path, parts: Sequence[memoryview]) -> tuple[int, str]:
     """Write a file; return its size and SHA-256. Raises OSError."""
     digest = hashlib.sha256()

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from oobleck.errors import ConfigError
-from oobleck.host.places import is_here, is_url, place_of
+from oobleck.host.places import is_url, place_of
 from oobleck.host.user_path import expand_user
 from oobleck.job.secrets import public_url
 from oobleck.storage import remote
@@ -36,7 +36,7 @@ def model_directory(named: str, key: str) -> Path:
 def file_of(named: str, key: str) -> Path:
     """Return a file or a directory of files, fetched if it is at a URL and has changed there. Raises ConfigError."""
     place = place_of(named, key)
-    if is_here(place):
+    if remote.is_here(place):
         return place
     shown = public_url(named)
     try:

@@ -231,10 +231,6 @@ async def _run(
                 async with trio.open_nursery() as watching:
                     session.show(output, watching, plain=run.options.plain)
                     callbacks = _start_callbacks(run, master, directory, watching)
-                    if run.job.control.webhook_url is not None:
-                        webhook = Webhook(run.job.control.webhook_url, run.job.tag)
-                        master.observe(webhook.tell)
-                        watching.start_soon(webhook.run)
                     end = await master.run()
                     # The callbacks get the last entries before their task is cancelled.
                     if callbacks is not None:
@@ -384,6 +380,10 @@ def _start_callbacks(
     run: Run, master: Master, directory: RunDirectory, nursery: trio.Nursery
 ) -> CallbackProcess | TrainerProcess | None:
     stop = StopRequested(now=False, exit_code=ExitCode.DONE, reason="a callback wanted training to stop")
+    if run.job.control.webhook_url is not None:
+        webhook = Webhook(run.job.control.webhook_url, run.job.tag)
+        master.observe(webhook.tell)
+        nursery.start_soon(webhook.run)
     log, script = directory.path / "script.log", run.job.script
     process: CallbackProcess | TrainerProcess
     if run.trainer is not None:
