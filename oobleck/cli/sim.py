@@ -185,6 +185,7 @@ def sim(options: SimOptions) -> None:
 
     names = _names(options.policy)
     mode = _mode(options.mode)
+    _check_policies(options, names)
     options.pictures.check()
     given, counts = _on_nodes(read_trace(options.failures), options.nodes)
     trace = with_spares(given, options.spares, activation_s=options.spare_start)
@@ -203,6 +204,19 @@ def sim(options: SimOptions) -> None:
     title = f"Throughput through {options.failures.name}"
     options.pictures.write(lambda: sim_svg(panels, title=title), lambda: run_trace(panels))
     _show(outcomes, panels, repeated, as_json=options.as_json)
+
+
+def _check_policies(options: SimOptions, names: Sequence[str]) -> None:
+    """Raise UsageError for options that no named policy follows, and for a comparison of unequal lengths."""
+    given = {
+        "--scaling": options.scaling != "all",
+        "--schedule": options.schedule != "1f1b",
+        "--mode cluster": options.mode == "cluster",
+    }
+    if "oobleck" not in names and (unused := [name for name, is_given in given.items() if is_given]):
+        raise UsageError(f"{unused[0]}: only policy oobleck follows it; leave it out, or name that policy too")
+    if options.steps is not None and names != ["oobleck"]:
+        raise UsageError("--steps: only policy oobleck ends then, and the others with the trace; name it alone")
 
 
 def _on_nodes(trace: Trace, nodes: str | None) -> tuple[Trace, tuple[inputs.KindCount, ...]]:

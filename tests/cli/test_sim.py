@@ -121,6 +121,10 @@ def test_spares_and_nodes_change_the_cluster(arguments: list[str], capsys: pytes
         (["--mode", "third"], 2, "must be sweep or cluster"),
         (["--plot", "r.pdf"], 2, "must be .svg or .png"),
         (["--checkpoint-interval", "0"], 2, "--checkpoint-interval is 0"),
+        (["--policy", "torchft", "--scaling", "efficient"], 2, "--scaling: only policy oobleck follows it"),
+        (["--policy", "torchft,varuna", "--schedule", "gpipe"], 2, "--schedule: only policy oobleck"),
+        (["--policy", "restart", "--mode", "cluster"], 2, "--mode cluster: only policy oobleck"),
+        (["--policy", "oobleck,restart", "--steps", "3"], 2, "--steps: only policy oobleck ends then"),
         (["--nodes", "1"], 78, "the model needs at least 2 nodes"),
         (["--summary", "/nowhere/s.json"], 2, "/nowhere/s.json"),
     ],
@@ -235,3 +239,12 @@ def test_nodes_may_be_of_several_kinds(
     assert "models of other systems know one kind of nodes" in capsys.readouterr().err
     assert main([*arguments, "--profiles", "a:b"]) == 2
     assert "--profiles is for nodes of several kinds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("policy", ["oobleck", "restart", "hotswap", "recycle", "torchft", "decoupled-diloco"])
+def test_a_trace_without_a_node_is_no_fault_of_the_program(
+    policy: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t.json").write_text('{"version": 1, "duration_s": 100, "nodes": [], "events": []}')
+    assert main([*arguments, "--policy", policy]) == 78
+    assert "nodes is empty" in capsys.readouterr().err

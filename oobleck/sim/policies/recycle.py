@@ -42,9 +42,9 @@ class _Run(PolicyRun):
         super().__init__(trace, ledger, start_s=job.costs.starting_s(len(trace.start)))
         self._grids = grids
         self._reroute_s = job.costs.reroute_s
-        self._restart_s = job.costs.restarting_s(len(trace.nodes), job.state_bytes)
+        self._restart_s = job.costs.restarting_s(trace.most_nodes, job.state_bytes)
         self._checkpoint_every_s = job.interval_s(trace, at_least=2)
-        saving_s = job.costs.saving_s(len(trace.nodes), job.state_bytes)
+        saving_s = job.costs.saving_s(trace.most_nodes, job.state_bytes)
         self._saving_share = saving_s / (self._checkpoint_every_s + saving_s)
         self._saved_s = self._up_s
         self._done = 0.0  # steps since the newest checkpoint

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from oobleck.errors import ConfigError
-from oobleck.sim.costs import Outcome, mean_time_to_loss_s, outcome_of_journal
+from oobleck.sim.costs import Outcome, daly_interval_s, mean_time_to_loss_s, outcome_of_journal
 from oobleck.sim.sweep import SweepSettings, sweep
 from oobleck.sim.trace import Trace
 
@@ -33,7 +34,7 @@ def _rules(
     trace: Trace, job: SweepSettings, name: str, about: str, throughput: Throughput, *, at_least: int = 1
 ) -> Rules:
     """Return the rules of a system that restarts from a checkpoint when `at_least` nodes are lost at once."""
-    costs, num_nodes, state_bytes = job.costs, len(trace.nodes), job.state_bytes
+    costs, num_nodes, state_bytes = job.costs, trace.most_nodes, job.state_bytes
     return Rules(
         name=name,
         about=about,
@@ -99,7 +100,14 @@ def _hotswap(trace: Trace, settings: PolicySettings) -> Outcome:
     job, grids = settings.job, Grids(settings.job)
     about = "Hot swap (TrainMover OSDI'26, DeadPool): a spare takes a lost node's place; without one, as `restart`"
     rules = _rules(trace, job, "hotswap", about, grids)
-    return play(trace, replace(rules, spares=int(job.costs.swap_spares), swap_s=job.costs.swap_s), seed=job.seed)
+    rules = replace(rules, spares=int(job.costs.swap_spares), swap_s=job.costs.swap_s)
+    if job.checkpoint_interval_s is None:
+        # Only losses without a spare go back to a checkpoint, and which those are depends on no checkpoint.
+        recoveries = play(trace, replace(rules, checkpoint_every_s=inf), seed=job.seed).summary.recoveries
+        number = sum(recovery.action == "checkpoint" for recovery in recoveries)
+        every_s = daly_interval_s(rules.checkpoint_s, trace.duration_s / number) if number else inf
+        rules = replace(rules, checkpoint_every_s=every_s)
+    return play(trace, rules, seed=job.seed)
 
 
 def _loses_all_copies(grids: Grids) -> Callable[[Collection[str], Sequence[str]], bool]:

@@ -63,7 +63,7 @@ class Rules:
     """Nodes that join take part at once if the steps become faster by more than the pause within this time."""
     max_nodes: int | None = None
     spares: int = 0
-    """Nodes that stand by, as long as the others hold the model."""
+    """The most nodes that stand by; fewer where the others would not hold the model."""
     swap_s: float | None = None
     """The pause if idle nodes take the places of all that are lost, in which no step but that in flight is lost."""
 
@@ -96,9 +96,8 @@ class _Run(PolicyRun):
         """Return how many of the present nodes train, or wait for enough others."""
         throughput = self._rules.throughput
         number = min(len(self._here), self._rules.max_nodes or len(self._here))
-        trained = max(0, number - self._rules.spares)
-        if throughput.step_s(trained) is None:
-            trained = number
+        least = max(0, number - self._rules.spares)
+        trained = next((some for some in range(least, number) if throughput.step_s(some) is not None), number)
         return throughput.num_used(trained)
 
     def _set_pace(self) -> None:

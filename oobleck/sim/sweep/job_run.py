@@ -46,7 +46,7 @@ class JobRun:
             num_samples=settings.global_batch_size,
             most_steps=settings.max_steps or _NO_LIMIT,
             costs=settings.costs,
-            saving_share=self.costs.saving_s(len(trace.nodes), settings.state_bytes) / interval_s,
+            saving_share=self.costs.saving_s(trace.most_nodes, settings.state_bytes) / interval_s,
         )
         self.agenda = Agenda()
         self.nodes = NodeStates(trace.nodes, trace.start)

@@ -57,7 +57,7 @@ class SweepSettings:
         """
         if self.checkpoint_interval_s is not None:
             return self.checkpoint_interval_s
-        saving_s = self.costs.saving_s(max(count for _, count in trace.counts), self.state_bytes)
+        saving_s = self.costs.saving_s(trace.most_nodes, self.state_bytes)
         return daly_interval_s(saving_s, mean_time_to_loss_s(trace, at_least=at_least))
 
     @property

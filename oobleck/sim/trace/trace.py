@@ -44,6 +44,8 @@ class Trace:
                 f"duration_s is {self.duration_s!r}; it must be a number of seconds from {_LEAST_SECONDS} to "
                 f"{MAX_SECONDS:,.0f} (fifteen years)"
             )
+        if not self.nodes:
+            raise ConfigError("nodes is empty; a trace has at least one")
         for name, number, most in (("nodes", len(self.nodes), MAX_NODES), ("events", len(self.events), MAX_EVENTS)):
             if number > most:
                 raise ConfigError(f"there are {number:,} {name}; a trace has at most {most:,}")
@@ -57,6 +59,11 @@ class Trace:
                 raise ConfigError(f"{name} names {unknown[0]!r}, which is not among the trace's nodes")
         self._check_kinds()
         self._check_events()
+
+    @property
+    def most_nodes(self) -> int:
+        """The most nodes that are present at once, and at least 1."""
+        return max(1, *(count for _, count in self.counts))
 
     @cached_property
     def counts(self) -> tuple[tuple[float, int], ...]:

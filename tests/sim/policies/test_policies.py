@@ -93,6 +93,29 @@ def test_a_spare_takes_a_lost_nodes_place_and_without_one_the_job_restarts() -> 
     assert (swapped.action, restarted.action) == ("reinstantiate", "checkpoint")
 
 
+@pytest.mark.parametrize(("spares", "training"), [(0, 4), (1, 3), (2, 2), (4, 2), (9, 2)])
+def test_as_many_spares_stand_by_as_the_others_can_do_without(spares: int, training: int) -> None:
+    outcome = play(make_trace(), make_rules(spares=spares, swap_s=20))
+    assert outcome.stretches[-1].samples_per_s == pytest.approx(training)
+
+
+def test_hot_swap_saves_for_those_losses_alone_that_no_spare_absorbs() -> None:
+    job = dataclasses.replace(JOB, checkpoint_interval_s=None, costs=Costs(swap_spares=1.0, checkpoint_write_s=1.0))
+    absorbed, another = Lost(t_s=301, node="node0"), Lost(t_s=601, node="node1")
+    settings = PolicySettings(job=job)
+    assert POLICIES["hotswap"](make_trace(absorbed), settings).summary.downtime_s["checkpoint"] == 0
+    assert POLICIES["hotswap"](make_trace(absorbed, another), settings).summary.downtime_s["checkpoint"] > 0
+
+
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"decoupled-diloco"}))  # its learners' parts have other nodes
+def test_nodes_that_are_never_there_write_and_read_no_checkpoint(policy: str) -> None:
+    job = dataclasses.replace(JOB, costs=dataclasses.replace(JOB.costs, checkpoint_bytes_per_s=1.0))
+    trace = make_trace(*(Lost(t_s=t_s, node=f"node{index}") for index, t_s in enumerate((300.0, 300.0, 500.0))))
+    longer = dataclasses.replace(trace, nodes=(*trace.nodes, *(f"absent{number}" for number in range(40))))
+    one, other = (POLICIES[policy](each, PolicySettings(job=job)) for each in (trace, longer))
+    assert one.summary.downtime_s == other.summary.downtime_s
+
+
 def test_too_few_nodes_are_idle_until_there_are_enough() -> None:
     events = (
         Lost(t_s=100, node="node0"),
