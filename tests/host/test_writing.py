@@ -22,6 +22,7 @@ PACKAGE = Path(__file__).parents[2] / "oobleck"
 
 OWN_PROTOCOL = {
     "storage/layer_file.py": "forces what it writes to the disk; raises OSError, which saves survive",
+    "storage/remote.py": "an object of a store, tried again; raises OSError, which saves survive",
     "storage/memory.py": "makes memory; raises OSError, which saves survive",
     "storage/scripts/part.py": "a mark in memory that has its room from the start",
     "runtime/agent/agent_process.py": "the log of an agent; ConfigError",

@@ -27,6 +27,7 @@ from oobleck.runtime.files import LAUNCHED_DIRECTORY, default_tag
 from .options import UpOptions
 
 if TYPE_CHECKING:
+    from oobleck.runtime.metrics_output import MetricsAddress
     from oobleck.runtime.processes import TrainerProcess
     from oobleck.runtime.workdir import Workdir
 
@@ -60,11 +61,7 @@ def up(options: UpOptions) -> None:
         resume = trainer.resume  # the argument of its train()
     job, owner = _named(options, asked, options.scaled(job))
     _check_nodes(options, job, len(source.names))
-    metrics = None
-    if options.metrics is not None:
-        from oobleck.runtime.metrics_output import parse_metrics_address
-
-        metrics = parse_metrics_address(options.metrics)
+    metrics = _metrics_address(options)
     config = options.reach.read_config()
     # Nodes that dial in have names of their own, which are not known yet.
     known = None if isinstance(source, inputs.DialIn) else source.names
@@ -95,6 +92,14 @@ def up(options: UpOptions) -> None:
         owner=owner,
     )
     raise SystemExit(run_job(run))
+
+
+def _metrics_address(options: UpOptions) -> MetricsAddress | None:
+    if options.metrics is None:
+        return None
+    from oobleck.runtime.metrics_output import parse_metrics_address
+
+    return parse_metrics_address(options.metrics)
 
 
 def _workdir(options: UpOptions, asked: inputs.JobSource) -> Workdir | None:
