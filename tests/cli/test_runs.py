@@ -116,7 +116,8 @@ def test_a_removed_run_leaves_no_state_from_which_a_new_one_would_continue(tmp_p
         assert main(["rm", "mine", "mine", "--base-dir", str(tmp_path)]) == 0
         assert [memory.parent.exists() for memory in memories] == [False, True]
     finally:
-        shutil.rmtree(memories[1].parent)
+        for memory in memories:
+            shutil.rmtree(memory.parent, ignore_errors=True)
 
 
 def test_a_run_that_cannot_be_removed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,7 +148,10 @@ class _Reader:
         words = [word for each in arguments if get_origin(each) is Literal for word in get_args(each)]
         if isinstance(value, YamlScalar) and value.text in words:
             return value.text
-        (annotation,) = (each for each in arguments if each is not types.NoneType and get_origin(each) is not Literal)
+        others = [each for each in arguments if each is not types.NoneType and get_origin(each) is not Literal]
+        if not others:
+            raise _unexpected(f"one of {', '.join(words)}", value, path)
+        (annotation,) = others
         if words and (not isinstance(value, YamlScalar) or type(value.value) is not annotation):
             raise _unexpected(f"{_KINDS[annotation]}, or {' or '.join(words)}", value, path)
         return self._read(annotation, value, path)

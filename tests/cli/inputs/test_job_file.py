@@ -209,6 +209,16 @@ def test_every_job_that_can_be_written_is_read_back(job):
             1,
             "reductions_per_step: expected a whole number, or auto, got 'often'",
         ),
+        (
+            "attn_implementation: flex",
+            1,
+            "expected one of eager, sdpa, flash_attention_2, flash_attention_3, got 'flex'",
+        ),
+        (
+            "attn_implementation: [eager]",
+            1,
+            "attn_implementation: expected one of eager, sdpa",
+        ),
         ("reductions_per_step:", 1, "reductions_per_step: expected a whole number, or auto, got nothing"),
         ("reductions_per_step: 0", 1, "reductions_per_step: 0 is not possible; it must be from 1 to 65,536 (or auto)"),
         ("data: text.txt", 1, "data: expected keys with values, got 'text.txt'"),
