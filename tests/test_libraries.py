@@ -36,8 +36,8 @@ DISTRIBUTIONS = {
 """Of modules that are called otherwise."""
 TOOLS = ("docs", "test")
 """Extras of those who work on the package; nobody who runs it needs them."""
-INDIRECT = ("accelerate",)
-"""What a library imports for us, and does not ask for itself: transformers' Trainer."""
+INDIRECT = ("accelerate", "s3fs")
+"""What a library imports for us, and does not ask for itself: transformers' Trainer, and fsspec for s3://."""
 
 
 def imported() -> set[str]:

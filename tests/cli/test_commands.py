@@ -51,6 +51,7 @@ ELSEWHERE = (
         r"oobleck (up|check) --ray.*",
         "tests/runtime/launchers/test_ray.py; tests/e2e/test_ray.py where Ray is installed",
     ),
+    (r"oobleck logs.*", "tests/cli/following/test_logs.py; tests/e2e/test_openssh.py, over OpenSSH"),
     (r"oobleck verify.*", "tests/e2e/test_verify.py, on scripts of many kinds"),
     (r"oobleck run .*", "tests/e2e/test_run_scripts.py, on virtual nodes"),
     (r"oobleck keys .*|oobleck up --keys .*", "tests/deploy/test_kubernetes.py, tests/e2e/test_kubernetes.py"),

@@ -176,8 +176,8 @@ def test_words_that_are_neither_hostfile_nor_script_are_refused(tmp_path: Path, 
 def test_what_the_page_says_is_read_as_it_stands():
     docs = Path(__file__).parents[2] / "docs"
     page = (docs / "training.md").read_text(encoding="utf-8")
-    endless, stream, source = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
-    exec(stream.replace('"kafka"', '"of-the-page"'), {"__name__": "script"})  # other tests count on no reader of Kafka
+    endless, _, stream, source = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    exec(stream.replace('"pulsar"', '"of-the-page"'), {"__name__": "script"})  # other tests count on no reader of it
     described = run_script(script(source))
     job = load_job(json.dumps(described.settings), source="train.py", has_lines=False)
     assert (job.model.type, job.optimizer.warmup_steps, job.num_microbatches) == ("llama", 100, 16)
