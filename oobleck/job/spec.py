@@ -464,13 +464,13 @@ class NodeSpec:
     """The scheduler's job that it comes from, for people: `Slurm's job 17`. Empty if a user has named the node."""
     device: str = DEFAULT_KIND
     """The name of its devices; nodes with other devices compute at another speed."""
-    rack: str = ""
-    """Nodes with the same name may fail together; empty if the user has named none."""
+    domain: str = ""
+    """Nodes of the same one may fail together (a rack, a zone); empty if the user has named none."""
 
     @property
-    def domain(self) -> str:
-        """What may fail as a whole: its rack, or its machine."""
-        return f"rack {self.rack}" if self.rack else self.host
+    def failure_domain(self) -> str:
+        """What may fail as a whole: its domain, or its machine."""
+        return f"domain {self.domain}" if self.domain else self.host
 
     @property
     def num_devices(self) -> int:

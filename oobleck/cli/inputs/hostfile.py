@@ -6,7 +6,7 @@
     30.207.99.20 devices=0-3
 
 A line is a host, then `key=value` words: `slots` (how many devices), `devices` (which ones), `device` (what they are,
-where nodes have different ones), `port` (of SSH), `rack` (nodes that may fail together), and `address` (where
+where nodes have different ones), `port` (of SSH), `domain` (of nodes that may fail together), and `address` (where
 training's own traffic goes, see below).
 Brackets hold numbers and ranges, with their leading zeros: node[08-11,20]. A host may appear again with other devices;
 without `devices=` it gets those that follow the ones already taken.
@@ -33,7 +33,7 @@ from oobleck.job import DEFAULT_KIND, MAX_DEVICES, MAX_KINDS, MAX_NODES, NodeSpe
 
 from .values import did_you_mean
 
-_KEYS = ("slots", "devices", "device", "port", "address", "rack")
+_KEYS = ("slots", "devices", "device", "port", "address", "domain")
 _SSH_PORT = 22
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
@@ -81,7 +81,7 @@ class _Entry:
     devices: tuple[int, ...] | None
     """None takes the next `num_devices` free ones."""
     device: str
-    rack: str
+    domain: str
     addresses: tuple[str | None, ...]
     """One for each host."""
 
@@ -121,7 +121,7 @@ class _Taken:
             user=entry.user,
             address=address,
             device=entry.device,
-            rack=entry.rack,
+            domain=entry.domain,
         )
 
 
@@ -152,7 +152,7 @@ def _parse_line(line: str) -> _Entry | None:
         num_devices=num_devices,
         devices=devices,
         device=_device(settings.get("device", DEFAULT_KIND)),
-        rack=settings.get("rack", ""),
+        domain=settings.get("domain", ""),
         addresses=_addresses(settings["address"], len(hosts)) if "address" in settings else (None,) * len(hosts),
     )
 

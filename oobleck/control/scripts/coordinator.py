@@ -124,7 +124,7 @@ class RanksCoordinator(BaseCoordinator):
     def follow_up(self, turn: Turn) -> None:
         if turn.now_s >= self._copies.due_s:
             members = self._members.in_state(MemberState.CONNECTED)
-            domains = {member.spec.name: member.spec.domain for member in members}
+            domains = {member.spec.name: member.spec.failure_domain for member in members}
             for node, order in self._copies.orders(turn.now_s, domains):
                 turn.send(node, order)
         self._tell_protection(turn)

@@ -119,7 +119,7 @@ def test_users_of_all_kinds(user):
         ("a slot=4", "unknown key 'slot'; did you mean slots?"),
         ("a devixes=4", "unknown key 'devixes'; did you mean devices?"),
         ("a Port=4", "unknown key 'Port'; did you mean port?"),
-        ("a gpus=4", "unknown key 'gpus'; known are address, device, devices, port, rack, slots"),
+        ("a gpus=4", "unknown key 'gpus'; known are address, device, devices, domain, port, slots"),
         ("a slots=0", "slots=0 is not possible; it must be a whole number from 1 to 256"),
         ("a slots=-1", "slots=-1 is not possible"),
         ("a slots=4.0", "slots=4.0 is not possible"),
@@ -320,5 +320,5 @@ def test_a_run_has_few_kinds():
 
 
 def test_nodes_that_fail_together_are_those_of_a_rack_or_of_a_machine():
-    nodes = parse("node[1-2] rack=b7\nnode3 devices=0\nnode3 devices=1")
-    assert [node.domain for node in nodes] == ["rack b7", "rack b7", "node3", "node3"]
+    nodes = parse("node[1-2] domain=b7\nnode3 devices=0\nnode3 devices=1")
+    assert [node.failure_domain for node in nodes] == ["domain b7", "domain b7", "node3", "node3"]

@@ -81,8 +81,10 @@ T = TypeVar("T")
 class World:
     """Agents that do as they are told, at once, unless a test says otherwise."""
 
-    def __init__(self, *, num_nodes: int = 3, racks: Sequence[str] = ("", "", ""), **options: Any) -> None:
-        specs = tuple(NodeSpec(name=name, host=name, rack=rack) for name, rack in zip(NODES, racks, strict=True))
+    def __init__(self, *, num_nodes: int = 3, domains: Sequence[str] = ("", "", ""), **options: Any) -> None:
+        specs = tuple(
+            NodeSpec(name=name, host=name, domain=domain) for name, domain in zip(NODES, domains, strict=True)
+        )
         specs = specs[:num_nodes]
         choices = {"min_nodes": 1, "max_nodes": 3, "max_restarts": 1, "control": ControlSpec(), **options}
         run = RanksSpec(**{"tag": "t", "entry": "script", "command": ("train.py",), "directory": "/", **choices})
@@ -309,8 +311,8 @@ def test_the_parts_of_a_state_are_copied_to_another_node_each():
 
 @pytest.mark.parametrize("alone", NODES)
 def test_parts_are_copied_to_another_rack(alone: str):
-    racks = ["2" if node == alone else "1" for node in NODES]
-    for rank, node in copied(World(racks=racks)):
+    domains = ["2" if node == alone else "1" for node in NODES]
+    for rank, node in copied(World(domains=domains)):
         assert (NODES[rank // 2] == alone) != (node == alone)
 
 
