@@ -18,6 +18,8 @@ pytest.importorskip("moto.moto_server")
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
+from oobleck.host.places import prepare_fsspec
+
 KEYS = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "hidden-5f1c9e", "AWS_DEFAULT_REGION": "us-east-1"}
 _ANSWERS = {
     "SlowDown": "503 Slow Down",
@@ -83,6 +85,7 @@ def serve_s3(*buckets: str) -> Iterator[Store]:
     try:
         import s3fs
 
+        prepare_fsspec()
         client = s3fs.S3FileSystem(
             key="tester", secret="hidden", endpoint_url=store.url, skip_instance_cache=True, use_listings_cache=False
         )

@@ -5,7 +5,9 @@ universal_pathlib gives URLs a path's methods: https://universal-pathlib.readthe
 
 from __future__ import annotations
 
+import asyncio
 import re
+import threading
 from pathlib import Path
 from typing import cast
 from urllib.parse import unquote, urlsplit
@@ -39,6 +41,7 @@ def place_of(named: str | Path, key: str) -> Path:
     try:
         from upath import UPath
 
+        prepare_fsspec()
         place = UPath(named, use_listings_cache=False)
         place.fs  # noqa: B018  it looks for the package
     except ImportError as error:
@@ -47,3 +50,18 @@ def place_of(named: str | Path, key: str) -> Path:
     except ValueError as error:
         raise ConfigError(f"{key}: {public_url(str(named))} is no URL that fsspec knows: {error}") from error
     return cast("Path", place)  # it has all methods of one that are used here
+
+
+def prepare_fsspec() -> None:
+    """Give fsspec the event loop that it would make itself: with trio-asyncio imported, it would be one of trio's.
+
+    Such a loop runs in no thread of fsspec, and every request would wait for ever.
+    """
+    from fsspec import asyn  # type: ignore[import-untyped]  # it has no types
+
+    with asyn.get_lock():
+        if asyn.loop[0] is None:
+            loop = asyncio.SelectorEventLoop()
+            thread = threading.Thread(target=loop.run_forever, name="fsspecIO", daemon=True)
+            thread.start()
+            asyn.loop[0], asyn.iothread[0] = loop, thread

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,3 +117,19 @@ def test_what_no_node_can_reach_is_refused_with_the_package_that_is_missing() ->
     with pytest.raises(ConfigError, match="memory of one process"):
         place_of("memory://a/b", "--resume")
     assert place_of("file:///a%20b/c", "--resume") == Path("/a b/c")
+
+
+_BESIDE_SSH = """if True:
+    import sys
+    import trio_asyncio
+    from oobleck.host.places import place_of
+    place = place_of("s3://bucket/beside-ssh", "here")
+    place.write_text("x")
+    assert place.read_text() == "x"
+"""
+
+
+def test_a_store_answers_beside_ssh_too(store: Store) -> None:
+    """A master that reaches nodes by SSH has trio-asyncio, which replaces asyncio's event loops."""
+    environment = {**os.environ, **store.environment}
+    subprocess.run([sys.executable, "-c", _BESIDE_SSH], env=environment, check=True, timeout=60)

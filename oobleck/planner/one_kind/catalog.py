@@ -302,10 +302,11 @@ class OneKindCatalog(Catalog):
             if missing > 0:
                 return f"layer {index} ({layer.name}) fits on no number of nodes: {each}, {missing} bytes too few"
         if self.most_nodes < 1:
+            what = counted(self._most_stages, "stage" if self.settings.num_stages else "layer")
             return (
-                f"{counted(self._most_stages, 'stage')} cannot be spread over the {self.settings.devices_per_node} "
-                f"devices of a node with at most {largest} a stage; name each device as a node of its own, by a line "
-                "`HOST devices=NUMBER` of the hostfile"
+                f"{what} cannot be spread over the {self.settings.devices_per_node} devices of a node with at most "
+                f"{largest} a stage; name each device as a node of its own, by a line `HOST devices=NUMBER` of the "
+                "hostfile"
             )
         if larger := self.options(self.most_nodes):
             return (

@@ -22,7 +22,7 @@ from oobleck.host.handover import take_over
 class Trainer:
     wants_stop = False
     def job(self): return Job(max_steps=int(sys.argv[1]))
-    def resume(self): return "there"
+    def resume(self, job): return "there"
     def follow(self, job): return self
     def take(self, entry): print("hears", entry.reason); self.wants_stop = entry.reason == "enough"
     def finish(self, checkpoints): return checkpoints.name

@@ -18,6 +18,7 @@ from tests.training.comm.fake_nccl import FakeLibrary
 from tests.training.fake_cuda import FakeCuda
 from tests.training.freezing_peer import A, B
 from tests.training.table import LinkedTable, acquaint
+from tools.gpu.ranks import await_aborts
 
 
 @pytest.fixture(params=[False, True], ids=["direct", "staged"])
@@ -73,6 +74,7 @@ def test_between_gpus_it_times_what_carries_messages_between_stages(
     ]
     acquaint(tables)
     assert len(timed_by(*tables)) >= 2
+    await_aborts()
     for library in libraries:
         assert [name.split("/")[-1] for name in library.joined] == ["0-1", "1-0"]
         assert all(nccl.is_aborted for nccl in library.joined.values())
