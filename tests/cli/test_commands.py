@@ -38,7 +38,10 @@ HERE = re.compile(r"oobleck (plan|sim|trace (generate|convert|info)) .*")
 """Run by this file, in a directory with the files that the pages speak of."""
 
 ELSEWHERE = (
-    (r"oobleck( \w+)?( (NODE|generate|convert|info|verify))?", "names a command; its options are in other lines"),
+    (
+        r"oobleck( \w+)?( (NODE|generate|convert|info|verify))?",
+        "names a command; its options are in other lines",
+    ),
     (r"oobleck up --local 4", "tests/e2e: every run there is one"),
     (r"oobleck up hosts.txt\b.*", "needs hosts: tests/e2e/test_openssh.py has one, over OpenSSH"),
     (r"oobleck (up|check) --hosts-from .*", "tests/runtime/launchers; tests/e2e/test_faults.py follows one"),
@@ -66,7 +69,6 @@ ELSEWHERE = (
     (r"oobleck add 'node7 slots=1 port=2222'", "needs a host: tests/cli/test_docs.py sees that it names one node"),
     (r"oobleck checkpoint \w+ my-llama.*", "tests/e2e/test_commands.py, by the other name of a run"),
     (r"oobleck checkpoint export lora .*", "tests/e2e/test_examples.py, by the other name of a run"),
-    (r"oobleck checkpoint export", "the name of a command; tests/e2e/test_checkpoints.py"),
     (r"oobleck (run|up) .*train\.py.*", "tests/e2e/test_run_scripts.py, test_trainer.py"),
     (r"oobleck up --dry-run|python train\.py", "tests/e2e/test_dry_run.py, test_trainer.py"),
     (r"oobleck (list|attach|resume|rm|clean)\b.*|oobleck status --watch", "tests/cli/test_runs.py"),

@@ -189,7 +189,18 @@ def test_all_policies_can_be_completed():
     ("command", "groups"),
     [
         ("up", ["Nodes", "Job", "Plan", "Run", "Code and environment", "Output", "Checkpoints", "Other options"]),
-        ("run", ["Options of oobleck run", "Nodes", "Node check", "Code and environment", "Failures", "Run"]),
+        (
+            "run",
+            [
+                "Options of oobleck run",
+                "Nodes",
+                "Node check",
+                "Code and environment",
+                "Failures",
+                "Saved states",
+                "Run",
+            ],
+        ),
         ("sim", ["Trace", "Model, devices and plan", "Policies and costs", "Run", "Output", "Other options"]),
         ("status", ["Options"]),
     ],

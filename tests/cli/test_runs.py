@@ -157,7 +157,7 @@ def test_old_runs_are_shown_and_removed_only_when_asked(tmp_path: Path, capsys: 
 
 
 def test_resuming_gives_the_command_again_where_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = left(tmp_path, "mine")
+    run = left(tmp_path, "mine", ends=False)
     there = tmp_path / "there"
     there.mkdir()
     monkeypatch.chdir(there)

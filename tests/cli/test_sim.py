@@ -100,7 +100,8 @@ def test_a_schedule_without_bubbles_trains_more(arguments: list[str], capsys: py
         assert main([*arguments, "--schedule", schedule, "--json"]) == 0
         samples[schedule] = json.loads(capsys.readouterr().out)["samples_committed"]
     assert samples["zero-bubble"] > 1.05 * samples["1f1b"]
-    assert samples["auto"] == samples["zero-bubble"]
+    # Schedules are chosen for a plan, and the plan was chosen for 1F1B.
+    assert samples["auto"] == pytest.approx(samples["zero-bubble"], rel=0.01)
 
 
 def test_spares_and_nodes_change_the_cluster(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -350,6 +350,7 @@ _PANELS = (
     ("Node check", ("--network-check", "--exclude-straggler")),
     ("Code and environment", ("--directory", "--env", "--env-file", "--workdir")),
     ("Failures", ("--hang-timeout", "--lease", "--no-warm", "--save-at-breakpoint")),
+    ("Saved states", ("--copies", "--copy-rate")),
     ("Run", ("--tag", "--base-dir")),
 )
 

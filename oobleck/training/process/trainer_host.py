@@ -28,6 +28,7 @@ from typing import Any, BinaryIO
 from oobleck.control.journal import JournalEntry
 from oobleck.errors import ConfigError, UsageError, UserError
 from oobleck.host.handover import receiving
+from oobleck.host.places import place_of
 from oobleck.host.script import blamed, never_trained, run_as_main
 from oobleck.job import ScriptSpec
 from oobleck.training.randomness import seed_scripts
@@ -98,7 +99,7 @@ class _TrainerHost:
                 self.send({})
                 asked = self._next_line()
             if "checkpoints" in asked:
-                run.saves_in(Path(asked["checkpoints"]))
+                run.saves_in(place_of(asked["checkpoints"], "checkpoint.directory"))
             ended = asked if "exit_code" in asked else self._follow(run, Path(asked["log"]))
         finally:
             signal.signal(signal.SIGINT, before)

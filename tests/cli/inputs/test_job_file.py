@@ -165,8 +165,11 @@ def test_every_job_that_can_be_written_is_read_back(job):
     # Quotes everything: PyYAML would write text plainly that is a number by the rules of YAML 1.2.
     assert load(yaml.safe_dump(written, default_style='"')) == job
     model = written["model"]
-    if not model["config"].keys() & {"type", "config", "path", "task", "lora"}:
-        written["model"] = {**{key: model[key] for key in ("type", "path", "task", "lora")}, **model["config"]}
+    if not model["config"].keys() & {"type", "config", "path", "task", "lora", "whole_loss"}:
+        written["model"] = {
+            **{key: model[key] for key in ("type", "path", "task", "lora", "whole_loss")},
+            **model["config"],
+        }
         assert load(yaml.safe_dump(written, default_style='"')) == job
 
 

@@ -24,6 +24,7 @@ class Trainer:
     def job(self): return Job(max_steps=int(sys.argv[1]))
     def resume(self, job): return "there"
     def follow(self, job): return self
+    def saves_in(self, checkpoints): pass
     def take(self, entry): print("hears", entry.reason); self.wants_stop = entry.reason == "enough"
     def finish(self, checkpoints): return checkpoints.name
 """
@@ -56,7 +57,7 @@ async def until(holds: Callable[[], bool]) -> None:
 async def followed(process: TrainerProcess, log: Path, *reasons: str) -> int:
     """Tell a process of some ends; returns how often it wanted a stop."""
     stops: list[int] = []
-    process.begin(log, on_stop=lambda: stops.append(1))
+    process.begin(log, Path("/nowhere"), on_stop=lambda: stops.append(1))
     with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(process.run)
