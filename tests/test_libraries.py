@@ -31,6 +31,7 @@ DISTRIBUTIONS = {
     "confluent_kafka": "confluent-kafka",
     "pynvml": "nvidia-ml-py",
     "trio_asyncio": "trio-asyncio",
+    "upath": "universal_pathlib",
     "yaml": "pyyaml",
 }
 """Of modules that are called otherwise."""

@@ -72,7 +72,7 @@ def test_training_goes_on_without_a_master_until_the_same_job_takes_over(
     assert max(durations) < AWAY_S, "somebody waited for a master"
     assert runner.left_over() == []
     page = Path(__file__).parents[2].joinpath("docs", "jobs.md").read_text(encoding="utf-8")
-    names = {re.sub(r"agent\d+", "agent<index>", path.name) for path in (runner.base_dir / "e2e").iterdir()}
+    names = {re.sub(r"agent-\w+", "agent-<node>", path.name) for path in (runner.base_dir / "e2e").iterdir()}
     names = {name for name in names if not re.search(r"\.\d+\.jsonl", name)}  # set aside by earlier runs
     assert [name for name in sorted(names) if f"`<tag>/{name}" not in page] == [], "each file is documented"
 

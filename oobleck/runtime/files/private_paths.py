@@ -33,7 +33,7 @@ def temporary_directory() -> Path:
 def private_directory(path: Path) -> None:
     """Make sure that a directory exists, is ours, and that no other user can enter it.
 
-    Raises ConfigError if it belongs to another user, is a link, or cannot be created.
+    Raises ConfigError if it belongs to another user, is a link, is where all users write, or cannot be created.
     """
     try:
         with suppress(FileExistsError):
@@ -46,6 +46,8 @@ def private_directory(path: Path) -> None:
                 f"{path} must be a directory that belongs to you, and not a link; it is {kind} of user "
                 f"{status.st_uid}: remove it, or choose another place"
             )
+        if status.st_mode & stat.S_ISVTX:  # to root belong /tmp and /dev/shm too
+            raise ConfigError(f"{path} is where all users write; choose a directory of your own in it")
         if stat.S_IMODE(status.st_mode) & 0o077:
             _make_private(path)
     except OSError as error:

@@ -246,3 +246,12 @@ def test_a_long_name_leaves_room_for_what_tells_it_apart(tmp_path):
     run.create()
     run.note_owner("/a")
     assert len(default_tag(tmp_path, "n" * 40, "/b")) == 40
+
+
+def test_a_directory_where_all_users_write_is_not_made_private(tmp_path: Path) -> None:
+    """To root belong /tmp and /dev/shm too, which nobody else could use any more."""
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o1777)
+    with pytest.raises(ConfigError, match="shared is where all users write"):
+        private_directory(tmp_path / "shared")
+    assert (tmp_path / "shared").stat().st_mode & 0o7777 == 0o1777
