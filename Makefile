@@ -3,7 +3,7 @@
 # Each makes its own .venv first; the demo's has no packages of the tests. PYTHON names the interpreter to make it from.
 # The packages are of the versions in constraints.txt, which the tests have been run with; `make lock` takes the newest
 # that pyproject.toml allows.
-# Four targets run side by side on two processors, the longest first: real runs (tests/e2e) and tests of processes wait
+# Three targets run side by side on two processors, the longest first: real runs (tests/e2e) and tests of processes wait
 # for most of their time, in which the others compute. Tests that compare times have the machine to themselves.
 # Byte code is kept whatever the environment says: the tests start some hundred processes, and each would compile all
 # that it imports. What is never imported is not compiled. Each target ends with its slowest tests. `make test` tries a
@@ -25,7 +25,7 @@ ALONE = $(shell grep --recursive --files-with-matches --include='test_*.py' 'mar
 DECISIONS := tests/control tests/planner tests/schedule tests/sim
 RUNTIME := tests/roles tests/runtime tests/storage
 TRAINING := tests/training tests/transformers
-BESIDE := $(MAKE) --no-print-directory --jobs=4 --output-sync=target
+BESIDE := $(MAKE) --no-print-directory --jobs=3 --output-sync=target
 
 # Seeds of disturbed runs: `make test-cuda-stub SEEDS=200`.
 SEEDS ?= 20
