@@ -55,7 +55,7 @@ def place_of(named: str | Path, key: str) -> Path:
 def prepare_fsspec() -> None:
     """Give fsspec the event loop that it would make itself: with trio-asyncio imported, it would be one of trio's.
 
-    Such a loop runs in no thread of fsspec, and every request would wait for ever.
+    No thread of fsspec would run that loop, so every request would hang.
     """
     from fsspec import asyn  # type: ignore[import-untyped]  # it has no types
 

@@ -83,7 +83,7 @@ class Catalog(ABC):
         return tuple(pipeline.num_microbatches for pipeline in plan.pipelines)
 
     def cut_again(self, form: Form, num_microbatches: int, num_pipelines: int, speeds: tuple[float, ...] = ()) -> Form:
-        """Return a pipeline with the fastest stages by the timeline, among so many; `speeds` if its nodes are slow."""
+        """Return a pipeline with the fastest of some stages by the timeline; `speeds` if its nodes are slow."""
         return form
 
     def least_s(self, pipelines: Sequence[Counts], total: Counts) -> float:

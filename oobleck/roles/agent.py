@@ -309,7 +309,7 @@ class Agent:
     async def _report_use(self, meter: agent_ports.UseMeter) -> None:
         while True:
             await trio.sleep(_USE_INTERVAL_S)
-            # A relay gathers the messages of many, and nobody looks at the use of each of thousands.
+            # A relay gathers the messages of thousands of nodes, whose use no one reads one by one.
             if self._way is None or not self._way.is_direct:
                 continue
             pids = [worker.handle.pid for worker in self._workers.values()]

@@ -1,6 +1,6 @@
 """Posts what happens in a run to a URL, as Slack's incoming webhooks take it: `{"text": "…"}`.
 
-Nothing that the other side does delays or ends a run: messages wait in a queue of its own, and those that nobody takes
+Nothing that the other side does delays or ends a run: messages wait in a queue of its own, and those that it refuses
 are dropped after some tries.
 """
 

@@ -1,17 +1,41 @@
-"""Turns off dropout, for runs that are compared with others, whose dropout draws other numbers."""
+"""Finds dropout and noise in models, and turns them off for runs that are compared with others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 _WORDS = ("drop", "jitter", "noise")
 
 
-def names_a_probability(key: str) -> bool:
-    """Return whether a key of a configuration names a dropout probability, or an amount of noise."""
+def draws_at_random(model: PreTrainedModel) -> bool:
+    """Return whether a model may draw random numbers in its passes."""
+    # A false positive costs a few microseconds a layer; a false negative would make replicas differ.
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+        return True
+    # Models also drop and jitter in functions, by probabilities of their configuration.
+    return _has_probability(model.config.to_dict())
+
+
+def _has_probability(config: Mapping[str, object]) -> bool:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            if _has_probability({str(inner): item for inner, item in value.items()}):
+                return True
+        elif _is_of_its_blocks(key) and isinstance(value, int | float) and value > 0:
+            return True
+    return False
+
+
+def _is_of_its_blocks(key: str) -> bool:
+    # Causal language models have no classifier and summary heads, though their configurations have keys for them.
+    return _names_a_probability(key) and not key.startswith(("classifier", "summary"))
+
+
+def _names_a_probability(key: str) -> bool:
     return any(word in key for word in _WORDS)
 
 
@@ -42,6 +66,6 @@ def turn_off_dropout(model: nn.Module) -> dict[str, float]:
 
 def _probabilities(owner: Any) -> Iterator[tuple[str, float]]:
     for key, value in vars(owner).items():
-        is_one = isinstance(value, float) and value > 0 and names_a_probability(key)
+        is_one = isinstance(value, float) and value > 0 and _names_a_probability(key)
         if is_one and not key.startswith("summary"):  # GPT-2's is for a head that is a module of its own
             yield key, value

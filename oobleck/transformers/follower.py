@@ -11,7 +11,7 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Never
@@ -19,7 +19,6 @@ from typing import Any, Never
 import torch
 import transformers
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
@@ -32,6 +31,7 @@ from oobleck.training.checkpoint import newest_checkpoint, newest_weights
 
 from .best import BestCheckpoint
 from .checks import inner_model
+from .elsewhere import OnNodes, WeightsElsewhere
 from .epochs import Epochs
 
 _HANDED_OVER = (
@@ -45,17 +45,6 @@ _NAMES_IN_CONFIG = frozenset(
     {"_name_or_path", "architectures", "id2label", "label2id", "name_or_path", "transformers_version", "use_cache"}
 )
 """Values of a configuration that no pass of training reads."""
-_VALUELESS = frozenset(
-    (
-        *("__hash__", "__len__", "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "device", "dim"),
-        *("dtype", "element_size", "get_device", "grad", "grad_fn", "has_names", "is_complex", "is_contiguous"),
-        *("is_cpu", "is_cuda", "is_floating_point", "is_leaf", "is_meta", "is_mps", "is_nested", "is_pinned"),
-        *("is_quantized", "is_shared", "is_sparse", "is_xla", "itemsize", "layout", "name", "names", "nbytes", "ndim"),
-        *("ndimension", "nelement", "numel", "output_nr", "register_hook", "requires_grad", "requires_grad_"),
-        *("retains_grad", "shape", "size", "storage_offset", "stride"),
-    )
-)
-"""Functions and attributes that reveal nothing of a tensor's values."""
 
 
 class RunFollower:
@@ -73,7 +62,7 @@ class RunFollower:
         """What a callback changed without the workers' knowledge, or used although only workers have it."""
         self._has_start_weights = True
         """Whether the weights of training are still those of the script's model."""
-        self._elsewhere = _WeightsElsewhere(inner_model(trainer.model), self._refusal_of_use)
+        self._elsewhere = WeightsElsewhere(inner_model(trainer.model), self._refusal_of_use)
         self._saved_step: int | None = None
         """The step of the newest checkpoint that callbacks know."""
         self._stopped_at: int | None = None
@@ -84,8 +73,8 @@ class RunFollower:
         self._remarked: set[str] = set()
         """Wishes of callbacks that stderr has been told to be without effect."""
         handler = trainer.callback_handler
-        handler.optimizer = _OnNodes("the optimizer", self._refuse_use)
-        handler.lr_scheduler = _OnNodes("the learning rate's scheduler", self._refuse_use)
+        handler.optimizer = OnNodes("the optimizer", self._refuse_use)
+        handler.lr_scheduler = OnNodes("the learning rate's scheduler", self._refuse_use)
         trainer.is_in_train = True
         trainer.state = self._new_state()
 
@@ -457,47 +446,3 @@ def _reported() -> Iterator[None]:
     # It is the user's code, and training does not depend on it.
     except Exception:  # noqa: BLE001
         traceback.print_exc()
-
-
-class _OnNodes:
-    """Stands for what only workers have: each use of it is refused."""
-
-    def __init__(self, what: str, refuse: Callable[[str], Never]) -> None:
-        """`refuse` raises the error."""
-        self._what = what
-        self._refuse = refuse
-
-    def __getattr__(self, name: str) -> Never:
-        self._refuse(self._what)
-
-
-class _WeightsElsewhere(TorchFunctionMode):
-    """Makes each use of the values of a model's trained parameters an error within the block."""
-
-    def __init__(self, model: nn.Module, refusal: Callable[[str], Exception | None]) -> None:
-        """`refusal` makes the error from a parameter's name, or returns None if its value is right at the moment."""
-        super().__init__()
-        trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
-        # Keyed by memory, as views and `data` are other tensors with the same values.
-        self._names = {each.untyped_storage().data_ptr(): name for name, each in trained}
-        self._refusal = refusal
-
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        # torch passes an attribute's access as the `__get__` of its descriptor, which has the attribute's name.
-        named = func.__self__ if func.__name__ == "__get__" else func
-        if named.__name__ not in _VALUELESS:
-            for name in self._found([*args, *(kwargs or {}).values()]):
-                if (error := self._refusal(name)) is not None:
-                    raise error
-        return func(*args, **(kwargs or {}))
-
-    def _found(self, values: Iterable[Any]) -> Iterator[str]:
-        for value in values:
-            if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-                name = self._names.get(value.untyped_storage().data_ptr())
-                if name is not None:
-                    yield name
-            elif isinstance(value, list | tuple):
-                yield from self._found(value)

@@ -210,7 +210,7 @@ def _workers(cluster: Cluster) -> dict[str, int]:
 
 
 def _trains_again(cluster: Cluster, *, since: int) -> bool:
-    """Return whether all nodes have committed steps under a plan, after so many entries."""
+    """Return whether all nodes have committed steps under a plan, after the first entries."""
     journal = cluster.runner.journal()
     newest = max(at for at, entry in enumerate(journal) if entry["@type"] in ("PlanAdopted", "RecoveryStarted"))
     if (plan := journal[newest].get("plan")) is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import oobleck
 from oobleck.errors import RunFailed
 from tests.redis_server import needs_redis, serve_redis
+from tests.serving import serving
 
 from .harness import TAG, Runner
 
@@ -63,10 +63,8 @@ def metadata_server() -> Iterator[tuple[str, list[str | None]]]:
         def log_message(self, *args: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
         yield f"127.0.0.1:{server.server_port}", seen
-        server.shutdown()
 
 
 def revealing(*directories: Path) -> list[str]:

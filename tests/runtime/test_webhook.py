@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +14,7 @@ import trio
 
 from oobleck.control.journal import JobEnded, Notice
 from oobleck.runtime.webhook import Webhook
+from tests.serving import serving
 
 
 @contextmanager
@@ -38,10 +38,8 @@ def receiver(refusals: int = 0) -> Iterator[tuple[str, list[dict[str, str]]]]:
         def log_message(self, *args: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
         yield f"http://127.0.0.1:{server.server_port}/hook", taken
-        server.shutdown()
 
 
 def notice(level: str, text: str) -> Notice:

@@ -37,6 +37,23 @@ def state_after(step: int, num_layers: int) -> dict[int, dict[str, torch.Tensor]
     }
 
 
+def save_step(directory: CheckpointDirectory, memory: Path, step: int, num_layers: int) -> Manifest:
+    """Save the state after a step, through memory, as a run does."""
+    reports: list[StateSaved | StateNotSaved] = []
+    saver = FlashSaver(memory, STEM, metadata={"config": '{"model_type": "x"}'}, report=reports.append)
+    name = checkpoint_name(RUN, step=step, generation=1)
+    saver.save(state_after(step, num_layers), name=name, step=step, generation=1)
+    until_s = time.monotonic() + 60
+    while not reports:
+        assert time.monotonic() < until_s, "it is not saved"
+        time.sleep(0.001)
+    assert isinstance(reports[0], StateSaved)
+    slot = max(find_slots(memory, STEM), key=lambda each: each.sequence)
+    manifest = manifest_of(step, num_layers, directory.persist(name, slot))
+    directory.commit(manifest)
+    return manifest
+
+
 def manifest_of(step: int, num_layers: int, shards: tuple) -> Manifest:
     return Manifest(
         version=MANIFEST_VERSION,

@@ -24,7 +24,7 @@ from oobleck.storage import (
 )
 from oobleck.training.checkpoint.state import FlashSaver, StateReader
 
-from .saving_processes import RUN, manifest_of, state_after
+from .saving_processes import RUN, save_step, state_after
 
 NUM_LAYERS = 3
 
@@ -35,19 +35,7 @@ def _directory(tmp_path: Path) -> CheckpointDirectory:
 
 
 def save(directory: CheckpointDirectory, step: int) -> Manifest:
-    """Save the state after a step, through memory, as a run does."""
-    reports: list[StateSaved | StateNotSaved] = []
-    memory = directory.path.parent / "memory"
-    saver = FlashSaver(memory, "device0", metadata={"config": '{"model_type": "x"}'}, report=reports.append)
-    name = checkpoint_name(RUN, step=step, generation=1)
-    saver.save(state_after(step, NUM_LAYERS), name=name, step=step, generation=1)
-    while not reports:
-        pass
-    assert isinstance(reports[0], StateSaved)
-    slot = max(find_slots(memory, "device0"), key=lambda each: each.sequence)
-    manifest = manifest_of(step, NUM_LAYERS, directory.persist(name, slot))
-    directory.commit(manifest)
-    return manifest
+    return save_step(directory, directory.path.parent / "memory", step, NUM_LAYERS)
 
 
 def test_what_was_saved_is_found_and_read_back(directory: CheckpointDirectory) -> None:

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from oobleck.control.protocol import StateSaved
 from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.host.places import place_of
-from oobleck.storage import CheckpointDirectory, Manifest, checkpoint_name, find_slots
-from oobleck.training.checkpoint.state import FlashSaver, StateReader
+from oobleck.storage import CheckpointDirectory, Manifest
+from oobleck.training.checkpoint.state import StateReader
 from tests.s3_server import Store, serve_s3
 
-from .saving_processes import RUN, manifest_of, state_after
+from .saving_processes import save_step, state_after
 
 NUM_LAYERS = 3
 
@@ -42,20 +41,6 @@ def directory(store: Store, request: pytest.FixtureRequest) -> CheckpointDirecto
     return CheckpointDirectory(place_of(f"s3://bucket/{abs(hash(request.node.name))}", "checkpoint.directory"))
 
 
-def save(directory: CheckpointDirectory, memory: Path, step: int) -> Manifest:
-    reports: list[object] = []
-    saver = FlashSaver(memory, "device0", metadata={"config": "{}"}, report=reports.append)
-    name = checkpoint_name(RUN, step=step, generation=1)
-    saver.save(state_after(step, NUM_LAYERS), name=name, step=step, generation=1)
-    while not reports:
-        pass
-    assert isinstance(reports[0], StateSaved)
-    slot = max(find_slots(memory, "device0"), key=lambda each: each.sequence)
-    manifest = manifest_of(step, NUM_LAYERS, directory.persist(name, slot))
-    directory.commit(manifest)
-    return manifest
-
-
 def assert_whole(directory: CheckpointDirectory, manifest: Manifest) -> None:
     assert list(directory.faults(manifest)) == []
     assert directory.layers_here(manifest) == tuple(range(NUM_LAYERS))
@@ -67,7 +52,7 @@ def assert_whole(directory: CheckpointDirectory, manifest: Manifest) -> None:
 
 def test_what_was_saved_is_found_read_back_and_removed(directory: CheckpointDirectory, tmp_path: Path) -> None:
     assert (directory.names(), directory.find()) == ((), ())
-    manifests = [save(directory, tmp_path, step) for step in (10, 20)]
+    manifests = [save_step(directory, tmp_path, step, NUM_LAYERS) for step in (10, 20)]
     assert [found.manifest for found in directory.find()] == manifests[::-1]
     assert_whole(directory, manifests[0])
     directory.remove([manifests[0].name])
@@ -84,7 +69,7 @@ def test_refused_requests_cost_tries_and_no_checkpoint(
     directory: CheckpointDirectory, store: Store, tmp_path: Path, error: str
 ) -> None:
     store.refuses = {error: 3}
-    manifest = save(directory, tmp_path, 10)
+    manifest = save_step(directory, tmp_path, 10, NUM_LAYERS)
     assert store.answered == [error] * 3
     store.refuses = {error: 2}
     assert_whole(directory, manifest)
@@ -93,13 +78,13 @@ def test_refused_requests_cost_tries_and_no_checkpoint(
 
 def test_half_a_write_is_written_again(directory: CheckpointDirectory, store: Store, tmp_path: Path) -> None:
     store.cuts = 2
-    manifest = save(directory, tmp_path, 10)
+    manifest = save_step(directory, tmp_path, 10, NUM_LAYERS)
     assert store.answered == ["cut"] * 2
     assert_whole(directory, manifest)
 
 
 def test_a_file_that_was_cut_later_is_named_and_not_loaded(directory: CheckpointDirectory, tmp_path: Path) -> None:
-    manifest = save(directory, tmp_path, 10)
+    manifest = save_step(directory, tmp_path, 10, NUM_LAYERS)
     path = directory.path / manifest.name / manifest.shards[1].file
     path.write_bytes(path.read_bytes()[:-8])
     assert directory.layers_here(manifest) == (0, 2)

@@ -1,4 +1,4 @@
-"""What a run does from its start to its first step, so that nobody has to wonder. Decides nothing. Pure."""
+"""What a run does from its start to its first step. Decides nothing. Pure."""
 
 from __future__ import annotations
 

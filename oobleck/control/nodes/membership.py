@@ -333,7 +333,7 @@ class Membership:
 
     @property
     def report_use(self) -> bool:
-        """Whether agents report what their nodes use, which nobody looks at for each of thousands."""
+        """Whether agents report what their nodes use; on thousands of nodes no one reads it."""
         return len(self._members) <= _MOST_MEASURED
 
     def took_part(self, node: str, generation: int) -> bool:

@@ -163,7 +163,7 @@ def shape_from_config(config: Mapping[str, Scalar]) -> ModelShape:
 
 
 def shape_of_size(num_parameters: int) -> ModelShape:
-    """Return the shape of one block with about so many parameters, for a model of which no more is known."""
+    """Return the shape of one block of about this size, for a model whose configuration says no more."""
     size = max(1, math.isqrt(num_parameters // 12))
     return ModelShape(
         name="whole",

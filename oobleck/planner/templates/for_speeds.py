@@ -113,7 +113,7 @@ def _sorts(costs: Sequence[StageCosts], speeds: Sequence[float]) -> tuple[list[_
 
 
 def _moved(template: PipelineTemplate, costs: StageCosts, holdings: Sequence[Holding]) -> list[Floats]:
-    """Return, for every stage, [i, j]: the share of all bytes that it has to receive to hold layers i to j - 1."""
+    """Return, for every stage, [i, j]: the share of all bytes that it must receive to hold layers i to j - 1."""
     layer_bytes = [layer.state_bytes for layer in costs.profile.layers]
     # Divided by the number of stages too, so that the shares of a whole cut sum to at most 1.
     total = max(1, sum(layer_bytes)) * template.num_stages

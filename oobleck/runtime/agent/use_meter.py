@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,15 @@ from .workers import family_of, processor_s
 
 
 def _nvml() -> Any:
-    import pynvml
-
-    pynvml.nvmlInit()
+    """Return the module pynvml; None if it is not installed, or there is no driver that it can ask."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
     return pynvml
 
 
@@ -29,7 +36,7 @@ class UseMeter:
 
     def __init__(self, machine: Machine, *, load_nvml: Callable[[], Any] = _nvml) -> None:
         self._machine = machine
-        self._load_nvml = load_nvml
+        self._nvml = cache(load_nvml)
         self._measured_s = trio.current_time()
         self._used_s: dict[int, float] = {}
 
@@ -51,9 +58,7 @@ class UseMeter:
         )
 
     def _devices(self, gpu_ids: Sequence[str]) -> tuple[DeviceUse, ...]:
-        try:
-            nvml = self._load_nvml()
-        except Exception:  # noqa: BLE001  whatever keeps NVML from being read, training does not need it
+        if (nvml := self._nvml()) is None:
             return ()
         uses = []
         with suppress(nvml.NVMLError):

@@ -85,7 +85,7 @@ class WholeBatch(Batch):
     weight: float
     """0 where no sample counts."""
     divides_by: int | None
-    """What the loss is told to be the number of items."""
+    """The number of items that the loss is divided by."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

@@ -88,7 +88,7 @@ class MemorySaver:
         return memory
 
     def _has_room(self, layout: storage.Layout, num_slots: int) -> bool:
-        """Whether all ranks of the node can have so many slots beside the copies of other nodes' parts."""
+        """Whether all ranks of the node can have this number of slots beside the copies of other nodes' parts."""
         room = shutil.disk_usage(self._directory).free
         for path in storage.memory_files(self._directory, "rank*"):
             with suppress(OSError):  # it is removed

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from oobleck.errors import ConfigError, UnbuiltModel
 from oobleck.job import ModelSpec, Task
-from oobleck.training.dropout import names_a_probability
+from oobleck.training.dropout import draws_at_random
 from oobleck.training.randomness import building_alike
 
 from . import brought, configuration
@@ -329,7 +329,7 @@ class ModelStructure:
             sequence_length=sequence_length,
             takes=takes,
             # A script's own layers may draw in functions, which nothing declares.
-            draws_at_random=isinstance(skeleton, LayeredModel) or _draws_at_random(skeleton),
+            draws_at_random=isinstance(skeleton, LayeredModel) or draws_at_random(skeleton),
             make=make,
             weights=weights,
             adapters=adapters,
@@ -491,26 +491,3 @@ def _frozen(names: set[str], state: Mapping[str, torch.Tensor]) -> frozenset[str
     if frozen == names:
         raise ConfigError("model: none of its parameters is to be trained; leave requires_grad of some as it is")
     return frozen
-
-
-def _draws_at_random(skeleton: PreTrainedModel) -> bool:
-    # A false positive costs a few microseconds a layer; a false negative would make replicas differ.
-    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in skeleton.modules()):
-        return True
-    # Models also drop and jitter in functions, by probabilities of their configuration.
-    return _has_probability(skeleton.config.to_dict())
-
-
-def _has_probability(config: Mapping[str, object]) -> bool:
-    for key, value in config.items():
-        if isinstance(value, dict):
-            if _has_probability({str(inner): item for inner, item in value.items()}):
-                return True
-        elif _names_a_probability(key) and isinstance(value, int | float) and value > 0:
-            return True
-    return False
-
-
-def _names_a_probability(key: str) -> bool:
-    # Causal language models have no classifier and summary heads, though their configurations have keys for them.
-    return names_a_probability(key) and not key.startswith(("classifier", "summary"))

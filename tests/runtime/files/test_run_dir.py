@@ -249,7 +249,7 @@ def test_a_long_name_leaves_room_for_what_tells_it_apart(tmp_path):
 
 
 def test_a_directory_where_all_users_write_is_not_made_private(tmp_path: Path) -> None:
-    """To root belong /tmp and /dev/shm too, which nobody else could use any more."""
+    """Root owns /tmp and /dev/shm too, and all other users would lose them."""
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared").chmod(0o1777)
     with pytest.raises(ConfigError, match="shared is where all users write"):
