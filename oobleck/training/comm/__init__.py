@@ -15,6 +15,7 @@ from .nccl import LARGE_SUM
 from .network import open_device
 from .peer_links import PeerLinks
 from .rendezvous import RendezvousStore, RendezvousTable
+from .stage_sums import StageSums
 from .staging import CopyStreams, DeviceSave, HostCopy, Pending
 from .transfer import LayerState, exchange_layers, fill_state
 from .waiter import Mark, Waiter
@@ -38,6 +39,7 @@ __all__ = [
     "Reduction",
     "RendezvousStore",
     "RendezvousTable",
+    "StageSums",
     "Waiter",
     "blaming_peers",
     "choose_device",

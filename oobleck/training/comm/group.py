@@ -18,13 +18,71 @@ from oobleck.control.steps import GroupKey, Interrupted, PeerLost
 from oobleck.planner import WorkerId
 
 from . import staging
-from .devices import blaming_peers
+from .devices import DEVICE_FAILURES, blaming_peers
 from .edges import EdgeReceiver, EdgeSender
 from .inbox import Inbox
 from .nccl import LARGE_SUM, NcclGroup, NcclWork, abort_all
 from .waiter import Waiter
 
-Sum = staging.GlooSum | staging.StagedSum | NcclWork
+
+class LateSum:
+    """A sum of what depends on sums in a stream's order, posted once those are done and whole.
+
+    An aborted sum of a stage leaves a part of the numbers. The stage forgets what it computes from them, and no other
+    stage may add it to its own.
+    """
+
+    poll_s = NcclWork.poll_s
+
+    def __init__(
+        self,
+        post: Callable[[], Sum] | None,
+        stage: Group,
+        nccl: NcclGroup | None,
+        streams: staging.CopyStreams,
+    ) -> None:
+        self._post = post
+        self._stage = stage
+        self._nccl = nccl
+        self._streams = streams
+        self._computed = streams.mark()
+        self._sum: Sum | None = None
+        self._failure: Interrupted | RuntimeError | None = None
+        self._is_posted = False
+        if nccl is not None:
+            # A fence must find it open before it is posted: its peers may have given it up by then.
+            nccl.expect(self)
+
+    def run(self) -> None:
+        try:
+            self._computed.synchronize()
+            if self._stage.is_harmed:
+                raise Interrupted
+            if self._post is not None:
+                # The computing stream has been told more meanwhile, for which the sum must not wait.
+                with self._streams.outward():
+                    self._sum = self._post()
+        except DEVICE_FAILURES:
+            raise
+        except (Interrupted, RuntimeError) as error:
+            self._failure = error.with_traceback(None)
+        finally:
+            self._post = None
+        self._is_posted = True
+
+    def is_done(self) -> bool:
+        return self._is_posted and (self._sum is None or self._sum.is_done())
+
+    def conclude(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._sum is not None:
+            self._sum.conclude()
+        if self._nccl is not None:
+            self._nccl.forget(self)
+
+
+Sum = staging.GlooSum | staging.StagedSum | NcclWork | LateSum
 """A sum in progress: `is_done` never blocks, and `conclude`, once it is done, makes the result visible to later
 computation or raises RuntimeError. It is polled every `poll_s` seconds, or wakes its waiter if that is None."""
 
@@ -133,10 +191,62 @@ class Group:
                 helper.close()
         self.abort()
 
-    def all_reduce(self, tensor: torch.Tensor) -> Reduction:
-        """Post a sum over the members, in place. Raises PeerLost, or Interrupted after a fence aborted such sums."""
+    def all_reduce(self, tensor: torch.Tensor, *, stage: Group | None = None) -> Reduction:
+        """Post a sum over the members, in place. Raises PeerLost, or Interrupted after a fence aborted such sums.
+
+        With `stage`, the tensor may depend on `sum_in_order` in that group: it is posted once those sums are whole, and
+        never if one of them was aborted.
+        """
         with blaming_peers(f"all-reduce in {self.key.name}"):
+            if stage is not None and stage.sums_in_order(tensor):
+                return Reduction(self, stage.post_late(lambda: self._sum(tensor, self.waiter.announce), self._nccl))
             return Reduction(self, self._sum(tensor, self.waiter.announce))
+
+    def sums_in_order(self, tensor: torch.Tensor) -> bool:
+        """Return whether `sum_in_order` leaves a tensor's sum to the device."""
+        return self._nccl is not None and tensor.device == self._nccl.device
+
+    def sum_in_order(self, tensor: torch.Tensor, interrupted: Callable[[], bool]) -> None:
+        """Sum over the members, in place, before this thread's next launches. Raises Interrupted or PeerLost.
+
+        The host waits, until `interrupted`, only where NCCL does not carry the sum. Else the sum is not known to be
+        whole until `conclude_in_order`.
+        """
+        if self._nccl is None or not self.sums_in_order(tensor):
+            self.all_reduce(tensor).wait(interrupted)
+            return
+        try:
+            with blaming_peers(f"all-reduce in {self.key.name}"):
+                self._nccl.sum_in_order(tensor)
+        except (Interrupted, PeerLost):
+            self.abort()
+            raise
+
+    @property
+    def is_harmed(self) -> bool:
+        """Whether NCCL's sums in this group were aborted, which may have left parts of them."""
+        return self._nccl is not None and self._nccl.is_aborted
+
+    def conclude_in_order(self) -> None:
+        """Conclude every `sum_in_order`: the caller has waited for the device. Raises Interrupted if one is harmed."""
+        if self._nccl is not None:
+            self._nccl.forget_ordered()
+        if self.is_harmed:
+            raise Interrupted
+
+    def when_whole(self) -> Reduction | None:
+        """Return what is done once all `sum_in_order` so far are known to be whole; None if the host waits for each."""
+        return None if self._nccl is None else _Wholeness(self, self.post_late(None, None))
+
+    def post_late(self, post: Callable[[], Sum] | None, nccl: NcclGroup | None) -> LateSum:
+        """Have a courier post a sum, which `nccl` may carry, once all `sum_in_order` so far are known to be whole.
+
+        Sums are posted in the order of these calls. Without `post`, none is. Raises Interrupted.
+        """
+        assert self._streams is not None, "NCCL sums tensors of GPUs"
+        late = LateSum(post, self, nccl, self._streams)
+        self._courier_of().take(late.run)
+        return late
 
     def use_nccl(self, nccl: NcclGroup, timeout_s: float, *, largest: int = 0) -> None:
         """Have NCCL carry sums of tensors on its device from now on. Blocks while its members connect.
@@ -263,3 +373,10 @@ class Reduction:
             # NCCL's kernel spins for a peer that may be gone, and would hold up whatever the GPU does next.
             self.give_up()
             raise
+
+
+class _Wholeness(Reduction):
+    """Waits, as for a sum, until those of a stage are whole."""
+
+    def give_up(self) -> None:
+        """Do nothing: the stage's sums go on."""

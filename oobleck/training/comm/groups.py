@@ -42,8 +42,7 @@ _NETWORK_DESCRIPTORS = 5  # what a network opens besides its connections
 # After a fence no worker awaits a sum across pipelines, but a whole pipeline still needs those within its stages, to
 # finish its microbatches.
 _PURPOSES_FENCED = ("reduce", "evaluation")
-_PURPOSES_FENCED_IN_A_PIPELINE = (*_PURPOSES_FENCED, "stage")
-_EDGES = ("pipeline",)
+_PURPOSES_OF_A_PIPELINE = ("pipeline", "stage")
 _RING_TAG = (1 << 31) - 1
 
 
@@ -156,9 +155,14 @@ class GroupTable:
 
         Any thread may call this, since the training thread may be stuck behind such work.
         """
-        # Edges even without open work, since the other end may be about to launch some.
-        sums, edges = (_PURPOSES_FENCED_IN_A_PIPELINE, _EDGES) if is_pipeline_stopped else (_PURPOSES_FENCED, ())
-        self._abort(lambda group: group.key.purpose in edges or (group.key.purpose in sums and group.has_open_sums))
+        # A pipeline's even without open work, since the other end, or this worker's own training thread, may be about
+        # to launch some. No plan keeps them.
+        stopped = _PURPOSES_OF_A_PIPELINE if is_pipeline_stopped else ()
+        self._abort(
+            lambda group: (
+                group.key.purpose in stopped or (group.key.purpose in _PURPOSES_FENCED and group.has_open_sums)
+            )
+        )
 
     def abort_sums(self) -> None:
         """Abort all open sums on the GPU. Any thread may call this."""

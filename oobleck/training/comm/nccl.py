@@ -43,6 +43,11 @@ class NcclWork:
 
     def conclude(self) -> None:
         """Conclude it as a `Sum`. Raises Interrupted if the communicator was aborted meanwhile."""
+        self.order()
+        self._group.forget(self)
+
+    def order(self) -> None:
+        """Have this thread's next launches come after it; the host does not wait. Raises as `conclude`."""
         # Work of an aborted communicator completes without an error, with partial data: `WorkNCCL::isCompleted` looks
         # for errors only while the communicator is not aborted.
         if self._group.is_aborted:
@@ -50,7 +55,6 @@ class NcclWork:
         # This raises NCCL's own errors, and does not block: it orders the work before the stream's next launches.
         # `is_success` is refused, and `exception` is deprecated.
         self._work.wait()
-        self._group.forget(self)
 
     def finish(self, *, until_s: float = math.inf) -> None:
         """Block until it is done, and conclude it. Raises TimeoutError at `until_s` (monotonic), else as `conclude`."""
@@ -75,7 +79,8 @@ class NcclGroup:
         self._process_group: Any = process_group
         self._store = store  # torch keeps no reference to a store that is written in Python
         self._lock = threading.Lock()
-        self._open: set[NcclWork] = set()
+        self._open: set[object] = set()
+        self._ordered: NcclWork | None = None
 
     @property
     def is_aborted(self) -> bool:
@@ -92,6 +97,26 @@ class NcclGroup:
         Raises RuntimeError or Interrupted.
         """
         return self._post(lambda group: group.allreduce([tensor], dist.AllreduceOptions()), tensor)
+
+    def sum_in_order(self, tensor: torch.Tensor) -> None:
+        """Sum over the members, in place, before this thread's next launches; the host does not wait.
+
+        Once these are done, all such sums were whole if the communicator was not aborted. Connects and raises as
+        `all_reduce`.
+        """
+        work = self.all_reduce(tensor)
+        work.order()
+        # The newest ends last. Torch's work holds the tensor, so to keep all would keep what each has summed.
+        with self._lock:
+            before, self._ordered = self._ordered, work
+            self._open.discard(before)
+
+    def expect(self, token: object) -> None:
+        """Count as open work, until `forget`, what a thread is about to post. Raises Interrupted once aborted."""
+        with self._lock:
+            if self.is_aborted:
+                raise Interrupted
+            self._open.add(token)
 
     def send(self, tensor: torch.Tensor) -> NcclWork:
         """Post a message from the first of two members to the second, after all earlier ones.
@@ -154,9 +179,15 @@ class NcclGroup:
         with self._lock:
             return self.is_aborted or bool(work.is_completed())
 
-    def forget(self, work: NcclWork) -> None:
+    def forget(self, work: object) -> None:
         with self._lock:
             self._open.discard(work)
+
+    def forget_ordered(self) -> None:
+        """Count no sum in a stream's order as open any more: the caller has waited for the device."""
+        with self._lock:
+            ordered, self._ordered = self._ordered, None
+            self._open.discard(ordered)
 
     def abort(self) -> None:
         """End its work on the GPU, as `abort_all` does."""
@@ -166,7 +197,7 @@ class NcclGroup:
         """Have all calls raise Interrupted from now on; return what is to be ended, or None if that was done before."""
         with self._lock:
             process_group, self._process_group = self._process_group, None
-            open_work, self._open = self._open, set()
+            open_work, self._open, self._ordered = self._open, set(), None
         return None if process_group is None else [process_group, self._store, open_work]
 
     def _end(self, held: list[Any]) -> None:

@@ -6,7 +6,8 @@ result depend on the plan.
 
 Of 8,192 tokens and 128,256 words the logits alone take 2 GB in bfloat16, and with their copies in float32 and their
 gradients 16 GB. `ChunkedLoss` has a chunk of tokens pass head and loss in both directions before the next one begins,
-so that only the gradients of the head's input and weight are kept (as in Hsu et al., "Liger Kernel", 2024).
+so that only the gradients of the head's input and weight are kept (as in Hsu et al., "Liger Kernel", 2024). Devices
+that share a head have the logits of their own words, and sum one number a token for each of them, and one more.
 """
 
 from __future__ import annotations
@@ -92,24 +93,72 @@ class _TrunkOutput(BaseModelOutput):
             raise AttributeError(name)
 
 
+@dataclass(frozen=True, slots=True)
+class VocabularyShare:
+    """The words of a head that one of the devices of a stage has."""
+
+    rank: int
+    degree: int
+    sum_up: Callable[[torch.Tensor], torch.Tensor]
+    """Sums a tensor over these devices, in place, and returns it."""
+
+
+def cast_by_autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as a linear layer takes it."""
+    kind = tensor.device.type
+    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
+
+
+class _SharedCrossEntropy(torch.autograd.Function):
+    """The sum of the cross entropies of tokens, from the logits [tokens, words] of this device's words alone."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, share: VocabularyShare) -> torch.Tensor:
+        words = logits.shape[1]
+        own = targets - share.rank * words
+        is_elsewhere = (own < 0) | (own >= words)
+        own = own.masked_fill(is_elsewhere, 0).unsqueeze(1)
+        # What each device knows of its words, and one of the target, in one sum.
+        known = logits.new_zeros(share.degree + 1, len(logits))
+        known[share.rank] = logits.logsumexp(1)
+        known[share.degree] = logits.gather(1, own).squeeze(1).masked_fill(is_elsewhere, 0.0)
+        share.sum_up(known)
+        total = known[:-1].logsumexp(0)
+        is_ignored = targets == IGNORED_LABEL
+        ctx.save_for_backward(logits, total, own, is_elsewhere, is_ignored)
+        return (total - known[-1]).masked_fill(is_ignored, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        logits, total, own, is_elsewhere, is_ignored = ctx.saved_tensors
+        of_logits = (logits - total.unsqueeze(1)).exp_()
+        of_logits.scatter_add_(1, own, is_elsewhere.to(logits.dtype).sub_(1.0).unsqueeze(1))
+        return of_logits.masked_fill_(is_ignored.unsqueeze(1), 0.0).mul_(gradients[0]), None, None
+
+
 class ChunkedLoss:
     """Computes the loss of a model whose code gives its head's logits to the standard loss, and to nothing else."""
 
-    def __init__(self, model: PreTrainedModel, head: nn.Linear, max_logits: int) -> None:
+    def __init__(self, model: PreTrainedModel, head: nn.Linear, max_logits: int, share: VocabularyShare | None) -> None:
         self._model: Any = model
         self._head: Any = head
-        self._chunk = max(1, max_logits // head.out_features)  # tokens
+        self._share = share
+        self._shared_forward = None if share is None else vars(head)["forward"]
+        self._chunk = max(1, max_logits // head.weight.shape[0])  # tokens
 
     @classmethod
-    def of(cls, model: nn.Module, *, max_logits: int) -> ChunkedLoss | None:
-        """Return that of a model with its head in place; None where it would not compute what the model does."""
+    def of(cls, model: nn.Module, *, max_logits: int, share: VocabularyShare | None = None) -> ChunkedLoss | None:
+        """Return that of a model with its head in place; None where it would not compute what the model does.
+
+        `share` says which words the head has; None for all.
+        """
         if not isinstance(model, PreTrainedModel) or model.base_model is model:
             return None
         head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         is_standard = model.loss_function in (ForCausalLMLoss, causal_lm_loss)
         if not is_standard or type(head) is not nn.Linear:
             return None
-        chunked = cls(model, head, max_logits)
+        chunked = cls(model, head, max_logits, share)
         return chunked if chunked._passes_logits_on() else None
 
     def is_watched(self) -> bool:
@@ -117,7 +166,7 @@ class ChunkedLoss:
         head: Any = self._head
         hooks = (head._forward_hooks, head._backward_hooks, head._backward_pre_hooks, self._model._forward_hooks)
         of_parameters = (parameter._backward_hooks for parameter in head.parameters())
-        return "forward" in vars(head) or any(hooks) or any(of_parameters)
+        return vars(head).get("forward") is not self._shared_forward or any(hooks) or any(of_parameters)
 
     def loss(self, batch: Batch, num_items: int, *, scale: float, **inputs: Any) -> torch.Tensor:
         """Return the sum of the token losses over `num_items`, as the model would.
@@ -139,7 +188,9 @@ class ChunkedLoss:
         return computed[0]
 
     def _by_chunks(self, hidden: torch.Tensor, labels: torch.Tensor, num_items: int, scale: float) -> torch.Tensor:
-        head, rows = self._head, hidden.reshape(-1, hidden.shape[-1])
+        head, share, rows = self._head, self._share, hidden.reshape(-1, hidden.shape[-1])
+        if share is not None:
+            rows = cast_by_autocast(rows)  # so that the gradient is summed in the short type
         targets = functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:].reshape(-1)
         trained = [each for each in (head.weight, head.bias) if each is not None and each.requires_grad]
         wanted = torch.is_grad_enabled() and (hidden.requires_grad or bool(trained))
@@ -152,7 +203,7 @@ class ChunkedLoss:
             logits = nn.Linear.forward(head, part)
             if logits.dtype != torch.float64:
                 logits = logits.float()
-            loss = functional.cross_entropy(logits, targets[chunk], ignore_index=IGNORED_LABEL, reduction="sum")
+            loss = self._loss_of(logits, targets[chunk])
             total = loss.detach() if total is None else total + loss.detach()
             if not wanted:
                 continue
@@ -170,8 +221,15 @@ class ChunkedLoss:
         total = total / num_items
         if not wanted:
             return total
-        of_hidden = None if of_rows is None else of_rows.view(hidden.shape)
+        if of_rows is not None and share is not None:
+            of_rows = share.sum_up(of_rows)
+        of_hidden = None if of_rows is None else of_rows.view(hidden.shape).to(hidden.dtype)
         return _Computed.apply(total, scale, [of_hidden, *sums], hidden, *trained)  # type: ignore[no-any-return,no-untyped-call]
+
+    def _loss_of(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if self._share is not None:
+            return _SharedCrossEntropy.apply(logits, targets, self._share)  # type: ignore[no-any-return,no-untyped-call]
+        return functional.cross_entropy(logits, targets, ignore_index=IGNORED_LABEL, reduction="sum")
 
     def _passes_logits_on(self) -> bool:
         """Try the model's code around its trunk: whether head and loss meet, and nothing comes between or after."""
@@ -230,6 +288,8 @@ class ChunkedLoss:
             del head.forward, model._loss_function
             if own is not None:
                 model._loss_function = own
+            if self._shared_forward is not None:
+                head.forward = self._shared_forward
 
 
 class _Computed(torch.autograd.Function):

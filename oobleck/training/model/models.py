@@ -78,6 +78,7 @@ class StageModel:
             self.model.loss_function = losses.causal_lm_loss
         self._max_logits = max_logits
         self._chunked: tuple[losses.ChunkedLoss | None] | None = None  # once it is known whether there is one
+        self._vocabulary_share: losses.VocabularyShare | None = None
         self._attention = attention
         if attention is not None:
             use_attention(self.model, attention)
@@ -165,6 +166,10 @@ class StageModel:
         for layer in self.layers:
             self._plug(self.structure.sites[layer], held)
         self._modules.put_in_place(self.chunks[0] if self.chunks else range(0))
+
+    def share_vocabulary(self, share: losses.VocabularyShare) -> None:
+        """Compute the standard loss from the logits of these words alone, which the head has from now on."""
+        self._vocabulary_share = share
 
     def initialize(self, layers: Iterable[int], *, seed: int) -> None:
         """Set the parameters of held layers to their initial values.
@@ -289,10 +294,11 @@ class StageModel:
     def _chunked_for(self, batch: Batch) -> losses.ChunkedLoss | None:
         """Return what computes a batch's loss by chunks of tokens; None where that is not needed, or not the same."""
         num_logits = batch.labels.numel() * (getattr(self.model.config, "vocab_size", None) or 0)
-        if num_logits <= self._max_logits or self.structure.loss_rule.is_mean:
+        share = self._vocabulary_share
+        if (share is None and num_logits <= self._max_logits) or self.structure.loss_rule.is_mean:
             return None
         if self._chunked is None:
-            self._chunked = (losses.ChunkedLoss.of(self.model, max_logits=self._max_logits),)
+            self._chunked = (losses.ChunkedLoss.of(self.model, max_logits=self._max_logits, share=share),)
         (chunked,) = self._chunked
         return None if chunked is None or chunked.is_watched() else chunked
 

@@ -2,8 +2,9 @@
 
 A transformers model's plan cuts its linear layers by columns or by rows. Between a layer cut by columns and the next
 one cut by rows, each device computes its share of the features. Before, all devices have the same values; after, their
-shares are summed (Shoeybi et al., "Megatron-LM", 2019, section 3). Modules that the plan cuts in other ways
-(embeddings, heads) stay whole on every device.
+shares are summed (Shoeybi et al., "Megatron-LM", 2019, section 3). Embedding and head are cut by words: a device looks
+up those that it has, and computes their logits, of which the standard loss needs no others (`losses.ChunkedLoss`).
+Modules that the plan cuts in other ways stay whole on every device.
 
 Sums are interruptible, unlike those of DTensor, whose group no worker can leave: when a pipeline breaks, the devices of
 a stage may notice it at different moments.
@@ -24,6 +25,7 @@ from torch.nn import functional
 
 from oobleck.errors import ConfigError
 
+from . import losses
 from .models import StageModel
 from .structure import ModelStructure
 
@@ -38,10 +40,13 @@ class Style(StrEnum):
     ROWS = "rowwise"
     SUMMED = "replicated_with_grad_allreduce"
     """Whole on every device, which uses it only for its own features, so that its gradients are summed."""
+    EMBEDDING = "embedding_rowwise"
+    HEAD = "colwise_gather_output"
 
 
-_WHOLE = ("colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep", "embedding_rowwise")
-"""Styles of modules that others see as whole, so that these plans can be ignored."""
+_WHOLE = (Style.HEAD, "colwise_rep", "rowwise_split_input", "rowwise_rep", Style.EMBEDDING)
+"""Styles of modules that others see as whole, so that these plans can be ignored; embedding and head have their own."""
+_CUT_BY_WORDS = (Style.EMBEDDING, Style.HEAD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +79,7 @@ def share_of(structure: ModelStructure, *, rank: int, degree: int) -> Share:
     """Cut a model by its own plan. Raises ConfigError if it has none, or cannot be divided by `degree`."""
     if structure.is_whole and degree > 1:
         raise ConfigError(f"tensor_parallel: {degree} devices cannot share a model that is kept whole; leave it out")
-    styles = _styles(structure) if degree > 1 else {}
+    styles = _styles(structure, degree) if degree > 1 else {}
     cut: dict[str, int] = {}
     summed: set[str] = set()
     for site in (site for layer in structure.sites for site in layer):
@@ -82,8 +87,10 @@ def share_of(structure: ModelStructure, *, rank: int, degree: int) -> Share:
         if style is Style.SUMMED:
             summed.add(site.parameter)
         # The bias of a layer cut by rows stays whole: it is added once, after the sum.
-        elif style is Style.COLUMNS or (style is Style.ROWS and site.attribute == "weight"):
-            cut[site.parameter] = 0 if style is Style.COLUMNS else 1
+        elif style is Style.COLUMNS or style in _CUT_BY_WORDS:
+            cut[site.parameter] = 0
+        elif style is Style.ROWS and site.attribute == "weight":
+            cut[site.parameter] = 1
     shapes = {name: _cut_shape(structure, name, cut.get(name), degree) for name in structure.shapes}
     _require_whole_heads(structure, degree)
     return Share(
@@ -112,6 +119,11 @@ def install(stage: StageModel, share: Share, sum_up: AllReduce) -> None:
                         inner.register_forward_pre_hook(entrances[parent].enter)
                     case Style.ROWS:
                         inner.forward = partial(_row_forward, inner, sum_up)
+                    case Style.EMBEDDING:
+                        inner.forward = partial(_embedding_forward, inner, share, sum_up)
+                    case Style.HEAD:
+                        inner.forward = partial(_head_forward, inner, share, sum_up)
+                        stage.share_vocabulary(losses.VocabularyShare(share.rank, share.degree, sum_up))
 
 
 def initialize_share(
@@ -154,6 +166,22 @@ class _Leave(torch.autograd.Function):
         return gradients[0], None
 
 
+class _Gather(torch.autograd.Function):
+    """Makes logits of all words from each device's own, and passes on these words' gradients, which all have."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, share: Share, sum_up: AllReduce) -> torch.Tensor:
+        width = logits.shape[-1]
+        ctx.words = slice(share.rank * width, (share.rank + 1) * width)
+        whole = logits.new_zeros(*logits.shape[:-1], share.degree * width)
+        whole[..., ctx.words] = logits
+        return sum_up(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradients[0][..., ctx.words], None, None
+
+
 class _Entrance:
     """Enters each input of a module's children cut by columns once, however many of them take it."""
 
@@ -167,15 +195,17 @@ class _Entrance:
         # Modules with a common input share the sum of its gradient, so a block has two sums forward and two backward,
         # as in Megatron.
         if self._entered is None or self._entered[0] is not hidden:
-            # Linear layers would cast their input themselves; a cast here has the gradient summed in the short type.
-            kind = hidden.device.type
-            cast = hidden.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else hidden
-            self._entered = hidden, _Enter.apply(cast, self._sum_up)  # type: ignore[no-untyped-call]
+            self._entered = hidden, _entered(hidden, self._sum_up)
         return (self._entered[1], *others)
 
     def leave(self, *_: object) -> None:
         # An input is kept for one call of the parent module only.
         self._entered = None
+
+
+def _entered(hidden: torch.Tensor, sum_up: AllReduce) -> torch.Tensor:
+    # Linear layers would cast their input themselves; a cast here has the gradient summed in the short type.
+    return _Enter.apply(losses.cast_by_autocast(hidden), sum_up)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _row_forward(module: Any, sum_up: AllReduce, hidden: torch.Tensor) -> torch.Tensor:
@@ -185,8 +215,26 @@ def _row_forward(module: Any, sum_up: AllReduce, hidden: torch.Tensor) -> torch.
     return output if module.bias is None else output + module.bias
 
 
-def _styles(structure: ModelStructure) -> dict[str, Style]:
-    """Read the style of every module that the model's plan does not leave whole."""
+def _embedding_forward(module: Any, share: Share, sum_up: AllReduce, ids: torch.Tensor) -> torch.Tensor:
+    """Look up tokens in an embedding cut by words."""
+    words = module.weight.shape[0]
+    own = ids - share.rank * words
+    is_elsewhere = (own < 0) | (own >= words)
+    padding = None if module.padding_idx is None else module.padding_idx - share.rank * words
+    found = functional.embedding(
+        own.masked_fill(is_elsewhere, 0), module.weight, padding if padding in range(words) else None
+    )
+    return _Leave.apply(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), sum_up)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _head_forward(module: Any, share: Share, sum_up: AllReduce, hidden: torch.Tensor) -> torch.Tensor:
+    """Return the logits of all words, for whatever but the standard loss takes them."""
+    logits = functional.linear(_entered(hidden, sum_up), module.weight, module.bias)
+    return _Gather.apply(logits, share, sum_up)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _styles(structure: ModelStructure, degree: int) -> dict[str, Style]:
+    """Choose the style of every module that is not left whole."""
     if structure.adapters is not None:
         raise _cannot(structure, "its plan does not cover adapters")
     if structure.hooks:
@@ -195,8 +243,12 @@ def _styles(structure: ModelStructure) -> dict[str, Style]:
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     patterns = [(re.compile(re.escape(glob).replace(r"\*", r"\d+")), style) for glob, style in plan.items()]
     found: dict[str, Style] = {}
+
+    def planned(name: str) -> str | None:
+        return next((style for pattern, style in patterns if pattern.fullmatch(name)), None)
+
     for name, module in model.named_modules():
-        style = next((style for pattern, style in patterns if pattern.fullmatch(name)), None)
+        style = planned(name)
         if style is None or style in _WHOLE:
             continue
         if style not in list(Style) or (style != Style.SUMMED and type(module) is not nn.Linear):
@@ -204,7 +256,26 @@ def _styles(structure: ModelStructure) -> dict[str, Style]:
         found[name] = Style(style)
     if not any(style is not Style.SUMMED for style in found.values()):
         raise _cannot(structure, "it has no plan for that")
-    return found
+    return found | _styles_of_words(structure, model, planned, degree)
+
+
+def _styles_of_words(
+    structure: ModelStructure, model: Any, planned: Callable[[str], str | None], degree: int
+) -> dict[str, Style]:
+    """Return whether embedding and head are cut by words. Both are, or neither, if they have one weight."""
+    names = {module: name for name, module in model.named_modules()}
+    weights = {site.module: site.parameter for layer in structure.sites for site in layer if site.attribute == "weight"}
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    found: dict[str, Style] = {}
+    if type(head) is nn.Linear and planned(names[head]) == Style.HEAD and head.out_features % degree == 0:
+        found[names[head]] = Style.HEAD
+    # Other classes scale what they look up, or do more.
+    is_plain = type(embedding) is nn.Embedding and embedding.max_norm is None
+    is_plain = is_plain and not (embedding.scale_grad_by_freq or embedding.sparse)
+    if is_plain and embedding.num_embeddings % degree == 0:
+        found[names[embedding]] = Style.EMBEDDING
+    of_both = {weights.get(names.get(each, "")) for each in (head, embedding)}
+    return {} if len(found) == 1 and len(of_both) == 1 else found
 
 
 def _cut_shape(structure: ModelStructure, name: str, dimension: int | None, degree: int) -> torch.Size:

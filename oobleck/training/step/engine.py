@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import NoReturn, assert_never
 
-import torch
-
 from oobleck.control import protocol, steps
 from oobleck.training.assembly import Assembly
 from oobleck.training.checkpoint import LayerSaver
-from oobleck.training.comm import DeviceWork, Group, GroupTable, PeerAgreements
+from oobleck.training.comm import DeviceWork, GroupTable, PeerAgreements, StageSums
 from oobleck.training.likeness import EpochThings
 from oobleck.training.model import Precision, Share, StageModel, install
 from oobleck.training.worker_log import WorkerLog
@@ -77,7 +74,7 @@ class Engine:
             compiles=job.compile,
             attention=job.attn_implementation,
         )
-        self._stage_sums = _StageSums(commit_state.is_pipeline_stopped)
+        self._stage_sums = StageSums(commit_state.is_pipeline_stopped)
         install(self._model, share, self._stage_sums)
         self._evaluator: Evaluator | None = None
         if assembly.validation is not None and job.eval_steps:
@@ -109,6 +106,7 @@ class Engine:
             waiter=groups.waiter,
             step_timer=self._step_timer,
             device_work=DeviceWork.on(groups.waiter.device),
+            stage_sums=self._stage_sums,
         )
         self._pipeline_rank: PipelineRank | None = None  # for a spare
         self._formed_s = 0.0
@@ -371,39 +369,11 @@ class Engine:
             is_initial=update.initial,
             sums=self._sections.sums if update.partial.microbatches else None,
         )
+        stage = None if seat is None else self._groups.find(seat.stage_key)
+        self._stage_sums.adopt(stage)
         # Reducers take the parameters of the layers that the model holds by now.
-        self._reducers.adopt(effect.committee)
+        self._reducers.adopt(effect.committee, stage)
         self._sections.adopt(self._reducers.in_force, sums)
         self._pipeline_rank = None
         if seat is not None:
             self._pipeline_rank = PipelineRank.of(seat, self._share, self._groups.find(seat.lane_key))
-        self._stage_sums.adopt(None if seat is None else self._groups.find(seat.stage_key))
-
-
-class _StageSums:
-    """Sums tensors over the devices that share a stage, in place, when the model's own modules call it."""
-
-    def __init__(self, interrupted: Callable[[], bool]) -> None:
-        """`interrupted` ends a wait for the other devices."""
-        self._group: Group | None = None
-        self._interrupted = interrupted
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum and return a tensor. Raises Interrupted or PeerLost."""
-        assert self._group is not None
-        self._group.all_reduce(tensor).wait(self._interrupted)
-        return tensor
-
-    def adopt(self, group: Group | None) -> None:
-        """Put a plan in force, with this group of the stage's devices; None if there is only one."""
-        self._group = group
-
-    @contextmanager
-    def within(self, group: Group | None, interrupted: Callable[[], bool]) -> Iterator[None]:
-        """Sum in another group within the block, until `interrupted`."""
-        before = self._group, self._interrupted
-        self._group, self._interrupted = group, interrupted
-        try:
-            yield
-        finally:
-            self._group, self._interrupted = before

@@ -11,7 +11,7 @@ from torch import nn
 
 from oobleck.control.steps import Committee, Interrupted, PeerLost
 from oobleck.planner import ExecutionPlan, WorkerId
-from oobleck.training.comm import LARGE_SUM, GroupKey, GroupTable, Reduction
+from oobleck.training.comm import LARGE_SUM, Group, GroupKey, GroupTable, Reduction
 from oobleck.training.model import ModelStructure, Share, StageModel
 
 # The neutral element of floating-point addition: -0.0 + -0.0 is -0.0, and -0.0 + x is x, also for 0.0. A gradient that
@@ -113,10 +113,19 @@ class GradientReducer:
     Buckets are posted in their order, by all workers, and waited for together.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], parameters: Mapping[str, nn.Parameter], groups: GroupTable) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        parameters: Mapping[str, nn.Parameter],
+        groups: GroupTable,
+        *,
+        stage: Group | None = None,
+    ) -> None:
+        """`stage` has the devices whose sums the gradients depend on; None if there is only one."""
         self.buckets = tuple(buckets)
         self.parameters = parameters
         self._groups = groups
+        self._stage = stage
         # Sums run in flat copies, so that an interrupted one leaves every worker's own gradients whole.
         self._flats: dict[int, torch.Tensor] = {}
         self._pending: list[Reduction] = []
@@ -129,6 +138,9 @@ class GradientReducer:
         assert not self._num_posted, "sums are under way"
         self._others = gradients
         self._post_before(len(self.buckets))
+        # Of what is not summed with others, nothing else tells whether the device has it, and has it right.
+        if self._stage is not None and (whole := self._stage.when_whole()) is not None:
+            self._pending.append(whole)
 
     def is_done(self) -> bool:
         """Return whether `finish` would not wait: all posted sums are complete, or one has failed."""
@@ -226,7 +238,7 @@ class GradientReducer:
                 continue
             flat = self._flats[index] = self._flatten(bucket, self._flats.get(index))
             try:
-                self._pending.append(self._groups[bucket.key].all_reduce(flat))
+                self._pending.append(self._groups[bucket.key].all_reduce(flat, stage=self._stage))
             except (PeerLost, Interrupted) as error:
                 # Not raised: this may run in a hook of the backward pass, whose own result is sound.
                 self._failure = error
@@ -288,9 +300,9 @@ class Reducers:
         self._groups = groups
         self._buckets: tuple[Committee, tuple[Bucket, ...]] | None = None  # of the newest committee
 
-    def adopt(self, committee: Committee | None) -> None:
-        """Put a plan in force, whose layers the model holds; None for a spare."""
-        self.in_force = None if committee is None else PlanReducer(committee, self._new(committee))
+    def adopt(self, committee: Committee | None, stage: Group | None) -> None:
+        """Put a plan in force, whose layers the model holds, with the devices of the stage; None for a spare."""
+        self.in_force = None if committee is None else PlanReducer(committee, self._new(committee, stage))
 
     def of(self, committee: Committee) -> GradientReducer:
         """Return the reducer of a committee: the one in force if it is the same, as that may have posted buckets."""
@@ -318,8 +330,8 @@ class Reducers:
             self._buckets = committee, buckets
         return self._buckets[1]
 
-    def _new(self, committee: Committee) -> GradientReducer:
-        return GradientReducer(self.buckets_of(committee), self._model.parameters, self._groups)
+    def _new(self, committee: Committee, stage: Group | None = None) -> GradientReducer:
+        return GradientReducer(self.buckets_of(committee), self._model.parameters, self._groups, stage=stage)
 
 
 def squared_norm(

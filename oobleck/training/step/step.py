@@ -12,7 +12,7 @@ import torch
 from oobleck.control.steps import FAILURES, CommitState, Compute
 from oobleck.job import JobSpec
 from oobleck.schedule import compile_schedule
-from oobleck.training.comm import DeviceWork, Waiter
+from oobleck.training.comm import DeviceWork, StageSums, Waiter
 from oobleck.training.data import Dataset
 from oobleck.training.model import StageModel, WeightGradients
 
@@ -38,6 +38,7 @@ class StepInFlight:
     step_timer: StepTimer
     device_work: DeviceWork | None
     """None where the host computes."""
+    stage_sums: StageSums
     reduced: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
     """The step's gradients, keyed by parameter, once they are summed over their owners."""
     _reader: BatchReader = field(init=False)
@@ -152,7 +153,8 @@ class StepInFlight:
         waited_s, longest_wait_s = self.waiter.waited_s - waited_s, self.waiter.take_longest_s()
         # The host has launched kernels that the GPU may not have computed: the timer counts until they are done.
         if self.device_work is not None:
-            self.waiter.call(self.device_work.mark(), self.commit_state.is_pipeline_stopped)
+            self.waiter.call(self.device_work.mark(), self.commit_state.is_pipeline_stopped, self.stage_sums.others)
+        self.stage_sums.conclude()
         ended_s = time.monotonic()
         # Whenever the GPU did not compute, it waited for others.
         if self.device_work is not None:

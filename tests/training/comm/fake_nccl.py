@@ -88,10 +88,13 @@ class FakeNccl:
             world.come.add(self._rank)
             world.changed.notify_all()
             assert world.changed.wait_for(lambda: len(world.come) == world.size, _PATIENCE_S), "a test's own hang"
-            work = FakeNcclWork(self, kind, tensors[0])
+            work = self._work(kind, tensors[0])
             self.works.append(work)
             world.settle()
             return work
+
+    def _work(self, kind: str, tensor: torch.Tensor) -> FakeNcclWork:
+        return FakeNcclWork(self, kind, tensor)
 
     def abort(self) -> None:
         """End the kernels of the communicator, if there is one."""

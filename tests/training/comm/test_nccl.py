@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import pytest
@@ -150,7 +153,7 @@ def test_a_fence_ends_all_that_spins_while_the_training_thread_is_stuck():
     """Without it, a thread that waits for the whole device waits for kernels that nobody aborts."""
     tables = [LinkedTable(worker_id) for worker_id in (A, B)]
     acquaint(tables)
-    keys = [GroupKey("reduce", 1, (A, B)), GroupKey("reduce", 2, (A, B)), GroupKey("stage", 1, (A, B))]
+    keys = [GroupKey(*key, (A, B)) for key in (("reduce", 1), ("reduce", 2), ("stage", 1), ("stage", 2))]
     fakes = {key: FakeNccl.join(2) for key in keys}
 
     def form(rank: int) -> None:
@@ -170,8 +173,10 @@ def test_a_fence_ends_all_that_spins_while_the_training_thread_is_stuck():
         groups.abort_fenced(is_pipeline_stopped=False)
         assert stuck[0].result()
         assert not mine[2].is_aborted, "a whole pipeline needs it, to finish its microbatches"
+        assert not mine[3].is_aborted
         groups.abort_fenced(is_pipeline_stopped=True)
         assert stuck[1].result()
+    until(lambda: mine[3].is_aborted)  # the training thread may be about to launch a sum that nobody would abort
     assert not mine[1].is_aborted, "nothing is open there: the next plan may keep it"
 
 
@@ -191,6 +196,148 @@ def test_a_reduction_that_is_interrupted_gives_up_all_its_groups():
     with pytest.raises(Interrupted):
         reducer.finish(lambda: True)
     until(lambda: all(mine.is_aborted for mine, _ in fakes))
+
+
+# --- sums that the host does not wait for ---------------------------------------------------------------------------
+
+
+class Event:
+    """The end of what a thread has launched so far, which a test brings about."""
+
+    def __init__(self) -> None:
+        self.has_come = threading.Event()
+
+    def synchronize(self) -> None:
+        assert self.has_come.wait(20)
+
+
+class Streams:
+    def __init__(self) -> None:
+        self.marks: list[Event] = []
+
+    def mark(self) -> Event:
+        self.marks.append(Event())
+        return self.marks[-1]
+
+    def outward(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+def stage_and_sum() -> tuple[Group, Group, Streams, tuple[FakeNccl, FakeNccl], tuple[FakeNccl, FakeNccl]]:
+    """One member's groups of a stage and of owners of gradients, and what carries the sums of both members."""
+    streams, groups, fakes = Streams(), [], []
+    for purpose in ("stage", "reduce"):
+        key = GroupKey(purpose, 1, (A, B))
+        mine, other = (Group(key, each, None, None, Waiter(), streams=streams) for each in (A, B))  # type: ignore[arg-type]
+        pair = FakeNccl.join(2)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda group, fake: group.use_nccl(nccl_of(group, fake), 10.0), (mine, other), pair))
+        groups.append(mine)
+        fakes.append(pair)
+    return groups[0], groups[1], streams, fakes[0], fakes[1]
+
+
+def test_the_host_goes_on_before_a_sum_in_order_is_there():
+    stage, _, _, (mine, other), _ = stage_and_sum()
+    parts = [torch.full((2,), float(number)) for number in range(3)]
+    for part in parts:
+        stage.sum_in_order(part, never)
+    assert mine.num_spinning == 3
+    assert stage.has_open_sums, "a fence has to end it"
+    assert stage.waiter.mark.begun == 0
+    for _ in parts:
+        other.allreduce([torch.ones(2)], None)
+    stage.conclude_in_order()
+    assert [part.tolist() for part in parts] == [[number + 1.0] * 2 for number in range(3)]
+    assert not stage.has_open_sums, "the next plan may keep it"
+
+
+def test_of_sums_in_order_only_the_newest_keeps_its_tensor():
+    stage, _, _, (mine, _), _ = stage_and_sum()
+    parts = [torch.ones(2) for _ in range(3)]
+    seen = [weakref.ref(part) for part in parts]
+    for part in parts:
+        stage.sum_in_order(part, never)
+    del part
+    mine.works.clear()
+    parts.clear()
+    gc.collect()
+    assert [ref() is None for ref in seen] == [True, True, False]
+
+
+def test_no_sum_in_order_that_was_aborted_passes_for_whole():
+    stage, _, _, _, _ = stage_and_sum()
+    stage.sum_in_order(torch.ones(2), never)
+    stage.abort()
+    with pytest.raises(Interrupted):
+        stage.sum_in_order(torch.ones(2), never)
+    with pytest.raises(Interrupted):
+        stage.conclude_in_order()
+
+
+def test_what_depends_on_a_stages_sums_is_summed_with_others_once_they_are_whole():
+    stage, owners, streams, (_, mate), (mine, other) = stage_and_sum()
+    flats = [torch.ones(2), torch.ones(2)]
+    num_posted = len(mine.works)
+    stage.sum_in_order(flats[0], never)
+    reductions = [owners.all_reduce(flat, stage=stage) for flat in flats]
+    assert len(streams.marks) == len(reductions)
+    streams.marks[1].has_come.set()
+    time.sleep(0.05)
+    assert len(mine.works) == num_posted, "in their order, and not before they are computed"
+    assert owners.has_open_sums, "a fence must find them"
+    mate.allreduce([torch.ones(2)], None)
+    streams.marks[0].has_come.set()
+    until(lambda: len(mine.works) == num_posted + 2)
+    for _ in flats:
+        other.allreduce([torch.full((2,), 5.0)], None)
+    for reduction in reductions:
+        reduction.wait(never)
+    assert [flat.tolist() for flat in flats] == [[7.0] * 2, [6.0] * 2]
+    assert not owners.has_open_sums
+
+
+@pytest.mark.parametrize("aborted", ["stage", "reduce"])
+def test_nothing_that_an_abort_may_have_harmed_is_summed_with_others(aborted: str):
+    stage, owners, streams, _, (mine, _) = stage_and_sum()
+    flat, num_posted = torch.ones(2), len(mine.works)
+    stage.sum_in_order(flat, never)
+    reduction, whole = owners.all_reduce(flat, stage=stage), stage.when_whole()
+    assert whole is not None
+    (stage if aborted == "stage" else owners).abort()
+    for mark in streams.marks:
+        mark.has_come.set()
+    with pytest.raises(Interrupted):
+        reduction.wait(never)
+    assert len(mine.works) == num_posted
+    if aborted == "stage":
+        with pytest.raises(Interrupted):
+            whole.wait(never)
+    else:
+        whole.wait(never)
+        assert not stage.is_harmed, "the stage's own sums are none of theirs"
+
+
+def test_a_section_is_whole_only_with_its_stages_sums():
+    """Its gradients may be those of this stage alone, so that no sum with others tells."""
+    stage, _, streams, _, _ = stage_and_sum()
+    alone = GroupKey("reduce", 1, (A,))
+    parameters = {"p": torch.nn.Parameter(torch.ones(2))}
+    reducer = GradientReducer([Bucket(key=alone, parameters=("p",))], parameters, {}, stage=stage)  # type: ignore[arg-type]
+    reducer.begin({"p": torch.ones(2)})
+    assert not reducer.is_done()
+    streams.marks[0].has_come.set()
+    until(reducer.is_done)
+    assert reducer.finish(never)["p"].tolist() == [1.0, 1.0]
+    reducer.begin({"p": torch.ones(2)})
+    reducer.abandon()
+    assert not stage.is_harmed, "a section is given back, and its pipeline goes on"
+    reducer.begin({"p": torch.ones(2)})
+    stage.abort()
+    for mark in streams.marks:
+        mark.has_come.set()
+    with pytest.raises(Interrupted):
+        reducer.finish(never)
 
 
 # --- the GIL -------------------------------------------------------------------------------------------------------

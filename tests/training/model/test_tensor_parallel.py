@@ -5,16 +5,21 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from oobleck.errors import ConfigError
+from oobleck.job import ModelSpec
 from oobleck.training.data.batches import IGNORED_LABEL, Batch
+from oobleck.training.model import losses
 from oobleck.training.model.models import StageModel
+from oobleck.training.model.structure import ModelStructure
 from oobleck.training.model.tensor_parallel import Share, initialize_share, install, share_of
 from oobleck.training.randomness import MicrobatchKey
-from tests.training.zoo import random_batch, structure_of, whole_stage
+from tests.training.model.test_chunked_loss import LargestTensor
+from tests.training.zoo import VOCAB_SIZE, random_batch, structure_of, whole_stage
 
 DEGREE = 2
 FAMILIES = ("llama", "llama-tied", "qwen3", "gpt_neox", "olmo2")
@@ -44,10 +49,12 @@ def gradients(stage: StageModel, batch: Batch | None = None) -> tuple[float, dic
     return float(loss.detach()), {name: p.grad for name, p in stage.parameters.items() if p.grad is not None}
 
 
-def shared_stage(family: str, rank: int, sums: Sums) -> tuple[Share, StageModel]:
-    whole = structure_of(family)
+def shared_stage(
+    family: str | ModelStructure, rank: int, sums: Sums, *, max_logits: int = losses.MAX_LOGITS
+) -> tuple[Share, StageModel]:
+    whole = structure_of(family) if isinstance(family, str) else family
     share = share_of(whole, rank=rank, degree=DEGREE)
-    stage = StageModel(share.structure, dtype=torch.float64, device="cpu")
+    stage = StageModel(share.structure, dtype=torch.float64, device="cpu", max_logits=max_logits)
     install(stage, share, sums)
     stage.adopt(0, whole.num_layers, {})
     initialize_share(stage, share, whole, range(whole.num_layers), seed=0)
@@ -94,6 +101,73 @@ def test_shares_of_gradients_are_those_of_the_whole_model(family: str) -> None:
         torch.testing.assert_close(total, expected[name], rtol=1e-9, atol=1e-12)
 
 
+WORDS = {
+    "llama": {"model.embed_tokens.weight", "lm_head.weight"},
+    "llama-tied": {"model.embed_tokens.weight"},
+    "gpt_neox": {"gpt_neox.embed_in.weight", "lm_head.weight"},
+}
+
+
+@pytest.mark.parametrize("family", WORDS)
+def test_embedding_and_head_are_cut_by_words(family: str) -> None:
+    whole = structure_of(family)
+    share = share_of(whole, rank=1, degree=DEGREE)
+    for name in WORDS[family]:
+        assert share.cut_dimensions[name] == 0
+        assert share.structure.shapes[name][0] == whole.shapes[name][0] // DEGREE
+
+
+def test_a_vocabulary_that_devices_cannot_divide_stays_whole() -> None:
+    spec = ModelSpec(type="llama", config={"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1})
+    structure = ModelStructure.from_spec(spec, vocab_size=37, sequence_length=8)
+    assert not WORDS["llama"] & share_of(structure, rank=0, degree=DEGREE).cut_dimensions.keys()
+
+
+def losses_of(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A script's own, which sees the logits of all words."""
+    of_words = outputs.logits.logsumexp(-1) - 0.5 * outputs.logits[..., 0]
+    return (of_words * (labels != IGNORED_LABEL)).sum() / num_items_in_batch
+
+
+@pytest.mark.parametrize("takes_logits", [False, True])
+@pytest.mark.parametrize("trains_head", [True, False])
+def test_whoever_takes_logits_the_numbers_are_those_of_one_device(*, takes_logits: bool, trains_head: bool) -> None:
+    """Ignored labels, several chunks of the loss, and a head that is not trained."""
+    whole = structure_of("llama")
+    if takes_logits:
+        whole = replace(whole, compute_loss=losses_of, has_tried_loss=True)
+    if not trains_head:
+        whole = replace(whole, frozen=whole.frozen | {"lm_head.weight"})
+    labels = random_batch(3).labels.clone()
+    labels[:, :7] = IGNORED_LABEL
+    batch = replace(random_batch(3), labels=labels)
+    loss, expected = gradients(whole_stage(whole, dtype=torch.float64), batch)
+    sums = Sums(DEGREE)
+    ranks = [shared_stage(whole, rank, sums, max_logits=200) for rank in range(DEGREE)]
+    with ThreadPoolExecutor(DEGREE) as pool:
+        results = list(pool.map(lambda rank: gradients(rank[1], batch), ranks))
+    for (share, _), (own_loss, found) in zip(ranks, results, strict=True):
+        assert own_loss == pytest.approx(loss, rel=1e-12)
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, share.part_of(name, expected[name]), rtol=1e-9, atol=1e-12)
+
+
+def test_no_device_has_the_logits_of_all_words() -> None:
+    whole = structure_of("llama")
+    num_logits = random_batch(3).labels.numel() * VOCAB_SIZE
+    sums = Sums(DEGREE)
+    ranks = [shared_stage(whole, rank, sums) for rank in range(DEGREE)]
+
+    def largest(rank: int) -> int:
+        with LargestTensor() as seen:
+            gradients(ranks[rank][1])
+        return seen.num_elements
+
+    with ThreadPoolExecutor(DEGREE) as pool:
+        assert max(pool.map(largest, range(DEGREE))) < num_logits
+
+
 def test_a_model_without_a_plan_says_so() -> None:
     with pytest.raises(ConfigError, match="tensor_parallel: gpt2"):
         share_of(structure_of("gpt2"), rank=0, degree=2)
@@ -109,9 +183,11 @@ class _Counted:
 
     def __init__(self) -> None:
         self.dtypes: list[torch.dtype] = []
+        self.sizes: list[int] = []
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         self.dtypes.append(tensor.dtype)
+        self.sizes.append(tensor.numel())
         return tensor
 
 
@@ -133,7 +209,12 @@ def test_a_block_sums_twice_forward_and_twice_backward_in_the_type_it_computes_i
     initialize_share(stage, share, whole, range(whole.num_layers), seed=0)
     batch = random_batch(3)
     loss = stage.forward(batch, None, num_items=batch.num_items, key=MicrobatchKey(seed=0, step=1, microbatch=0))
-    assert sums.dtypes == [torch.bfloat16] * 2 * whole.num_blocks
+    # Before the blocks what the tokens have looked up; after them the loss, and the gradient of the head's input.
+    of_words = [torch.float32, *[torch.bfloat16] * 2 * whole.num_blocks, torch.float32, torch.bfloat16]
+    assert sums.dtypes == of_words
     loss.backward()
     again = whole.num_blocks if recomputes else 0  # torch stops when it has what is needed, before a block's last sum
-    assert sums.dtypes == [torch.bfloat16] * (4 * whole.num_blocks + again)
+    assert sums.dtypes == of_words + [torch.bfloat16] * (2 * whole.num_blocks + again)
+    num_tokens = batch.labels.numel()
+    assert sums.sizes[-1 - 2 * whole.num_blocks - again] == num_tokens * whole.hidden_size
+    assert sums.sizes[len(of_words) - 2] == num_tokens * (DEGREE + 1), "of logits, what the loss takes of them"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import cast
@@ -12,17 +12,19 @@ import pytest
 import torch
 
 from oobleck.control.protocol import Fence
-from oobleck.control.steps import Compute, Interrupted
+from oobleck.control.steps import Compute, GroupKey, Interrupted
 from oobleck.planner import WorkerId
 from oobleck.schedule import ScheduleKind
 from oobleck.training.comm.group import Group
+from oobleck.training.comm.nccl import NcclGroup
 from oobleck.training.model.models import StageModel
 from oobleck.training.model.tensor_parallel import initialize_share, install, share_of
 from oobleck.training.step.reduction import GradientReducer
 from oobleck.training.step.step_work import PipelineRank
+from tests.training.comm.fake_nccl import FakeNccl, FakeNcclWork
 from tests.training.comm.test_edges import Pipeline as LinkedPipeline
 from tests.training.fake_cuda import FakeCuda
-from tests.training.step.test_step import ME, OneWorker, Wire
+from tests.training.step.test_step import ME, Device, OneWorker, Wire
 from tests.training.zoo import gradients_of, run_pipeline, state_of, structure_of, whole_stage
 
 pytestmark = pytest.mark.usefixtures("backward_on")
@@ -71,6 +73,89 @@ def test_a_backward_pass_whose_sum_between_devices_is_interrupted_ends_the_progr
         worker.step.execute(rank, Compute(1, (0,)), cast("GradientReducer", None))
     assert len(summed) == 2 * whole.num_blocks + 1
     assert wire.num_aborts == 1
+
+
+class _InOrder(FakeNccl):
+    """The host is its own device: what comes after a sum in a stream's order begins when the sum is there."""
+
+    num_polls = 0
+
+    def _work(self, kind: str, tensor: torch.Tensor) -> FakeNcclWork:
+        return _InOrderWork(self, kind, tensor)
+
+
+class _InOrderWork(FakeNcclWork):
+    _group: _InOrder
+
+    def is_completed(self) -> bool:
+        self._group.num_polls += 1
+        return super().is_completed()
+
+    def wait(self) -> bool:
+        with self._group.world.changed:
+            assert self._group.world.changed.wait_for(lambda: self.has_ended, 20)
+        return super().wait()
+
+
+class _Ending(Device):
+    """Something happens once all has been launched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_mark: Callable[[], None] = lambda: None
+
+    def mark(self) -> Callable[[], None]:
+        self.on_mark()
+        return super().mark()
+
+
+@pytest.mark.parametrize("ends", ["well", "aborted", "aborted at last"])
+def test_the_host_waits_for_no_sum_of_a_stage_in_a_step(ends: str) -> None:
+    """It polls none, in forward and backward passes. If one is aborted, the step is not computed, whenever that was."""
+    degree, whole = 2, structure_of("llama")
+    members = tuple(WorkerId(node="a", device=device) for device in range(degree))
+    key, fakes = GroupKey("stage", 1, members), _InOrder.join(degree)
+    alone = OneWorker(None, whole_stage(whole))
+    alone.run()
+
+    def computed(rank: int) -> OneWorker:
+        share = share_of(whole, rank=rank, degree=degree)
+        model = StageModel(share.structure, dtype=torch.float32, device="cpu")
+        device = _Ending() if ends == "aborted at last" else None
+        worker = OneWorker(device, model)
+        group = Group(key, members[rank], None, None, worker.waiter)  # type: ignore[arg-type]
+        group.use_nccl(NcclGroup(key.name, members[rank], model.device, fakes[rank], None), 10.0)  # type: ignore[arg-type]
+        install(model, share, worker.step.stage_sums)
+        worker.step.stage_sums.adopt(group)
+        model.adopt(0, whole.num_layers, {})
+        initialize_share(model, share, whole, range(whole.num_layers), seed=0)
+        fakes[rank].num_polls = 0
+        rank_in = PipelineRank(
+            stage=0, num_stages=1, group=None, rank=rank, degree=degree, schedule=ScheduleKind.ONE_F_ONE_B
+        )
+        if ends == "aborted":
+            # While the last pass runs, as a fence does that stops the pipeline.
+            first = next(iter(model.parameters.values()))
+            first.register_post_accumulate_grad_hook(lambda _: group.abort())  # type: ignore[no-untyped-call]
+        if device is not None:
+            device.on_mark = group.abort
+        worker.step.execute(rank_in, Compute(1, (0, 1)), cast("GradientReducer", None))
+        return worker
+
+    with ThreadPoolExecutor(degree) as pool:
+        running = [pool.submit(computed, rank) for rank in range(degree)]
+        if ends != "well":
+            for each in running:
+                with pytest.raises(Interrupted):
+                    each.result(60)
+            return
+        workers = [each.result(60) for each in running]
+    num_sums = 2 * (4 * whole.num_blocks + 3)  # of two microbatches: four a block, and three of words
+    for worker, fake in zip(workers, fakes, strict=True):
+        assert worker.waiter.mark.begun == 0
+        assert fake.num_polls == 0
+        assert len(fake.works) == 2 + num_sums, "after those that connect"
+        assert worker.step.work.loss_and(None)[0] == pytest.approx(alone.step.work.loss_and(None)[0], rel=1e-5)
 
 
 ENDS = {1: (0, 3), 2: (0, 1, 3, 4)}

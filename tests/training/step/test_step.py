@@ -25,6 +25,7 @@ from oobleck.schedule import ScheduleKind
 from oobleck.training.comm.devices import DeviceWork
 from oobleck.training.comm.group import Group
 from oobleck.training.comm.inbox import Inbox
+from oobleck.training.comm.stage_sums import StageSums
 from oobleck.training.comm.staging import Pending
 from oobleck.training.comm.waiter import Waiter
 from oobleck.training.data.data import Dataset
@@ -147,6 +148,7 @@ class OneWorker:
             waiter=self.waiter,
             step_timer=self.timer,
             device_work=device,
+            stage_sums=StageSums(self.commit_state.is_pipeline_stopped),
         )
         self.step.begin(1, scale=1.0)
 
