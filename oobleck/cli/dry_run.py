@@ -61,7 +61,8 @@ def dry_run(
         kinds, times = _several_kinds(job, [first, *others], find_outline, num_local=num_local)
     else:
         kinds, times = _one_kind(job, base_dir, first, find_outline, num_local=num_local)
-    planner = planner_for(job, kinds, {node: shape.kind for node, shape in shapes.items()})
+    domains = {spec.name: spec.domain for spec in source.specs if spec.domain}
+    planner = planner_for(job, kinds, {node: shape.kind for node, shape in shapes.items()}, domain_of=domains)
     ordered = planner.best_first(list(shapes))
     target = first_target(job, planner, ordered)
     resting = frozenset(ordered[target.num_nodes :])

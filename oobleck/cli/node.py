@@ -34,6 +34,8 @@ def node(
     node, and this process ends once the node has left.
     """
     line = line or _this_machine()
+    if " domain=" not in line and (domain := _domain()):
+        line += f" domain={domain}"
     if len(parse_hostfile(line, source="LINE")) != 1:
         raise UsageError(f"{line!r} must name one host")
 
@@ -54,6 +56,14 @@ def _this_machine() -> str:
     slots = f" slots={num_devices}" if num_devices.isdecimal() and int(num_devices) else ""
     device = os.environ.get("OOBLECK_DEVICE", "")
     return name + slots + (f" device={device}" if device else "")
+
+
+def _domain() -> str:
+    """Return what the scheduler says of the rack or zone that this machine is in; nothing if it does not say."""
+    # Slurm's topology plugins name the switches or blocks above a node, and the node last (srun(1)).
+    above = os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")[:-1]
+    switches = os.environ.get("SLURM_TOPOLOGY_ADDR", "").split(".", len(above))[: len(above)]
+    return os.environ.get("OOBLECK_DOMAIN", "") or ".".join(switches)
 
 
 def keys(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from oobleck.errors import UsageError
+from oobleck.job import MAX_NODES
 
 from . import inputs
 from .common_options import JsonOption
@@ -36,6 +37,12 @@ class PlanOptions:
         "PERCENT",
         "Have f + 1 pipelines only if a step is at most so much longer.",
         parser=inputs.real(0.0, 1e6),
+    )
+    domains: int | None = option(
+        "--domains",
+        "N",
+        "Failure domains (racks) of equally many nodes, which f counts.",
+        parser=inputs.whole(1, MAX_NODES),
     )
     change_interval: float = option(
         "--change-interval",
@@ -103,7 +110,13 @@ def _report(options: PlanOptions, counts: int | tuple[inputs.KindCount, ...]) ->
     )
     prices = options.prices
     return make_report(
-        Planner(kinds, settings, kind_of, make_cutter=make_cutter(kind, planning.chunks)),
+        Planner(
+            kinds,
+            settings,
+            kind_of,
+            domain_of=dict(zip(names, inputs.racks(len(names), options.domains), strict=False)),
+            make_cutter=make_cutter(kind, planning.chunks),
+        ),
         names,
         global_batch_size=batch,
         kind=kind,

@@ -336,7 +336,13 @@ def _repeated(
         raise UsageError(f"--repeat: {error}") from None
     traces = []
     for seed in range(1, options.repeat):
-        drawn = generate(model, num_nodes=len(trace.nodes), duration_s=trace.duration_s, seed=seed)
+        drawn = generate(
+            model,
+            num_nodes=len(trace.nodes),
+            duration_s=trace.duration_s,
+            seed=seed,
+            domains=[trace.domains.get(node, "") for node in trace.nodes] if trace.domains else (),
+        )
         kinds = {node: trace.kinds[old] for node, old in zip(drawn.nodes, trace.nodes, strict=True) if trace.kinds}
         traces.append(with_spares(replace(drawn, kinds=kinds), options.spares, activation_s=options.spare_start))
     return [

@@ -14,7 +14,7 @@ from oobleck.json_table import to_json
 from oobleck.runtime.files import MAX_DATA_BYTES, read_input
 
 from .common_options import JsonOption
-from .inputs import MAX_SEED, duration_s, real, whole
+from .inputs import MAX_SEED, duration_s, racks, real, whole
 from .option_fields import argument, flag, option, takes_options
 from .pictures import write_output
 
@@ -46,6 +46,12 @@ class GenerateOptions:
         "--weibull-shape", "K", "Shape of lifetimes; below 1, losses come in clusters.", parser=real(0.1, 10)
     )
     batches: str | None = option("--batches", "SIZE:WEIGHT,…", "Nodes lost at once, such as 1:39,2:13,3:15.")
+    domains: int | None = option(
+        "--domains", "N", "Failure domains (racks) of equally many nodes: rack0, rack1, …", parser=whole(1, MAX_NODES)
+    )
+    domain_losses: float | None = option(
+        "--domain-losses", "PERCENT", "Share of losses that take a whole domain at once.", parser=real(0, 100)
+    )
     repair: float | None = option("--repair", "TIME", "Time after which a lost node is back.", parser=duration_s)
     no_repair: bool = flag("--no-repair", "Lost nodes never come back.")
     notice: float | None = option("--notice", "TIME", "Announce losses this long in advance.", parser=duration_s)
@@ -68,11 +74,19 @@ def generate_trace(options: GenerateOptions) -> None:
 
     if options.duration <= 0:
         raise UsageError("--duration is 0; it must be longer")
+    if options.domain_losses is not None and options.domains is None:
+        raise UsageError("--domain-losses needs domains; give --domains N")
     if options.repair is not None and options.no_repair:
         raise UsageError("--repair and --no-repair were both given; leave one out")
     try:  # no file is involved, so whatever is wrong came from the command line
         model = _changed(_model(options), options)
-        trace = generate(model, num_nodes=options.nodes, duration_s=options.duration, seed=options.to.seed)
+        trace = generate(
+            model,
+            num_nodes=options.nodes,
+            duration_s=options.duration,
+            seed=options.to.seed,
+            domains=racks(options.nodes, options.domains),
+        )
     except ConfigError as error:
         raise UsageError(str(error)) from error
     _write(trace, options.to.output)
@@ -171,6 +185,8 @@ def _changed(model: FailureModel, options: GenerateOptions) -> FailureModel:
         model = replace(model, shape=options.shape)
     if options.batches is not None:
         model = replace(model, batches=_batches(options.batches))
+    if options.domain_losses is not None:
+        model = replace(model, domain_share=options.domain_losses / 100)
     if options.repair is not None:
         model = replace(model, repairs=((1.0, max(options.repair, 1e-9)),))
     if options.no_repair:

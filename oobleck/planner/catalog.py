@@ -145,6 +145,13 @@ class Catalog(ABC):
     def best_step_s(self, total: Counts, fewest: int, most: int) -> float:
         """Return the seconds of the best step of `fewest` to `most` pipelines."""
 
+    @abstractmethod
+    def best_for(self, nodes: Counts, total: Counts, number: int | None = None) -> tuple[Counts, ...] | None:
+        """Return the best pipelines of some of `total` nodes, for their share of the batch, or the best `number`.
+
+        Returns None if they cannot form so many, or any.
+        """
+
     def needed(self, template: PipelineTemplate) -> tuple[Holding, ...]:
         """Return the layers that each node of a pipeline has to hold."""
         if id(template) not in self._needed:

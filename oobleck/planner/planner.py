@@ -16,7 +16,7 @@ from . import tensor_parallel as groups
 from .catalog import Catalog
 from .formatting import counted
 from .profiles import Profile
-from .reconfiguration import Changes, Propose, reconfigure
+from .reconfiguration import Changes, Domains, Propose, lack_of_domains, lacking, reconfigure
 from .values import Cutter, Decision, NodeKind, PlannerSettings
 
 
@@ -29,6 +29,7 @@ class Planner:
         settings: PlannerSettings,
         kind_of: Mapping[str, str] | None = None,
         *,
+        domain_of: Mapping[str, str] | None = None,
         tensor_parallel: int = 1,
         make_cutter: Callable[[Profile], Cutter] | None = None,
         mixes: bool = True,
@@ -37,14 +38,23 @@ class Planner:
 
         With several kinds, `kind_of` names the kind of each node and may grow; stages have one device and one chunk;
         `mixes=False` keeps each pipeline to one kind. With one kind, each `tensor_parallel` devices hold the same
-        layers, and `make_cutter`, called with the planner's profile, cuts pipelines into chunks. Raises PlanningError.
+        layers, and `make_cutter`, called with the planner's profile, cuts pipelines into chunks. `domain_of` names the
+        failure domain of nodes, and may grow: f counts domains, and a node that it leaves out is one by itself. Raises
+        PlanningError.
         """
         if isinstance(kinds, Profile):
             kinds = [NodeKind(name=kinds.device.name, profile=kinds, devices_per_node=settings.devices_per_node)]
         self.kinds, self.settings, self._degree = tuple(kinds), settings, tensor_parallel
         self._remade = partial(
-            Planner, self.kinds, kind_of=kind_of, tensor_parallel=tensor_parallel, make_cutter=make_cutter
+            Planner,
+            self.kinds,
+            kind_of=kind_of,
+            domain_of=domain_of,
+            tensor_parallel=tensor_parallel,
+            make_cutter=make_cutter,
         )
+        self._domain_of = {} if domain_of is None else domain_of
+        self._domains = Domains(self._domain_of, settings.fault_threshold)
         self._profiles: tuple[Profile, ...]
         self._catalog: Catalog
         self._propose: Propose
@@ -88,6 +98,10 @@ class Planner:
         """Return the name of a node's kind. Raises PlanningError where it has none, or one without a profile."""
         return self.kinds[self._catalog.kind(node)].name
 
+    def domain_of(self, node: str) -> str:
+        """Return the name of a node's failure domain; empty where it is one by itself."""
+        return self._domain_of.get(node, "")
+
     def profile_of(self, node: str) -> Profile:
         """Return the profile of a node's kind, with the network that all kinds share."""
         return self._profiles[self._catalog.kind(node)]
@@ -97,8 +111,9 @@ class Planner:
         return bool(self._catalog.timings(self._catalog.count(nodes)))
 
     def best_first(self, nodes: Sequence[str]) -> list[str]:
-        """Return the nodes, the fastest kinds first: the order in which a plan for fewer nodes takes them."""
-        return sorted(nodes, key=lambda node: self._ranks[self._catalog.kind(node)])
+        """Return the nodes, the fastest kinds first, of all domains in turn: a plan for fewer nodes takes the first."""
+        ordered = self._domains.in_turn(nodes) if self._domains else nodes
+        return sorted(ordered, key=lambda node: self._ranks[self._catalog.kind(node)])
 
     def fewest_nodes(self, nodes: Sequence[str]) -> int:
         """Return how many of the first nodes hold as many copies of the model as the settings ask for.
@@ -138,10 +153,10 @@ class Planner:
             if best is None or (len(plan.pipelines) >= len(best[0].pipelines) and step_s < best[1]):
                 best = plan, step_s
         assert best is not None, "all nodes were tried"
-        plan, step_s = self._fit_to_slow(best[0], speeds) or best
+        plan, step_s = self._fit(best[0], speeds) or best
         plan = self._catalog.cut_plan(plan)
         step_s = self._catalog.predicted_step_s(plan, step_s, speeds)
-        redundant = len(plan.pipelines) > self.settings.fault_threshold
+        redundant = not lacking(self._catalog, self._domains, plan)
         return Decision(
             plan=groups.expand_plan(plan, self._degree),
             action="start",
@@ -183,6 +198,7 @@ class Planner:
             resting=resting,
             speeds=_speeds_of(slow),
             held=None if held is None else groups.contract_held(held, self._degree),
+            domains=self._domains,
         )
         decision = reconfigure(self._catalog, self._propose, groups.contract_plan(plan, self._degree), changes)
         return replace(
@@ -245,7 +261,11 @@ class Planner:
         """Return the best plan for the chosen nodes, and the seconds of its step; nodes not used become spares."""
         total = self._catalog.count(chosen)
         forms, num_microbatches = self._catalog.start(total, is_slowed=bool(speeds))
-        waiting = [iter(alike) for alike in self._catalog.by_kind(chosen)]
+        by_kind = self._catalog.by_kind(chosen)
+        if self._domains and not speeds:
+            numbers = [sum(form.kinds.count(kind) for form in forms) for kind in range(len(by_kind))]
+            by_kind = [self._domains.together(*each) for each in zip(by_kind, numbers, strict=True)]
+        waiting = [iter(alike) for alike in by_kind]
         nodes = [tuple(next(waiting[kind]) for kind in form.kinds) for form in forms]
         used = {node for each in nodes for node in each}
         spares = tuple(node for node in ordered if node not in used)
@@ -258,10 +278,14 @@ class Planner:
         bound_s = self._catalog.best(total)[1]  # predictions are bounds throughout
         return ExecutionPlan(pipelines=pipelines, spares=spares), bound_s
 
-    def _fit_to_slow(self, plan: ExecutionPlan, speeds: Mapping[str, float]) -> tuple[ExecutionPlan, float] | None:
-        """Return what the plan would become if no layer had to move, and its step; None where no node is slow."""
+    def _fit(self, plan: ExecutionPlan, speeds: Mapping[str, float]) -> tuple[ExecutionPlan, float] | None:
+        """Return what the plan would become if no layer had to move, and its step.
+
+        Returns None where no node is slow, and the copies of all layers lie in enough domains.
+        """
         nodes = (*plan.nodes, *plan.spares)
-        if all(speeds.get(node, 1.0) == 1.0 for node in nodes):
+        is_spread = not self._domains or not lacking(self._catalog, self._domains, plan)
+        if is_spread and all(speeds.get(node, 1.0) == 1.0 for node in nodes):
             return None
         everything, devices = frozenset(range(plan.num_layers)), range(self._catalog.most_devices)
         changes = Changes(
@@ -271,6 +295,7 @@ class Planner:
             resting=(),
             speeds=speeds,
             held={WorkerId(node, device): everything for node in nodes for device in devices},
+            domains=self._domains,
         )
         decision = reconfigure(self._catalog, self._propose, plan, changes)
         return decision.plan, decision.predicted_step_s
@@ -281,9 +306,13 @@ class Planner:
         reason += f"{counted(len(plan.pipelines), 'pipeline')} ({self._sizes(plan)})"
         if plan.spares:
             reason += f", {counted(len(plan.spares), 'spare')} left"
-        if not redundant:
-            threshold = self.settings.fault_threshold
+        threshold = self.settings.fault_threshold
+        if len(plan.pipelines) <= threshold:
             reason += f"; f = {threshold} asks for {threshold + 1}"
+        elif not redundant:
+            reason += f"; {lack_of_domains(threshold)}"
+        elif self._domains:
+            reason += f"; the copies of each layer lie in {threshold + 1} failure domains or more"
         return reason
 
     def _sizes(self, plan: ExecutionPlan) -> str:

@@ -47,7 +47,7 @@ def what_if_lost(planner: Planner, plan: ExecutionPlan, num_lost: int, *, max_ca
 
     O(nodes of the distinct templates) decisions for one, and O(the square of that) for two.
     """
-    groups = _groups(plan, planner.kind_of)
+    groups = _groups(plan, lambda node: (planner.kind_of(node), planner.domain_of(node)))
     kinds = list(_singles(groups) if num_lost == 1 else _pairs(groups))
     wanted = min(len(kinds), max_cases)
     cases = []
@@ -85,13 +85,13 @@ _Case = tuple[tuple[str, ...], int]
 _Group = list[tuple[str, ...]]
 
 
-def _groups(plan: ExecutionPlan, kind_of: Callable[[str], str]) -> list[_Group]:
+def _groups(plan: ExecutionPlan, likeness: Callable[[str], object]) -> list[_Group]:
     # Losing either of two nodes at the same place of like pipelines leads to the same plan but for names.
     groups: dict[object, _Group] = defaultdict(list)
     for pipeline in plan.pipelines:
-        groups[pipeline.template.stages, tuple(map(kind_of, pipeline.nodes))].append(pipeline.nodes)
+        groups[pipeline.template.stages, tuple(map(likeness, pipeline.nodes))].append(pipeline.nodes)
     for node in plan.spares:
-        groups[kind_of(node)].append((node,))
+        groups[likeness(node)].append((node,))
     return list(groups.values())
 
 

@@ -30,11 +30,13 @@ class Nodes:
         with (self._directory / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stderr=log)
 
-    def power_off(self, name: str) -> None:
-        """Kill all that is on a node."""
-        self._processes[name].kill()
-        self._runner.signal(name)
-        self._processes[name].wait()
+    def power_off(self, *names: str) -> None:
+        """Kill all that is on some nodes, whose connections end at once."""
+        for name in names:
+            self._processes[name].kill()
+        for name in names:
+            self._runner.signal(name)
+            self._processes[name].wait()
 
     def give_notice(self, name: str) -> None:
         self._processes[name].send_signal(signal.SIGTERM)

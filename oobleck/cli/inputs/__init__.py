@@ -20,7 +20,7 @@ from .options import (
     ReachOptions,
     parse_schedule_name,
 )
-from .values import did_you_mean, duration_s, parse_scaling, real, whole, with_save_every
+from .values import did_you_mean, duration_s, parse_scaling, racks, real, whole, with_save_every
 
 __all__ = [
     "MAX_SEED",
@@ -53,6 +53,7 @@ __all__ = [
     "parse_profiles",
     "parse_scaling",
     "parse_schedule_name",
+    "racks",
     "read_job",
     "read_source",
     "read_variables",

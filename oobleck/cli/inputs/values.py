@@ -131,3 +131,15 @@ def _deadline_s(text: str, now: datetime | None) -> float:
         raise UsageError(
             f"--scaling: {text!r} is neither a duration (90m, 2h) nor a time (2026-12-01T18:00)"
         ) from error
+
+
+def racks(num_nodes: int, num_domains: int | None) -> list[str]:
+    """Return the failure domain of each node: `num_domains` of about equally many neighbours; none without a number.
+
+    Raises UsageError.
+    """
+    if num_domains is None:
+        return []
+    if num_domains > num_nodes:
+        raise UsageError(f"--domains is {num_domains}, and there are {num_nodes} nodes; a domain has at least one")
+    return [f"rack{number * num_domains // num_nodes}" for number in range(num_nodes)]

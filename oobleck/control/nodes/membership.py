@@ -118,6 +118,7 @@ class Membership:
         self._heard_s: dict[str, float] = {}
         self.machines = Machines()
         self._kinds: dict[str, str] = {}
+        self._domains: dict[str, str] = {}
         # What follows from the members is remembered until one of them changes: thousands of them, asked for often.
         self._counting: dict[str, frozenset[int] | None] = {}
         self._clock_offsets_s: dict[str, float] = {}
@@ -152,6 +153,9 @@ class Membership:
         spec = member.spec
         self._heard_s[spec.name] = 0.0
         self._kinds[spec.name] = spec.kind
+        self._domains.pop(spec.name, None)
+        if spec.domain:
+            self._domains[spec.name] = spec.domain
         self._put(member)
         self.machines.put(spec, member.hello)
 
@@ -316,6 +320,11 @@ class Membership:
     def kinds(self) -> Mapping[str, str]:
         """The kind of every node that ever was in the job."""
         return self._kinds
+
+    @property
+    def domains(self) -> Mapping[str, str]:
+        """The failure domains that are named, by node."""
+        return self._domains
 
     @property
     def clock_offsets_s(self) -> Mapping[str, float]:

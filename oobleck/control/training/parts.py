@@ -51,7 +51,7 @@ class Parts:
         sharding = self.sharding = Sharding(job, progress, worker_ids=lambda: self.reconfiguration.training_places())
         saving = self.saving = Saving(job, members, run=run, reads_to_the_end=sharding.has_read_all)
         scaling = self.scaling = Scaling(job, members, progress)
-        make_planner = partial(planner_for, job, kind_of=members.kinds)
+        make_planner = partial(planner_for, job, kind_of=members.kinds, domain_of=members.domains)
         replanning = self.replanning = Replanning(members, progress, scaling, sharding, make_planner)
         decider = Decider(members, lifecycle, progress, saving, restoring, replanning)
         history = PlanHistory(max_steps=job.max_steps)

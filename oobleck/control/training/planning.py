@@ -14,10 +14,17 @@ if TYPE_CHECKING:
     from oobleck.planner import Planner
 
 
-def planner_for(job: JobSpec, kinds: Sequence[NodeKind], kind_of: Mapping[str, str] | None = None) -> Planner:
+def planner_for(
+    job: JobSpec,
+    kinds: Sequence[NodeKind],
+    kind_of: Mapping[str, str] | None = None,
+    *,
+    domain_of: Mapping[str, str] | None = None,
+) -> Planner:
     """Return a planner for a job's settings, and for nodes of one kind or of several. Raises PlanningError.
 
-    `kind_of` names each node's kind if there are several, and may grow. The first call of a process loads numpy.
+    `kind_of` names each node's kind if there are several, `domain_of` the failure domains that are known; both may
+    grow. The first call of a process loads numpy.
     """
     # At the module's top, these would load numpy before a new master looks for its nodes.
     from oobleck.planner import Planner
@@ -35,7 +42,9 @@ def planner_for(job: JobSpec, kinds: Sequence[NodeKind], kind_of: Mapping[str, s
     # The planner takes the first of equally fast plans, which must not depend on which profile was known first.
     by_name = sorted(kinds, key=lambda kind: kind.name)
     cutter = make_cutter(fixed_schedule(job), job.num_chunks)
-    return Planner(by_name, settings, kind_of, tensor_parallel=job.tensor_parallel, make_cutter=cutter)
+    return Planner(
+        by_name, settings, kind_of, domain_of=domain_of, tensor_parallel=job.tensor_parallel, make_cutter=cutter
+    )
 
 
 def check_possible(job: JobSpec, *, kinds: Collection[str] = (), num_layers: int | None = None) -> None:

@@ -229,7 +229,8 @@ class Reconfiguration:
         turn.record(_plan_adopted(self._job, choice, update, turn.now_s, oldest=self.generations.oldest))
         if not decision.redundant:
             threshold = self._job.fault_threshold
-            text = f"redundancy is below f = {threshold}: losing {threshold} more nodes may cost the model's state"
+            what = "failure domains" if self._members.domains else "more nodes"
+            text = f"redundancy is below f = {threshold}: losing {threshold} {what} may cost the model's state"
             turn.note("warning", text)
         self._saving.plan_adopted(turn, update.ordered, redundant=decision.redundant, saves=saves)
         self._replanning.plan_adopted(decision, turn.now_s)

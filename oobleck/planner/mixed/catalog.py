@@ -113,6 +113,11 @@ class MixedCatalog(Catalog):
         # The nodes keep their places, so only a form with their kinds in this order will do.
         return usual if usual.kinds == form.kinds and usual_s < own_s else form
 
+    def best_for(self, nodes: Counts, total: Counts, number: int | None = None) -> tuple[Counts, ...] | None:
+        share = self.share(sum(nodes), sum(total))
+        choice = self.choose(nodes, share, number or 1, exactly=number is not None, total=total)
+        return None if choice is None else choice.pipelines
+
     def choose(
         self, nodes: Counts, num_microbatches: int, fewest: int, *, exactly: bool = False, total: Counts | None = None
     ) -> Choice | None:

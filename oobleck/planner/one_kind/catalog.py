@@ -202,6 +202,13 @@ class OneKindCatalog(Catalog):
     def best_step_s(self, total: Counts, fewest: int, most: int) -> float:
         return self.choose(total[0], self.settings.num_microbatches, fewest, most).step_s
 
+    def best_for(self, nodes: Counts, total: Counts, number: int | None = None) -> tuple[Counts, ...] | None:
+        share = self.share(*nodes, *total)
+        most = min(self.most_pipelines(nodes), share)
+        if most < (number or 1):
+            return None
+        return tuple((each,) for each in self.choose(nodes[0], share, number or 1, number or most).sizes)
+
     def choose(self, num_nodes: int, num_microbatches: int, fewest: int, most: int) -> instantiation.Sizing:
         """Return the best `fewest` to `most` pipelines of `num_nodes` nodes."""
         key = num_nodes, num_microbatches, fewest, most

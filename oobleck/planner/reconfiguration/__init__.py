@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from .domains import Domains
 from .living_nodes import Changes, LivingNodes
-from .reconfigure import Move, Propose, reconfigure
-from .wording import UNCHANGED, pipelines_named
+from .placing import Move, lacking
+from .reconfigure import Propose, reconfigure
+from .wording import UNCHANGED, lack_of_domains, pipelines_named
 
-__all__ = ["UNCHANGED", "Changes", "LivingNodes", "Move", "Propose", "pipelines_named", "reconfigure"]
+__all__ = [
+    "UNCHANGED",
+    "Changes",
+    "Domains",
+    "LivingNodes",
+    "Move",
+    "Propose",
+    "lack_of_domains",
+    "lacking",
+    "pipelines_named",
+    "reconfigure",
+]

@@ -10,6 +10,8 @@ from oobleck.plan import ExecutionPlan, WorkerId
 from oobleck.planner.inventory import Holding, Inventory, missing_bytes, needed_holdings
 from oobleck.planner.profiles import NetworkProfile
 
+from .domains import Domains
+
 # Nodes at or below each of this many lowest speeds are left out on trial: each trial adds all its moves.
 _SLOW_VARIANTS = 3
 _NOTHING: frozenset[int] = frozenset()
@@ -26,6 +28,7 @@ class Changes:
     speeds: Mapping[str, float]
     """The speeds of nodes relative to the profile (0.5 takes twice as long); 1.0 for nodes not named."""
     held: Mapping[WorkerId, frozenset[int]] | None
+    domains: Domains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,12 @@ from oobleck.planner.inventory import Holding, plan_transfers
 from oobleck.planner.kinds import Counts, Form
 from oobleck.planner.values import Decision
 
+from .domains import Domains
 from .gather import gather_slow_nodes
 from .living_nodes import Changes, LivingNodes, look_at
 from .matching import Position, match_nodes
-from .wording import describe, detail_of
+from .placing import Move, Placing, lacking
+from .wording import describe, detail_of, lack_of_domains
 
 # A move has to be better than a gentler one by more than this share.
 _TOLERANCE = 1e-9
@@ -41,18 +43,11 @@ _FEW_COMPARED = 64
 _MOST_COMPARED = 8
 _MOST_TOO_SHORT = 0.05
 
-# A score has the pipelines too few or too many, then the weighed seconds of a step.
-_Score = tuple[int, float]
+# Whole domains are grouped into at most so many different numbers of groups.
+_MOST_GROUPINGS = 4
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """The nodes of each new pipeline, and the old one that it continues."""
-
-    action: str
-    pipelines: tuple[tuple[int | None, Counts], ...]
-    detail: str
-    """A clause for the sentence of the decision."""
+# A score has the pipelines too few or too many, the domains that layers lack, then the weighed seconds of a step.
+_Score = tuple[int, int, float]
 
 
 Propose = Callable[[LivingNodes, Mapping[int, Form], frozenset[str]], Iterator[Move]]
@@ -87,26 +82,40 @@ class _Outcome:
 def reconfigure(catalog: Catalog, propose: Propose, plan: ExecutionPlan, changes: Changes) -> Decision:
     """Decide the plan that follows changes; see `Planner.reconfigure`."""
     living = look_at(plan, changes, devices_per_node=catalog.most_devices)
-    best = _Search(catalog, propose, living).best()
+    best = _affordable(catalog, propose, living, changes.domains)
     transfers = plan_transfers(best.arrivals, living.inventory, max_sources=catalog.settings.max_sources)
+    reason, threshold = describe(living, changes, best.detail, best.plan, transfers), catalog.settings.fault_threshold
+    lacks = lacking(catalog, changes.domains, best.plan)
     return Decision(
         plan=best.plan,
         action=best.action,
-        reason=describe(living, changes, best.detail, best.plan, transfers),
+        reason=f"{reason}; {lack_of_domains(threshold)}" if lacks and len(best.plan.pipelines) > threshold else reason,
         transfers=transfers,
         predicted_step_s=catalog.predicted_step_s(best.plan, best.step_s, living.speeds),
-        redundant=len(best.plan.pipelines) > catalog.settings.fault_threshold,
+        redundant=not lacks,
     )
 
 
+def _affordable(catalog: Catalog, propose: Propose, living: LivingNodes, domains: Domains) -> _Outcome:
+    """Return the best outcome over domains, or without regard to them where that costs more than redundancy may."""
+    best = _Search(catalog, propose, living, domains).best()
+    most_percent = catalog.settings.max_redundancy_percent
+    if not domains or most_percent is None:
+        return best
+    anywhere = _Search(catalog, propose, living, Domains({}, 0)).best()
+    return best if best.step_s <= anywhere.step_s * (1 + most_percent / 100) else anywhere
+
+
 class _Search:
-    def __init__(self, catalog: Catalog, propose: Propose, living: LivingNodes) -> None:
+    def __init__(self, catalog: Catalog, propose: Propose, living: LivingNodes, domains: Domains) -> None:
         self._catalog, self._propose, self._living = catalog, propose, living
+        self._domains = domains
         self._slow = living.slow
         self._total = catalog.count(living.holdings)
         self._templates = {pipeline.nodes: pipeline.template for pipeline in living.plan.pipelines}
         self._continued = self._go_on()
         self._intact = self._untouched()
+        self._placing = Placing(catalog, living, domains, self._continued, self._intact)
         # Several kinds have no timeline.
         self._compares = bool(self._slow) and len(self._total) == 1 and len(living.holdings) <= _FEW_COMPARED
         self._weighed: list[_Outcome] = []
@@ -121,7 +130,7 @@ class _Search:
         slack = 1 + _MOST_TOO_SHORT if self._compares else 1.0
         # Of moves with equal bounds the gentler come first, and stay unless a later one is truly better.
         for proposal in sorted(proposals, key=lambda proposal: proposal.least):
-            if best is None or _beats(proposal.least, (best.score[0], best.score[1] * slack)):
+            if best is None or _beats(proposal.least, (*best.score[:2], best.score[2] * slack)):
                 outcome = self._carry_out(proposal)
                 if best is None or _beats(outcome.score, best.score):
                     best, chosen = outcome, proposal
@@ -129,8 +138,7 @@ class _Search:
             raise PlanningError("the nodes left cannot hold the model")
         if self._living.is_whole or len(self._total) > 1:  # with several kinds the score alone decides
             return best
-        astray, weighed_s = best.score
-        enough = astray, weighed_s * (1 + _WORTH)
+        enough = *best.score[:2], best.score[2] * (1 + _WORTH)
         # Unlike the sorted ones, `proposals` are still in the order of gentleness.
         for gentler in proposals[: proposals.index(chosen)]:
             if gentler.least <= enough and len(gentler.move.pipelines) == len(chosen.move.pipelines):
@@ -150,6 +158,8 @@ class _Search:
         found, weighed_s = best, own_s * (1 + best.transition_s / horizon_s)
         others = [iter((best,)), self._cut_by_timeline(best), self._runners_up(best), self._planned_again(best)]
         for other in self._shared_out(chain.from_iterable(others)):
+            if other.score[:2] > found.score[:2]:
+                continue
             step_s = self._catalog.exact_step_s(other.plan, self._living.speeds)
             assert step_s is not None, "it has a timeline if the outcome has one"
             other_s = step_s * (1 + other.transition_s / horizon_s)
@@ -177,9 +187,9 @@ class _Search:
         pipelines = best.plan.pipelines
         if self._slow or not best.arrivals or len(self._living.holdings) > _FEW_NODES:
             return best
-        nodes = self._assign_nodes(best.move, best.forms, evenly=True)
+        nodes = self._placing.assign(best.move, best.forms, evenly=True)
         other = self._weigh(best.move, best.forms, nodes, num_microbatches=[own.num_microbatches for own in pipelines])
-        if other.transition_s >= best.transition_s * (1 - _LEAST_SOONER):
+        if other.transition_s >= best.transition_s * (1 - _LEAST_SOONER) or other.score[1] > best.score[1]:
             return best
         return replace(best, plan=other.plan, arrivals=other.arrivals, transition_s=other.transition_s)
 
@@ -239,7 +249,7 @@ class _Search:
                 pipelines=tuple((origin, catalog.counts_of(form)) for origin, form in zip(origins, fresh, strict=True)),
                 detail=f"all {'other ' if self._slow else ''}nodes are planned again",
             )
-            nodes = self._assign_nodes(move, fresh, set_aside=self._slow)
+            nodes = self._placing.assign(move, fresh, set_aside=self._slow)
             yield self._weigh(move, fresh, nodes, num_microbatches=shares)
 
     def _origins_of(self, forms: Sequence[Form]) -> list[int | None]:
@@ -271,14 +281,52 @@ class _Search:
         self._catalog.num_pipelines(self._total)  # raises PlanningError if there can be none
         quickest = max([1.0, *self._living.speeds.values()])
         for set_aside in self._living.without_slowest():
-            for move in self._propose(self._living, self._continued, set_aside):
+            moves = self._propose(self._living, self._continued, set_aside)
+            for move in chain(moves, self._apart(set_aside)):
                 number = len(move.pipelines)
                 if number > settings.num_microbatches:
                     continue
                 astray = self._astray(number)
                 # Bounds hold at nominal speed, and a node may be faster than its profile.
                 least_s = self._catalog.least_s([counts for _, counts in move.pipelines], self._total)
-                yield _Proposal(move=move, set_aside=set_aside, least=(astray, least_s / quickest))
+                yield _Proposal(move=move, set_aside=set_aside, least=(astray, 0, least_s / quickest))
+
+    def _apart(self, set_aside: frozenset[str]) -> Iterator[Move]:
+        """Yield moves that plan for groups of whole domains, each of which holds the model alone."""
+        if self._placing.wanted_domains == 1:
+            return
+        catalog, nodes = self._catalog, [node for node in self._living.holdings if node not in set_aside]
+        most = len(self._domains.by_domain(nodes))
+        for number in {*range(self._placing.wanted_domains, most + 1)[: _MOST_GROUPINGS - 1], most}:
+            pipelines: list[tuple[Counts, frozenset[str]]] = []
+            groups = self._domains.groups(nodes, number)
+            for group, wanted in zip(groups, self._numbers(groups), strict=True):
+                own = catalog.best_for(catalog.count(group), self._total, wanted)
+                if own is None:
+                    break
+                pipelines += [(counts, frozenset(group)) for counts in own]
+            else:
+                detail = f"pipelines are planned for {number} groups of failure domains"
+                yield Move(
+                    action="rebuild",
+                    pipelines=tuple((None, counts) for counts, _ in pipelines),
+                    detail=detail,
+                    groups=tuple(group for _, group in pipelines),
+                )
+
+    def _numbers(self, groups: Sequence[Sequence[str]]) -> list[int | None]:
+        """Return how many pipelines each group of nodes is to form, if their number is fixed."""
+        if self._catalog.settings.num_pipelines is None:
+            return [None] * len(groups)
+        left = self._catalog.num_pipelines(self._total)[0] - len(groups)
+        numbers: list[int | None] = []
+        # What is rounded away goes to the last group.
+        for index, group in enumerate(groups):
+            rest = sum(map(len, groups[index:]))
+            more = max(0, round(left * len(group) / rest))
+            left -= more
+            numbers.append(1 + more)
+        return numbers
 
     def _astray(self, number: int) -> int:
         """Return how many pipelines a number is away from the wanted ones."""
@@ -314,22 +362,13 @@ class _Search:
             and tuple(map(holdings.get, pipeline.nodes)) == self._catalog.needed(self._continued[index].template)
         )
 
-    def _stays_whole(self, origin: int | None, form: Form, nodes: Sequence[str]) -> bool:
-        """Whether a new pipeline is an untouched old one, so that its nodes hold all that they need."""
-        # Identity is enough: what continues keeps its form and the tuple of its nodes.
-        return (
-            origin in self._intact
-            and nodes is self._living.plan.pipelines[origin].nodes
-            and form is self._continued[origin]
-        )
-
     def _carry_out(self, proposal: _Proposal) -> _Outcome:
         living, catalog = self._living, self._catalog
         forms = []
         for origin, counts in proposal.move.pipelines:
             own = None if origin is None else self._continued.get(origin)
             forms.append(own if own and catalog.counts_of(own) == counts else catalog.form(counts, self._total))
-        nodes = self._assign_nodes(proposal.move, forms, set_aside=proposal.set_aside)
+        nodes = self._placing.assign(proposal.move, forms, set_aside=proposal.set_aside)
         gathered: Iterator[Sequence[Sequence[str]]] = iter(())
         if len(self._total) == 1:  # any node may be swapped for any other
             needed = [catalog.needed(form.template) for form in forms]
@@ -450,7 +489,7 @@ class _Search:
         arrivals = tuple(
             (node, needed)
             for (origin, _), form, chosen in zip(move.pipelines, forms, nodes, strict=True)
-            if not self._stays_whole(origin, form, chosen)
+            if not self._placing.stays_whole(origin, form, chosen)
             for node, needed in zip(chosen, catalog.needed(form.template), strict=True)
             if holdings[node] != needed
         )
@@ -464,45 +503,12 @@ class _Search:
             plan=plan,
             step_s=step_s,
             transition_s=transition_s,
-            score=(self._astray(len(forms)), weighed_s),
+            score=(self._astray(len(forms)), self._placing.lacking(forms, nodes), weighed_s),
             arrivals=arrivals,
             forms=forms,
             usual=usual or forms,
             usual_nodes=usual_nodes or nodes,
         )
-
-    def _assign_nodes(
-        self, move: Move, forms: Sequence[Form], *, set_aside: frozenset[str] = frozenset(), evenly: bool = False
-    ) -> list[tuple[str, ...]]:
-        """Return the nodes of each new pipeline, matched by kind; pipelines that continue whole keep their nodes."""
-        living, catalog = self._living, self._catalog
-        old = living.plan.pipelines
-        nodes: list[tuple[str, ...] | None] = []
-        kept: set[int] = set()
-        for (origin, _), form in zip(move.pipelines, forms, strict=True):
-            own = old[origin].nodes if origin is not None and origin in self._intact else ()
-            stays = (
-                not evenly and origin is not None and form is self._continued.get(origin) and set_aside.isdisjoint(own)
-            )
-            nodes.append(own if own and stays else None)
-            if own and stays and origin is not None:
-                kept.add(origin)
-        others = (node for index, each in enumerate(old) if index not in kept for node in each.nodes)
-        free = [*filter(living.origins.__contains__, others), *living.free]
-        waiting: list[list[Position]] = [[] for _ in self._total]
-        for (origin, _), form, chosen in zip(move.pipelines, forms, nodes, strict=True):
-            if chosen is None:
-                for kind, needed in zip(form.kinds, catalog.needed(form.template), strict=True):
-                    waiting[kind].append(Position(needed=needed, origin=-1 if origin is None else origin))
-        matched = []
-        candidates = catalog.by_kind([node for node in free if node not in set_aside])
-        for positions, alike in zip(waiting, candidates, strict=True):
-            held = {node: living.holdings[node] for node in alike}
-            matched.append(iter(match_nodes(positions, held, living.origins, catalog.costs.layer_bytes, evenly=evenly)))
-        return [
-            tuple(next(matched[kind]) for kind in form.kinds) if chosen is None else chosen
-            for form, chosen in zip(forms, nodes, strict=True)
-        ]
 
 
 def _beats(score: _Score, other: _Score) -> bool:

@@ -49,6 +49,13 @@ def detail_of(detail: str, cut_again: Sequence[int], placed_again: Sequence[int]
     return "; ".join(parts)
 
 
+def lack_of_domains(fault_threshold: int) -> str:
+    return (
+        f"copies of some layers lie in fewer than {fault_threshold + 1} failure domains, which f = {fault_threshold} "
+        "asks for"
+    )
+
+
 def pipelines_named(indices: Sequence[int]) -> str:
     """Return "pipeline 3" or "pipelines 0 and 2"."""
     return f"pipeline{'s' if len(indices) != 1 else ''} {listed(map(str, indices))}"

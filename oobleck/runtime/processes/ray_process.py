@@ -28,6 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from oobleck.runtime.python_process import module_command
 
 _NAMESPACE = "oobleck"
+_ZONE = "ray.io/availability-zone"
 _INTERVAL_S = 1.0
 _AGAIN_S = 30.0
 _ANSWER_S = 10.0
@@ -75,10 +76,12 @@ class _RayNode:
     node_id: str
     name: str
     num_gpus: int
+    zone: str
 
     @property
     def line(self) -> str:
-        return f"{self.name} slots={self.num_gpus}" if self.num_gpus else self.name
+        line = f"{self.name} slots={self.num_gpus}" if self.num_gpus else self.name
+        return f"{line} domain={self.zone}" if self.zone else line
 
 
 def _living_nodes() -> list[_RayNode]:
@@ -89,6 +92,7 @@ def _living_nodes() -> list[_RayNode]:
             node_id=each["NodeID"],
             name=each["NodeName"] if names[each["NodeName"]] == 1 else f"{each['NodeName']}-{each['NodeID'][:8]}",
             num_gpus=int(each["Resources"].get("GPU", 0)),
+            zone=(each.get("Labels") or {}).get(_ZONE, ""),  # older versions have no labels
         )
         for each in nodes
     ]

@@ -79,7 +79,11 @@ def run_cluster(
         has_profile: whether the profile is cached; otherwise a worker measures it first.
         observe: receives each journal entry.
     """
-    nodes = NodeKinds(kinds, trace.kinds) if kinds else NodeKinds.alike(profile, devices_per_node=devices_per_node)
+    nodes = (
+        NodeKinds(kinds, trace.kinds, trace.domains)
+        if kinds
+        else NodeKinds.alike(profile, devices_per_node=devices_per_node, domain_of=trace.domains)
+    )
     cached = profile_to_json(nodes.profile) if has_profile and not kinds else None
     simulation = _Simulation(trace, job, nodes, World.make(nodes, delays or Delays(), seed, costs), _Profiles(cached))
     simulation.observers = [observe] if observe else []

@@ -13,17 +13,29 @@ from oobleck.planner import NodeKind, Profile, with_shared_links
 class NodeKinds:
     """The kind of each node, with the links between nodes that all share."""
 
-    def __init__(self, kinds: Sequence[NodeKind], device_of: Mapping[str, str] | None = None) -> None:
-        """Take the kind's name of each node, by its devices; nodes that `device_of` omits are of the first kind."""
+    def __init__(
+        self,
+        kinds: Sequence[NodeKind],
+        device_of: Mapping[str, str] | None = None,
+        domain_of: Mapping[str, str] | None = None,
+    ) -> None:
+        """Take the kind's name of each node, by its devices; nodes that `device_of` omits are of the first kind.
+
+        `domain_of` has the failure domains that are known.
+        """
         profiles = with_shared_links([kind.profile for kind in kinds])
         self._device_of = device_of or {}
+        self.domain_of = domain_of or {}
         self._kinds = {kind.name: replace(kind, profile=profile) for kind, profile in zip(kinds, profiles, strict=True)}
         self._first = next(iter(self._kinds.values()))
 
     @classmethod
-    def alike(cls, profile: Profile, *, devices_per_node: int = 1) -> NodeKinds:
+    def alike(
+        cls, profile: Profile, *, devices_per_node: int = 1, domain_of: Mapping[str, str] | None = None
+    ) -> NodeKinds:
         """Return the single kind of nodes that are all alike."""
-        return cls([NodeKind(name=DEFAULT_KIND, profile=profile, devices_per_node=devices_per_node)])
+        kind = NodeKind(name=DEFAULT_KIND, profile=profile, devices_per_node=devices_per_node)
+        return cls([kind], domain_of=domain_of)
 
     @property
     def profile(self) -> Profile:
@@ -50,7 +62,13 @@ class NodeKinds:
         return sum(self[node].devices_per_node for node in nodes)
 
     def spec(self, node: str) -> NodeSpec:
-        return NodeSpec(name=node, host=node, devices=tuple(self.devices_of(node)), device=self[node].name)
+        return NodeSpec(
+            name=node,
+            host=node,
+            devices=tuple(self.devices_of(node)),
+            device=self[node].name,
+            domain=self.domain_of.get(node, ""),
+        )
 
     @cached_property
     def named(self) -> tuple[NodeKind, ...]:

@@ -86,8 +86,8 @@ class SweepSettings:
 
     def nodes_of(self, trace: Trace) -> NodeKinds:
         if self.kinds:
-            return NodeKinds(self.kinds, trace.kinds)
-        return NodeKinds.alike(self.profile, devices_per_node=self.devices_per_node)
+            return NodeKinds(self.kinds, trace.kinds, trace.domains)
+        return NodeKinds.alike(self.profile, devices_per_node=self.devices_per_node, domain_of=trace.domains)
 
     def planner(self) -> Planner:
         """Return a planner like the coordinator's for nodes of one kind."""
@@ -97,7 +97,7 @@ class SweepSettings:
     def planner_of(self, trace: Trace) -> Planner:
         """Return a planner like the coordinator's for the nodes of a trace."""
         nodes = self.nodes_of(trace)
-        return planner_for(self.job(max_steps=1), nodes.named, nodes.kind_of(trace.nodes))
+        return planner_for(self.job(max_steps=1), nodes.named, nodes.kind_of(trace.nodes), domain_of=nodes.domain_of)
 
 
 def most_steps(trace: Trace, settings: SweepSettings) -> int:

@@ -6,6 +6,7 @@ import heapq
 import math
 import random
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -47,6 +48,9 @@ class FailureModel:
     """The shape of the Weibull distribution of lifetimes."""
     batches: Mapping[int, float]
     """Weights of the numbers of nodes lost at once; nodes of one loss are neighbours by number."""
+    domain_share: float = 0.0
+    """The share of losses that take all present nodes of a failure domain, where nodes have one; they return together.
+    Other losses take nodes of one domain, too."""
     repairs: tuple[tuple[float, float], ...] = ()
     """Growing quantiles of the time until a node returns: (share of repairs, seconds). Empty: no node returns."""
     fail_slow: FailSlow | None = None
@@ -62,6 +66,7 @@ class FailureModel:
         _require(sizes_fit, "batches", dict(self.batches), f"sizes from 1 to {MAX_NODES:,}")
         weights_fit = all(0 < weight <= _MAX_WEIGHT for weight in self.batches.values())
         _require(weights_fit, "batches", dict(self.batches), f"sizes with weights above 0, {_MAX_WEIGHT:,.0f} at most")
+        _require(0 <= self.domain_share <= 1, "domain_share", self.domain_share, "0 to 1")
         notice_fits = self.notice_s is None or 0 <= self.notice_s <= MAX_SECONDS
         _require(notice_fits, "notice_s", self.notice_s, f"0 to {MAX_SECONDS:,.0f}")
         _require(all(seconds > 0 for _, seconds in self.repairs), "repairs", self.repairs, "seconds above 0")
@@ -109,13 +114,20 @@ PRESETS: Mapping[str, FailureModel] = {
 }
 
 
-def generate(model: FailureModel, *, num_nodes: int, duration_s: float, seed: int) -> Trace:
-    """Draw a trace: O(events · log(nodes)). The same arguments give the same trace, everywhere."""
-    return _Generator(model, num_nodes, duration_s, seed).trace()
+def generate(
+    model: FailureModel, *, num_nodes: int, duration_s: float, seed: int, domains: Sequence[str] = ()
+) -> Trace:
+    """Draw a trace: O(events · log(nodes)). The same arguments give the same trace, everywhere.
+
+    `domains` has the failure domain of each node, empty for one by itself.
+    """
+    return _Generator(model, num_nodes, duration_s, seed, domains).trace()
 
 
 class _Generator:
-    def __init__(self, model: FailureModel, num_nodes: int, duration_s: float, seed: int) -> None:
+    def __init__(
+        self, model: FailureModel, num_nodes: int, duration_s: float, seed: int, domains: Sequence[str]
+    ) -> None:
         _require(1 <= num_nodes <= MAX_NODES, "nodes", num_nodes, f"from 1 to {MAX_NODES:,}")
         _require(0 < duration_s <= MAX_SECONDS, "duration_s", duration_s, f"above 0, and at most {MAX_SECONDS:,.0f}")
         if model.repairs:  # at least about as many events as with the slowest repairs
@@ -131,6 +143,13 @@ class _Generator:
         self._here = list(range(num_nodes))  # the numbers of present nodes, sorted
         self._queue: list[tuple[float, int, str, int, int]] = []
         self._events: list[TraceEvent] = []
+        _require(not domains or len(domains) == num_nodes, "domains", len(domains), "one for each node")
+        self._domains = domains
+        # How many nodes a loss takes on average: each node begins fewer by that.
+        of_domain = Counter(filter(None, domains))
+        mean_domain = sum(of_domain.get(domain, 1) for domain in domains) / num_nodes
+        share = model.domain_share if domains else 0.0
+        self._mean_batch = model.mean_batch if not share else (1 - share) * model.mean_batch + share * mean_domain
 
     def trace(self) -> Trace:
         for number in range(len(self._nodes)):
@@ -149,6 +168,7 @@ class _Generator:
             nodes=self._nodes,
             start=self._nodes,
             events=events,
+            domains={node: domain for node, domain in zip(self._nodes, self._domains, strict=False) if domain},
             source=f"{self._model.source or 'generated'}; seed {self._seed}",
         )
 
@@ -158,8 +178,7 @@ class _Generator:
 
     def _begin_life(self, number: int, now_s: float) -> None:
         model = self._model
-        # A failure takes several nodes on average, so each node begins fewer.
-        mean_s = model.mean_lifetime_s * model.mean_batch
+        mean_s = model.mean_lifetime_s * self._mean_batch
         # Below a shape of 1 failures cluster, as on LANL's systems (0.7 to 0.8; Schroeder and Gibson, DSN 2006).
         scale_s = mean_s / math.gamma(1 + 1 / model.shape)
         self._at(now_s + self._rng.weibullvariate(scale_s, model.shape), "fail", number)
@@ -186,15 +205,21 @@ class _Generator:
 
     def _fail(self, t_s: float, first: int) -> None:
         sizes, weights = list(self._model.batches), list(self._model.batches.values())
-        size = self._rng.choices(sizes, weights)[0]
-        start, here = bisect_left(self._here, first), self._here
+        size, repairs, here = self._rng.choices(sizes, weights)[0], self._model.repairs, self._here
+        whole_s: float | None = None
+        if self._domains:
+            own = self._domains[first]
+            here = [number for number in here if number == first or (own and self._domains[number] == own)]
+            if self._rng.random() < self._model.domain_share:
+                size, whole_s = len(here), _draw(self._rng, repairs) if repairs else None
+        start = bisect_left(here, first)
         # The node and its next present neighbours, cyclically.
         for number in [*here[start : start + size], *here[: max(0, min(start, start + size - len(here)))]]:
             self._lives[number] += 1
             self._here.pop(bisect_left(self._here, number))
             self._events.append(Lost(t_s=t_s, node=self._nodes[number]))
-            if self._model.repairs:
-                self._at(t_s + _draw(self._rng, self._model.repairs), "join", number)
+            if repairs:
+                self._at(t_s + (_draw(self._rng, repairs) if whole_s is None else whole_s), "join", number)
 
     def _slow_down(self, t_s: float, number: int) -> None:
         slow = self._model.fail_slow

@@ -41,9 +41,33 @@ def model_of(trace: Trace) -> FailureModel:
     away_s.sort()
     # `generate` needs quantiles above 0 that grow.
     repairs = tuple((share, max(1e-3, away_s[int(share * len(away_s))])) for share in _SHARES) if away_s else ()
+    whole = _whole_domains(trace)
+    others = Counter(number for t_s, number in at_once.items() if t_s not in whole) or Counter([1])
     return FailureModel(
         mean_lifetime_s=node_s / at_once.total(),
-        batches=dict(sorted(Counter(at_once.values()).items())),
+        batches=dict(sorted(others.items())),
+        domain_share=len(whole) / len(at_once),
         repairs=repairs,
         source=f"drawn like {trace.source or 'a trace'}",
     )
+
+
+def _whole_domains(trace: Trace) -> set[float]:
+    """Return when all present nodes of a failure domain, several of them, were lost at once."""
+    here = Counter(trace.domains[node] for node in trace.start if node in trace.domains)
+    lost_at: dict[float, Counter[str]] = {}
+    whole = set()
+    for event in trace.events:
+        match event:
+            case Lost(t_s=t_s, node=node) if node in trace.domains:
+                domain = trace.domains[node]
+                lost = lost_at.setdefault(t_s, Counter())
+                lost[domain] += 1
+                here[domain] -= 1
+                if not here[domain] and lost[domain] > 1:
+                    whole.add(t_s)
+            case Joined(node=node) if node in trace.domains:
+                here[trace.domains[node]] += 1
+            case _:
+                pass
+    return whole

@@ -46,6 +46,7 @@ def of_nodes(trace: Trace, nodes: Sequence[str]) -> Trace:
         start=start,
         events=tuple(_possible(trace.events, kept, start)),
         kinds={node: kind for node, kind in trace.kinds.items() if node in kept},
+        domains={node: domain for node, domain in trace.domains.items() if node in kept},
     )
 
 

@@ -36,6 +36,8 @@ class Trace:
     """In the order of time."""
     kinds: Mapping[str, str] = field(default_factory=dict, hash=False)
     """The device name of each node, if there are several kinds of nodes."""
+    domains: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """The failure domain of nodes (a rack, a zone); others are one by themselves."""
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -54,7 +56,7 @@ class Trace:
                 raise ConfigError(f"{name} names {twice[0]!r} twice")
         if "" in self.nodes:
             raise ConfigError("nodes holds an empty name")
-        for name, nodes in (("start", self.start), ("kinds", tuple(self.kinds))):
+        for name, nodes in (("start", self.start), ("kinds", tuple(self.kinds)), ("domains", tuple(self.domains))):
             if unknown := sorted(set(nodes) - set(self.nodes)):
                 raise ConfigError(f"{name} names {unknown[0]!r}, which is not among the trace's nodes")
         self._check_kinds()

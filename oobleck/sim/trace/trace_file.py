@@ -22,6 +22,11 @@ def trace_to_json(trace: Trace) -> str:
             kind: [node for node in trace.nodes if trace.kinds[node] == kind]
             for kind in dict.fromkeys(trace.kinds.values())
         }
+    if trace.domains:
+        head["domains"] = {
+            domain: [node for node in trace.nodes if trace.domains.get(node) == domain]
+            for domain in dict.fromkeys(trace.domains.values())
+        }
     if trace.source:
         head["source"] = trace.source
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
@@ -41,7 +46,7 @@ def trace_from_json(text: str, *, source: str = "trace") -> Trace:
 
 
 def _read_trace(table: JsonTable) -> Trace:
-    table.check_keys(("version", "duration_s", "nodes", "events"), optional=("start", "kinds", "source"))
+    table.check_keys(("version", "duration_s", "nodes", "events"), optional=("start", "kinds", "domains", "source"))
     version = table.integer("version")
     if version != TRACE_VERSION:
         raise ConfigError(f"trace version {version} is not known; this program reads {TRACE_VERSION}")
@@ -51,20 +56,22 @@ def _read_trace(table: JsonTable) -> Trace:
         nodes=nodes,
         start=table.texts("start") if "start" in table.items else nodes,
         events=tuple(_read_event(value, index) for index, value in enumerate(table.list("events"))),
-        kinds=_read_kinds(JsonTable(table.items["kinds"], "kinds")) if "kinds" in table.items else {},
+        kinds=_read_groups(table, "kinds"),
+        domains=_read_groups(table, "domains"),
         source=table.text("source") if "source" in table.items else "",
     )
 
 
-def _read_kinds(table: JsonTable) -> dict[str, str]:
-    """Read {kind: [node, …]}; return the kind of each node."""
-    kinds: dict[str, str] = {}
-    for kind in table.items:
-        for node in table.texts(kind):
-            if node in kinds:
-                raise ConfigError(f"kinds: {node!r} is of {kinds[node]} and of {kind}; name it once")
-            kinds[node] = kind
-    return kinds
+def _read_groups(table: JsonTable, key: str) -> dict[str, str]:
+    """Read {name: [node, …]}, if it is there; return the name of each node."""
+    names: dict[str, str] = {}
+    groups = JsonTable(table.items.get(key, {}), key)
+    for name in groups.items:
+        for node in groups.texts(name):
+            if node in names:
+                raise ConfigError(f"{key}: {node!r} is of {names[node]} and of {name}; name it once")
+            names[node] = name
+    return names
 
 
 def _read_event(value: object, index: int) -> TraceEvent:
