@@ -120,7 +120,7 @@ def whole_steps(model: Any, inputs: Inputs, directory: Path, *, num_steps: int, 
             return _loss(whole, given)
 
     live = LiveModel.taken_apart(model, directory, is_whole=True)
-    structure = ModelStructure.kept_whole(live, loss_of, sequence_length=_LENGTH)
+    structure = ModelStructure.with_its_loss(live, loss_of, sequence_length=_LENGTH)
     stage = StageModel(structure, dtype=torch.float32, device="cpu")
     stage.adopt(0, 1, {})
     stage.initialize([0], seed=0)

@@ -108,7 +108,7 @@ def _live_structure(job: JobSpec, made: _Made, cache_dir: Path | None) -> model.
         else model.LiveModel.taken_apart(brought, cache_dir, is_whole=is_whole)
     )
     if is_whole:
-        whole = model.ModelStructure.kept_whole(live, made["whole"](), sequence_length=length)
+        whole = model.ModelStructure.with_its_loss(live, made["whole"](), sequence_length=length)
         return replace(whole, drops=job.dropout)
     structure = model.ModelStructure.from_live(live, compute_loss=made.get("compute_loss"), sequence_length=length)
     return replace(model.with_tried_loss(structure), drops=job.dropout)

@@ -145,7 +145,7 @@ class TrainerJob(Job):
             samples, collate, place = self.made[name]()
             try_repeats(samples, collate, place=place)
         model, loss = inner_model(trainer.model), self._whole()
-        ModelStructure.kept_whole(LiveModel.skeleton_of(model, is_whole=True), loss, sequence_length=_TRIED_LENGTH)
+        ModelStructure.with_its_loss(LiveModel.skeleton_of(model, is_whole=True), loss, sequence_length=_TRIED_LENGTH)
         sizes = _sizes(trainer, _TRIED_LENGTH)
         return find_counting(loss, model, batch=sizes.batch, microbatch=sizes.microbatch)
 

@@ -58,7 +58,7 @@ def import_trainer_checkpoint(
     if whole_loss is None:
         structure = ModelStructure.from_live(live, sequence_length=_TRIAL_LENGTH)
     else:
-        structure = ModelStructure.kept_whole(live, whole_loss, sequence_length=_TRIAL_LENGTH)
+        structure = ModelStructure.with_its_loss(live, whole_loss, sequence_length=_TRIAL_LENGTH)
     return write_checkpoint(directory / _OURS, structure, model.state_dict(keep_vars=True), states, step=step)
 
 
