@@ -12,7 +12,19 @@ from .layer_trial import try_layers
 from .live_model import LiveModel
 from .loss_trial import BatchSizes, CapturedHead, made_up_weights, with_tried_loss
 from .models import StageModel, separates_documents
-from .parcels import Carried, Parcel, gradients_of, header_length, leaf_of, num_bytes, packed, run_backward, size_of, unpacked
+from .parcels import (
+    Carried,
+    Parcel,
+    gradients_of,
+    header_length,
+    leaf_of,
+    num_bytes,
+    packed,
+    run_backward,
+    size_of,
+    unpacked,
+)
+from .stage_flow import prove_cuts
 from .structure import LossOfInputs, ModelStructure
 from .tensor_parallel import Share, initialize_share, install, share_of
 from .weight_gradients import WeightGradients
@@ -44,6 +56,7 @@ __all__ = [
     "num_bytes",
     "packed",
     "plain_name",
+    "prove_cuts",
     "require_compiler",
     "run_backward",
     "save_adapters",

@@ -1,9 +1,9 @@
 """What flows between the modules of a model: found by following every tensor of one real forward pass.
 
-The units of a model are its blocks (the members of its lists of modules) and whatever else holds parameters. Between them
-runs the model's own code, which every stage runs itself. The trace finds which results of which
-units each unit reads, through that code or not, so it finds what has to travel over a cut: encoders, towers, pairs,
-router losses and heads that read an earlier module need no code of their own.
+The units of a model are its blocks (the members of its lists of modules) and whatever else holds parameters. Between
+them runs the model's own code, which every stage runs itself. The trace finds which results of which units each unit
+reads, through that code or not, so it finds what has to travel over a cut: encoders, towers, pairs, router losses and
+heads that read an earlier module need no code of their own.
 """
 
 from __future__ import annotations
@@ -94,7 +94,6 @@ class Flow:
     """The units that are members of a list."""
     starts: tuple[int, ...]
     """The first call of each layer."""
-    tied: Mapping[str, str]
 
     @property
     def num_layers(self) -> int:
@@ -141,7 +140,7 @@ class Flow:
         return tuple(number for number, each in enumerate(self.values) if each.call < self.starts[layer])
 
 
-def trace_flow(model: nn.Module, compute_loss: Callable[[], torch.Tensor], *, tied: Mapping[str, str]) -> Flow:
+def trace_flow(model: nn.Module, compute_loss: Callable[[], torch.Tensor]) -> Flow:
     """Follow the tensors of one forward pass in training mode, with the model's real parameters.
 
     Runs the model twice, on what `compute_loss` gives it. Raises UncutModel with the reason where it has to stay whole.
@@ -165,7 +164,6 @@ def trace_flow(model: nn.Module, compute_loss: Callable[[], torch.Tensor], *, ti
         loss_parameters=tracker.loss_parameters,
         blocks=frozenset(blocks),
         starts=tuple(starts),
-        tied=tied,
     )
 
 
@@ -285,7 +283,7 @@ def _kept(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _layer_starts(model: nn.Module, modules: list[str], blocks: list[str]) -> list[int]:
-    """Begin a layer at each call of a block, unless the layer before would be small; what ends the model is the last."""
+    """Begin a layer at each call of a block, unless the one before would be small; what ends the model is the last."""
     sizes = {name: sum(each.numel() for each in model.get_submodule(name).parameters()) for name in set(modules)}
     of_blocks = [sizes[name] for name in modules if name in blocks]
     least = sum(of_blocks) / max(1, len(of_blocks)) / _LEAST_SHARE
@@ -307,7 +305,7 @@ _Source = int | str
 """What a tensor depends on: a value (from 0), something within a call (-1 for the first), or a parameter's name."""
 
 
-class _Reads(TorchFunctionMode):  # type: ignore[misc]  # torch's own
+class _Reads(TorchFunctionMode):
     """Notes what Python reads of tensors past the dispatcher."""
 
     _READ = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
@@ -354,7 +352,7 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     def following(self) -> Iterator[None]:
         reads = _Reads(self._note_read)
         handles = []
-        before = {name: vars(module).get("forward") for name, module in self._units.items()}
+        before: dict[str, Any] = {name: vars(module).get("forward") for name, module in self._units.items()}
         try:
             for name, module in self._units.items():
                 module.forward = self._followed(name, module, module.forward)
@@ -487,13 +485,18 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
     def _set(self, tensor: torch.Tensor, taint: frozenset[_Source]) -> None:
         # The weak reference keeps the place from being given to other memory.
-        self._taints[_place(tensor)] = (StorageWeakRef(tensor.untyped_storage()), taint)
+        kept = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch's own
+        self._taints[_place(tensor)] = (kept, taint)
 
     def _resolved(self, taint: frozenset[_Source]) -> frozenset[_Source]:
         """Give what is read of another call's inside a name. Raises UncutModel where none can be had."""
         found = set(taint)
         for source in taint:
-            if isinstance(source, int) and source < 0 and source != (-1 - self._inside if self._inside is not None else 0):
+            if (
+                isinstance(source, int)
+                and source < 0
+                and source != (-1 - self._inside if self._inside is not None else 0)
+            ):
                 found.discard(source)
                 found |= self._echo(-1 - source)
         return frozenset(found)

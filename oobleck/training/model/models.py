@@ -106,7 +106,8 @@ class StageModel:
             self._modules = StageModules(self.model, structure, device=self.device)
         else:
             self._fill_vacant()
-            self._modules = FlowModules(self.model, structure, device=self.device)
+            draws = structure.draws_at_random and structure.drops
+            self._modules = FlowModules(self.model, structure.flow, device=self.device, draws_at_random=draws)
         self._buffers = StageBuffers(self.model, self._modules.by_name, structure)
         if structure.is_whole:
             prepare_whole(self.model, recomputes=activation_checkpointing, compiles=compiles)
@@ -205,28 +206,37 @@ class StageModel:
 
     # --- what it computes ----------------------------------------------------------------------------------
 
-    def forward(
-        self, batch: Batch, hidden: Carried | None, *, num_items: int, key: MicrobatchKey, chunk: int = 0
+    def carry(
+        self, batch: Batch, received: Carried | None, *, num_items: int, key: MicrobatchKey, chunk: int = 0
     ) -> Carried:
+        """Run the layers of a chunk as `forward` does; those of a traced model receive and return parcels."""
+        if not isinstance(self._modules, FlowModules):
+            assert not isinstance(received, Parcel)
+            return self.forward(batch, received, num_items=num_items, key=key, chunk=chunk)
+        assert not isinstance(received, torch.Tensor)
+        self._modules.put_in_place(self.chunks[chunk])
+        assert (received is None) == self.is_first, "parcels come from the stage before, if there is one"
+        return self._traced(self._modules, batch, received, num_items, key)
+
+    def forward(
+        self, batch: Batch, hidden: torch.Tensor | None, *, num_items: int, key: MicrobatchKey, chunk: int = 0
+    ) -> torch.Tensor:
         """Run the layers of a chunk on one microbatch.
 
         Arguments:
             batch: the microbatch, on this stage's device; the same on all stages, since each makes its own masks.
-            hidden: what the chunk before has returned; None for the first layers.
+            hidden: the output of the chunk before, [batch, length, hidden]; None for the first layers.
             num_items: the divisor of the sum of the token losses.
             key: the seed of dropout and other randomness, together with each layer's number.
             chunk: the index of a held chunk.
 
         Returns:
-            Hidden states [batch, length, hidden], of a traced model a parcel; for the last layers the loss, a scalar.
+            Hidden states [batch, length, hidden]; for the last layers the loss, a scalar.
         """
         check_attention(self._attention, batch)
         self._modules.put_in_place(self.chunks[chunk])
         assert (hidden is None) == self.is_first, "hidden states come from the stage before, if there is one"
-        if isinstance(self._modules, FlowModules):
-            assert not isinstance(hidden, torch.Tensor)
-            return self._traced(self._modules, batch, hidden, num_items, key)
-        assert not isinstance(hidden, Parcel)
+        assert isinstance(self._modules, StageModules)
         # Within a stage hidden states are added up as precisely as in the uncut model.
         received = None if hidden is None else hidden.to(self.dtype)
         with self._buffers.in_use(), self._computing(), self._modules.running(batch, received, key):
@@ -244,7 +254,7 @@ class StageModel:
         assert isinstance(batch, WholeBatch)
         if not batch.weight and not self.is_last:
             return modules.nothing()
-        with self._buffers.in_use(), self._computing(), modules.running(batch, received, key):
+        with self._buffers.in_use(), self._computing(), modules.running(received, key):
             try:
                 loss = self._whole_loss(batch, num_items, key)
             except StageIsDone:

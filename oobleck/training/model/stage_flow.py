@@ -6,49 +6,58 @@ size without a meaning. The code ends with the stage's last unit, or with the lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from oobleck.errors import ConfigError
-from oobleck.training.data import Batch
-from oobleck.training.randomness import MicrobatchKey, derive_seed, generators_of, seed_device
+from oobleck.errors import ConfigError, UncutModel
+from oobleck.training.randomness import MicrobatchKey, derive_seed, drawing_alike, generators_of, seed_device
 
-from .flow import Flow, Ref, Result
-from .layered_model import SplittableModel
+from .flow import Flow, Ref, Result, trial_of, uncut_model
 from .parcels import Parcel, Size, dtype_of, size_of
-from .structure import ModelStructure
 
-class StageIsDone(BaseException):  # noqa: N818  # no error: a model's own code must not catch it
+_PROOF_KEY = MicrobatchKey(seed=0, step=1, microbatch=0)
+_TOLERANCE = 1e-5
+"""By how much the loss of a cut model may differ, as a share of it: sums may have another order."""
+
+
+class StageIsDone(BaseException):  # no error: a model's own code must not catch it
     """Ends a forward pass after the stage's last unit."""
 
 
 class FlowModules:
     """All modules of a traced model, of which those of one chunk of layers compute at a time; none at first."""
 
-    def __init__(self, model: SplittableModel, structure: ModelStructure, *, device: torch.device) -> None:
-        flow = structure.anatomy.flow
-        assert flow is not None
+    def __init__(self, model: nn.Module, flow: Flow, *, device: torch.device, draws_at_random: bool) -> None:
         self.by_name = dict(model.named_modules(remove_duplicate=False))
         self.chunk = range(0)
-        self._structure = structure
-        self._flow: Flow = flow
+        self._flow = flow
         self._device = device
+        self._draws_at_random = draws_at_random
         self._key: MicrobatchKey | None = None
         self._at = 0
         self._is_inside = False
         self._values: dict[int, torch.Tensor] = {}
         self._sizes: dict[int, Size] = {}
         self._garbage: dict[Size, torch.Tensor] = {}
-        for root in sorted({call.module for call in flow.calls}):
-            module = self.by_name[root]
+        self._units = {call.module: self.by_name[call.module] for call in flow.calls}
+        self._before = {root: vars(module).get("forward") for root, module in self._units.items()}
+        for root, module in self._units.items():
             module.forward = self._standing_in(root, module.forward)
 
+    def remove(self) -> None:
+        """Leave the model as it was before."""
+        for root, module in self._units.items():
+            if (before := self._before[root]) is None:
+                del module.__dict__["forward"]
+            else:
+                module.forward = before
+
     def of_layer(self, layer: int) -> tuple[nn.Module, ...]:
-        return tuple(self.by_name[root] for root in self._structure.layer_roots(layer))
+        return tuple(self.by_name[root] for root in self._flow.roots_of(layer))
 
     @property
     def is_first(self) -> bool:
@@ -56,7 +65,7 @@ class FlowModules:
 
     @property
     def is_last(self) -> bool:
-        return self.chunk.stop == self._structure.num_layers
+        return self.chunk.stop == self._flow.num_layers
 
     def put_in_place(self, chunk: range) -> None:
         self.chunk = chunk
@@ -65,7 +74,7 @@ class FlowModules:
         self._garbage.clear()
 
     @contextmanager
-    def running(self, _batch: Batch, received: Parcel | None, key: MicrobatchKey) -> Iterator[None]:
+    def running(self, received: Parcel | None, key: MicrobatchKey) -> Iterator[None]:
         """Within the block, the model's code runs the chunk on what it has received, and raises StageIsDone after."""
         self._key, self._at, self._is_inside = key, 0, False
         self._values, self._sizes = {}, {}
@@ -92,6 +101,18 @@ class FlowModules:
         """Return what travels of a microbatch without samples."""
         known = self._flow.known_before(self.chunk.stop)
         return Parcel((), (), tuple((0,) * (1 + self._flow.values[each].num_dimensions) for each in known))
+
+    def loss_in(self, chunks: Sequence[range], compute_loss: Callable[[], torch.Tensor]) -> float:
+        """Return the loss that chunks, which are all of the model, compute one after the other."""
+        parcel: Parcel | None = None
+        for chunk in chunks:
+            self.put_in_place(chunk)
+            with drawing_alike(0), self.running(parcel, _PROOF_KEY):
+                try:
+                    loss = compute_loss()
+                except StageIsDone:
+                    parcel = self.sent()
+        return float(loss)
 
     # --- units ---
 
@@ -152,7 +173,7 @@ class FlowModules:
     @contextmanager
     def _drawing(self, at: int) -> Iterator[None]:
         """Seed what a unit draws by its call, and leave what the model's own code draws as on every other stage."""
-        if not self._structure.draws_at_random:
+        if not self._draws_at_random:
             yield
             return
         assert self._key is not None
@@ -169,6 +190,35 @@ class FlowModules:
 
     def _deviation(self, how: str) -> ConfigError:
         return ConfigError(
-            f"model: its forward pass {how}, which it did not with the first samples: a model whose modules run for some "
-            "samples alone has to be kept whole; set num_stages to 1"
+            f"model: its forward pass {how}, which it did not with the first samples: a model whose modules run for "
+            "some samples alone has to be kept whole; set num_stages to 1"
         )
+
+
+def prove_cuts(model: nn.Module, flow: Flow, losses: Sequence[Callable[[], torch.Tensor]]) -> None:
+    """Cut a model between all of its layers, and compare its losses with those of one stage that has all.
+
+    Each of `losses` runs the model, which has its real parameters, on samples of its own. Costs a forward pass or two
+    for each, and the model's own code once a layer. Raises UncutModel where a loss differs.
+    """
+    device = next(model.parameters()).device
+    with trial_of(model), torch.no_grad():
+        modules = FlowModules(model, flow, device=device, draws_at_random=True)
+        try:
+            for at, loss in enumerate(losses):
+                model.train(at < len(losses) - 1 or len(losses) == 1)  # evaluations run other code
+                whole, cut = modules.loss_in((range(flow.num_layers),), loss), modules.loss_in(_all(flow), loss)
+                if abs(whole - cut) > _TOLERANCE * max(1.0, abs(whole)):
+                    raise uncut_model(model, f"its loss is {cut:g} in pieces, and {whole:g} as a whole")
+        except UncutModel:
+            raise
+        # A model's own code may fail in any way without its modules.
+        except Exception as error:
+            why = f"it does not run in pieces ({' '.join(str(error).split())[:200]})"
+            raise uncut_model(model, why) from error
+        finally:
+            modules.remove()
+
+
+def _all(flow: Flow) -> tuple[range, ...]:
+    return tuple(range(layer, layer + 1) for layer in range(flow.num_layers))

@@ -440,7 +440,9 @@ class ModelStructure:
         return self.is_block(layer), self._layer_type(layer), shapes
 
     def _traced_kind(self, flow: Flow, layer: int) -> tuple[object, ...]:
-        sites = tuple((site.attribute, self.shapes[site.parameter], site.parameter in self.frozen) for site in self.sites[layer])
+        sites = tuple(
+            (site.attribute, self.shapes[site.parameter], site.parameter in self.frozen) for site in self.sites[layer]
+        )
         units = tuple((root.rpartition(".")[0], root in flow.blocks) for root in self.layer_roots(layer))
         # Blocks are alike; whatever else runs with them is not.
         return (units, sites) if all(is_block for _, is_block in units) else (layer,)
