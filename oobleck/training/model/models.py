@@ -252,8 +252,10 @@ class StageModel:
         self, modules: FlowModules, batch: Batch, received: Parcel | None, num_items: int, key: MicrobatchKey
     ) -> Carried:
         assert isinstance(batch, WholeBatch)
-        if not batch.weight and not self.is_last:
-            return modules.nothing()
+        # A model may change labels in place, and other chunks of this stage read the same.
+        batch = batch.mapped(lambda tensor: tensor if tensor.is_floating_point() else tensor.clone())
+        if not batch.weight:
+            return self._whole_loss(batch, num_items, key) if self.is_last else modules.nothing()
         with self._buffers.in_use(), self._computing(), modules.running(received, key):
             try:
                 loss = self._whole_loss(batch, num_items, key)
