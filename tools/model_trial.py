@@ -25,16 +25,20 @@ from oobleck.errors import ConfigError, UncutModel
 from oobleck.training.data import Batch
 from oobleck.training.model import (
     BatchSizes,
+    Carried,
     LiveModel,
     MicrobatchKey,
     ModelStructure,
     StageModel,
+    gradients_of,
+    leaf_of,
+    run_backward,
     try_layers,
     with_tried_loss,
 )
 from oobleck.training.model.losses import label_loss
 from tools.tiny_models import VOCAB_SIZE, tiny_configs
-from tools.whole_trial import plain_steps, suitable_inputs, whole_steps
+from tools.whole_trial import batch_of, plain_steps, structure_with_loss, suitable_inputs
 
 __all__ = ["try_class"]
 
@@ -96,7 +100,7 @@ def _try_config(kind: Any, config: Any) -> tuple[str, str, float]:
             module.p = 0.0
     if not isinstance(structure := _structure_of(model), ModelStructure):
         outcome, reason, seconds = structure
-        return _keep_whole(model, reason) if outcome == "whole" else (outcome, reason, seconds)
+        return _with_its_loss(model) if outcome == "whole" else (outcome, reason, seconds)
     batches = [_batch(structure, step) for step in range(NUM_STEPS)]
     with _in_plain_transformers():
         expected = _train_whole(copy.deepcopy(model), structure, batches)
@@ -124,16 +128,24 @@ def _in_plain_transformers() -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
-def _keep_whole(model: Any, reason: str) -> tuple[str, str, float]:
-    """Train a model that cannot be cut as a whole."""
+def _with_its_loss(model: Any) -> tuple[str, str, float]:
+    """Train a model that computes its own loss: traced and cut, or else as a whole."""
     with _in_plain_transformers():
         inputs = suitable_inputs(copy.deepcopy(model))
         expected = plain_steps(copy.deepcopy(model), inputs, num_steps=NUM_STEPS, rate=_RATE)
         if not all(abs(loss) < 1e6 for loss in expected[0]):
             raise ValueError(f"its losses are {expected[0]}")
+    batches = [batch_of(inputs)] * NUM_STEPS
     with tempfile.TemporaryDirectory() as directory:
         try:
-            trained = whole_steps(model, inputs, Path(directory), num_steps=NUM_STEPS, rate=_RATE)
+            structure = structure_with_loss(copy.deepcopy(model), inputs, Path(directory), cuts=True)
+            return _compare(structure, batches, expected)
+        except UncutModel as error:
+            reason = error.reason
+        except ConfigError as error:
+            return "refused", _one_line(error), 0.0
+        try:
+            trained = _train_cut(structure_with_loss(model, inputs, Path(directory), cuts=False), (), batches)
         except ConfigError as error:
             return "refused", _one_line(error), 0.0
     if (worst := _difference(trained, expected)) > _TOLERANCE:
@@ -202,7 +214,7 @@ def _train_whole(model: Any, structure: ModelStructure, batches: Sequence[Batch]
 
 def _compare(structure: ModelStructure, batches: Sequence[Batch], expected: _Trained) -> tuple[str, str, float]:
     worst = 0.0
-    for cuts in ((), (structure.num_layers // 2,), (1, structure.num_layers - 1)):
+    for cuts in sorted({(), (structure.num_layers // 2,), tuple(sorted({1, structure.num_layers - 1}))}):
         trained = _train_cut(structure, cuts, batches)
         worst = max(worst, _difference(trained, expected))
         if worst > _TOLERANCE:
@@ -246,17 +258,17 @@ def _train_cut(structure: ModelStructure, cuts: Sequence[int], batches: Sequence
 
 def _step(stages: Sequence[StageModel], batch: Batch, key: MicrobatchKey) -> float:
     """Take a microbatch through all stages and back; returns the loss."""
-    received: list[torch.Tensor | None] = []
-    outputs: list[torch.Tensor] = []
-    hidden: torch.Tensor | None = None
+    num_items = batch.num_items if batch.counted is None else 1
+    leaves: list[Carried] = []
+    outputs: list[Carried] = []
     for stage in stages:
-        received.append(hidden)
-        outputs.append(stage.forward(batch, hidden, num_items=batch.num_items, key=key))
-        hidden = outputs[-1].detach().requires_grad_()
-    gradient: torch.Tensor | None = None
-    for output, leaf in zip(reversed(outputs), reversed(received), strict=True):
-        output.backward(gradient)  # type: ignore[no-untyped-call]
-        gradient = None if leaf is None else leaf.grad
+        outputs.append(stage.carry(batch, leaves[-1] if leaves else None, num_items=num_items, key=key))
+        leaves.append(leaf_of(outputs[-1]))
+    gradients: list[torch.Tensor] | None = None
+    for output, leaf in zip(reversed(outputs), reversed([None, *leaves[:-1]]), strict=True):
+        run_backward(output, gradients)
+        gradients = None if leaf is None else gradients_of(leaf)
+    assert isinstance(outputs[-1], torch.Tensor)
     return float(outputs[-1].detach())
 
 

@@ -1,4 +1,4 @@
-"""Tries a class of transformers that is kept whole: trained for three steps beside the same model in plain torch."""
+"""Tries a class of transformers that computes its own loss: its inputs, and the same model in plain torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from oobleck.training.data import WholeBatch
-from oobleck.training.model import LiveModel, MicrobatchKey, ModelStructure, StageModel
+from oobleck.training.model import LiveModel, ModelStructure, prove_cuts, trace_flow
 from oobleck.training.randomness import drawing_alike
 from tools.tiny_models import NUM_PLAIN_TOKENS
 
-__all__ = ["plain_steps", "suitable_inputs", "whole_steps"]
+__all__ = ["batch_of", "plain_steps", "structure_with_loss", "suitable_inputs"]
 
 _ROWS, _LENGTH, _SAMPLES, _FRAMES = 2, 24, 4000, 64
 
@@ -112,26 +112,24 @@ def plain_steps(model: Any, inputs: Inputs, *, num_steps: int, rate: float) -> T
     return losses, {name: each.detach() for name, each in model.named_parameters()}
 
 
-def whole_steps(model: Any, inputs: Inputs, directory: Path, *, num_steps: int, rate: float) -> Trained:
-    """Do the same on a node that keeps the model whole. Raises ConfigError where no node can."""
+def structure_with_loss(model: Any, inputs: Inputs, directory: Path, *, cuts: bool) -> ModelStructure:
+    """Take a model as nodes do, in layers or whole; takes its memory. Raises ConfigError where no node can."""
 
     def loss_of(whole: nn.Module, given: Any, _num_items: int, *, step: int) -> torch.Tensor:
         with drawing_alike(step - 1):
             return _loss(whole, given)
 
+    flow = None
+    if cuts:
+        flow = trace_flow(model, lambda: loss_of(model, inputs, 1, step=1))
+        prove_cuts(model, flow, [lambda: loss_of(model, inputs, 1, step=1)] * 2)
     live = LiveModel.taken_apart(model, directory, is_whole=True)
-    structure = ModelStructure.kept_whole(live, loss_of, sequence_length=_LENGTH)
-    stage = StageModel(structure, dtype=torch.float32, device="cpu")
-    stage.adopt(0, 1, {})
-    stage.initialize([0], seed=0)
-    batch = WholeBatch(inputs=inputs, weight=1.0, divides_by=1, counted=0)
-    losses = []
-    for step in range(1, num_steps + 1):
-        loss = stage.forward(batch, None, num_items=1, key=MicrobatchKey(seed=0, step=step, microbatch=0))
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-        losses.append(float(loss.detach()))
-        _apply(stage.trained_parameters.values(), rate)
-    return losses, {name: each.detach() for name, each in stage.trained_parameters.items()}
+    return ModelStructure.with_its_loss(live, loss_of, sequence_length=_LENGTH, flow=flow)
+
+
+def batch_of(inputs: Inputs) -> WholeBatch:
+    """Return a microbatch that is a whole step."""
+    return WholeBatch(inputs=inputs, weight=1.0, divides_by=1, counted=0)
 
 
 @torch.no_grad()

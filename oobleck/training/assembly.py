@@ -102,13 +102,15 @@ def _collated(job: JobSpec, make: Callable[[], Any]) -> Dataset:
 def _live_structure(job: JobSpec, made: _Made, cache_dir: Path | None) -> model.ModelStructure:
     brought, length = made["live_model"](), job.data.sequence_length
     is_whole = job.model.whole_loss is not None
+    # Before the model loses its memory. The script's own process has found that it can be cut, or else wants one stage.
+    flow = made["whole"]().flow() if is_whole and job.num_stages != 1 else None
     live = (
         model.LiveModel.skeleton_of(brought, is_whole=is_whole)
         if cache_dir is None
         else model.LiveModel.taken_apart(brought, cache_dir, is_whole=is_whole)
     )
     if is_whole:
-        whole = model.ModelStructure.kept_whole(live, made["whole"](), sequence_length=length)
+        whole = model.ModelStructure.with_its_loss(live, made["whole"](), sequence_length=length, flow=flow)
         return replace(whole, drops=job.dropout)
     structure = model.ModelStructure.from_live(live, compute_loss=made.get("compute_loss"), sequence_length=length)
     return replace(model.with_tried_loss(structure), drops=job.dropout)

@@ -26,7 +26,7 @@ from oobleck.errors import ConfigError, UncutModel
 from oobleck.host.script import SCRIPT_WAITS, Job
 from oobleck.job import LossCounting, OptimizerSpec
 from oobleck.training.data import items_of, try_collator, try_repeats
-from oobleck.training.model import BatchSizes, LiveModel, ModelStructure, try_layers, with_tried_loss
+from oobleck.training.model import BatchSizes, Flow, LiveModel, ModelStructure, try_layers, with_tried_loss
 from oobleck.training.optim import Optimizer
 from oobleck.training.padding_trial import try_padding
 
@@ -71,7 +71,10 @@ class TrainerJob(Job):
         """The contents of an equivalent job file. Raises as `check`."""
         self.check()
         given = partial(_settings, self._trainer, self.epochs, max_steps=self.max_steps, tag=self._tag)
-        return given(self._length) if self._structure is not None else given(self._whole().length(), self._counting)
+        if self._structure is not None:
+            return given(self._length)
+        stages = {} if self.flow is not None else {"num_stages": 1}
+        return {**given(self._whole().length(), self._counting), **stages}
 
     @functools.cached_property
     def _length(self) -> int:
@@ -88,7 +91,8 @@ class TrainerJob(Job):
         Optimizer(OptimizerSpec(), max_steps=self.max_steps, factory=self.made["optimizer"]).layout()
         trainer = self._trainer
         if (structure := self._structure) is None:
-            self._say_why()
+            if self.flow is None:
+                self._say_why()
             return
         num_batches = self.epochs.batches_per_step
         # Without num_items_in_batch, every class returns the mean.
@@ -121,31 +125,42 @@ class TrainerJob(Job):
 
     @functools.cached_property
     def _structure(self) -> ModelStructure | None:
-        """The model's structure; None if it is kept whole, which is the fallback for whatever cannot be cut."""
-        trainer = self._trainer
-        if (owner := overrider_of(trainer, "compute_loss")) is not None:
-            self._why_whole = f"compute_loss is overridden by {owner}, and takes the model as a whole"
+        """The structure of a model of one chain of blocks, with a loss that is known; None for any other."""
+        if overrider_of(self._trainer, "compute_loss") is not None:
             return None
         try:
             return self._tried()
+        except UncutModel:
+            return None
+
+    @functools.cached_property
+    def flow(self) -> Flow | None:
+        """How a model with a loss of its own is cut; None if it is kept whole, the fallback for what cannot be cut."""
+        if self._structure is not None:
+            return None
+        whole = self._whole()
+        try:
+            flow = whole.flow()
+            whole.prove_cuts(flow)
         except UncutModel as error:
             self._why_whole = error.reason
             return None
+        return flow
 
     @property
     def whole_loss(self) -> TrainerLoss | None:
-        """The loss of a model that is kept whole, None for one that is cut. Raises as `check`."""
+        """The loss that a model computes by its trainer, None where workers compute it. Raises as `check`."""
         return self._whole() if self._structure is None else None
 
     @functools.cached_property
     def _counting(self) -> LossCounting:
-        """How the loss of a model that is kept whole is counted."""
+        """How the loss that a model computes is counted."""
         trainer = self._trainer
         for name in sorted(self.made.keys() & {"data", "eval_data"}):
             samples, collate, place = self.made[name]()
             try_repeats(samples, collate, place=place)
         model, loss = inner_model(trainer.model), self._whole()
-        ModelStructure.kept_whole(LiveModel.skeleton_of(model, is_whole=True), loss, sequence_length=_TRIED_LENGTH)
+        ModelStructure.with_its_loss(LiveModel.skeleton_of(model, is_whole=True), loss, sequence_length=_TRIED_LENGTH)
         sizes = _sizes(trainer, _TRIED_LENGTH)
         return find_counting(loss, model, batch=sizes.batch, microbatch=sizes.microbatch)
 
@@ -220,7 +235,7 @@ def epochs_of(trainer: Any, loader: Any) -> Epochs:
 def _settings(
     trainer: Any, epochs: Epochs, length: int, counting: LossCounting | None = None, *, max_steps: int, tag: str
 ) -> dict[str, Any]:
-    """With `counting`, the model is kept whole."""
+    """With `counting`, the model computes its own loss."""
     args = trainer.args
     state = TrainerState()
     state.compute_steps(args, max_steps)  # type: ignore[no-untyped-call]  # transformers' own
@@ -231,7 +246,6 @@ def _settings(
     settings = {
         "tag": args.run_name or re.sub(r"[^A-Za-z0-9._-]", "-", tag).strip(".-_") or "trainer",
         "model": {"type": "script", **({"whole_loss": counting} if counting else {})},
-        **({"num_stages": 1} if counting else {}),
         "data": {
             "sequence_length": length,
             # A job's least vocabulary: 256 bytes and an end.

@@ -103,7 +103,9 @@ class Trainer(transformers.Trainer):
             self._load_from_checkpoint(wanted)
             model, options = inner_model(self.model), optimizer_options(self)
             decayed, whole = decayed_parameters(self), job.whole_loss
-            return str(import_trainer_checkpoint(Path(wanted), model, decayed, options, whole_loss=whole))
+            return str(
+                import_trainer_checkpoint(Path(wanted), model, decayed, options, whole_loss=whole, flow=job.flow)
+            )
         return wanted
 
     def follow(self, job: TrainerJob) -> RunFollower:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any
@@ -20,12 +20,14 @@ from oobleck.errors import ConfigError
 from oobleck.job import LossCounting
 from oobleck.training.counters import counter_of
 from oobleck.training.data import IGNORED_LABEL, WholeInputs, from_all_over, items_of, mapped_tensors
+from oobleck.training.model import Flow, prove_cuts, trace_flow
 from oobleck.training.randomness import drawing_alike
 
 from .checks import inner_model
 from .epochs import Epochs
 
 _TRIED_SAMPLES = 8
+_PROVEN_SAMPLES = 3
 _TOLERANCE, _OF_HALF_PRECISION = 1e-4, 3e-2
 """By how much the losses of parts may differ from that of all, as a share of it."""
 _ROUNDING = 1e-6
@@ -91,6 +93,26 @@ class TrainerLoss:
     def collated(self, numbers: Sequence[int], *, seed: int = 0) -> _Columns:
         with drawing_alike(seed):
             return dict(self._loader.collate_fn(items_of(self._loader.dataset, numbers)))
+
+    def flow(self) -> Flow:
+        """Follow the tensors of the model's forward pass. Raises UncutModel where it has to stay whole."""
+        return trace_flow(inner_model(self._trainer.model), self._loss_of(self._some(2)))
+
+    def prove_cuts(self, flow: Flow) -> None:
+        """Compare the losses of some samples with those of the model in pieces. Raises UncutModel."""
+        numbers = self._some(_PROVEN_SAMPLES)
+        samples = [numbers, *([number] for number in numbers)]
+        prove_cuts(inner_model(self._trainer.model), flow, [self._loss_of(some) for some in samples])
+
+    def _some(self, count: int) -> list[int]:
+        return from_all_over(self.num_samples, count)
+
+    def _loss_of(self, numbers: Sequence[int]) -> Callable[[], torch.Tensor]:
+        """Return what computes the loss of some samples."""
+        model = inner_model(self._trainer.model)
+        device = next(model.parameters()).device
+        inputs = mapped_tensors(self.collated(numbers), lambda tensor: tensor.to(device))
+        return lambda: self(model, dict(inputs), self.count(inputs) or 1, step=1)
 
     def length(self) -> int:
         """Return how many tokens the longest of some samples has, for reports; 2, a job's least, if it has none."""

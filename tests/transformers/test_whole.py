@@ -1,9 +1,12 @@
-"""Models that are kept whole: the loss and the gradients of a step are those of transformers' own Trainer."""
+"""Models that compute their own loss, cut or whole: a step's loss and gradients are those of transformers' Trainer."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,18 @@ from oobleck.host.handover import receiving
 from oobleck.job import JobSpec, ScriptSpec
 from oobleck.training.assembly import Assembly, assemble
 from oobleck.training.checkpoint import read_weights
-from oobleck.training.model import MicrobatchKey, StageModel
+from oobleck.training.data import Batch
+from oobleck.training.model import (
+    Carried,
+    MicrobatchKey,
+    Parcel,
+    StageModel,
+    gradients_of,
+    header_length,
+    leaf_of,
+    packed,
+    run_backward,
+)
 
 SCRIPT = Path(__file__).parents[1] / "e2e" / "whole_script.py"
 OURS, THEIRS = "from oobleck.transformers import Trainer", "from transformers import Trainer"
@@ -43,6 +57,8 @@ COUNTINGS = {
     "weighted": "samples",
     "contrastive": "batch",
 }
+WHOLE = {"module"}
+"""The cases whose model cannot be cut."""
 
 
 def script(tmp_path: Path, line: str) -> dict[str, Any]:
@@ -85,11 +101,15 @@ def vars_of(job: JobSpec) -> dict[str, Any]:
     return {name: getattr(job, name) for name in JobSpec.__dataclass_fields__}
 
 
-def ours(assembly: Assembly) -> tuple[list[float], list[float]]:
-    """The losses of steps, and the norms of their gradients, as a worker computes them that has all microbatches."""
-    job, stage = assembly.job, StageModel(assembly.structure, dtype=torch.float32, device="cpu")
-    stage.adopt(0, 1, {})
-    stage.initialize([0], seed=0)
+def ours(assembly: Assembly, cuts: Sequence[int] = ()) -> tuple[list[float], list[float]]:
+    """The losses of steps, and the norms of their gradients, as stages between the cuts compute all microbatches."""
+    job, structure = assembly.job, assembly.structure
+    stages = []
+    for first, stop in pairwise((0, *cuts, structure.num_layers)):
+        stage = StageModel(structure, dtype=torch.float32, device="cpu")
+        stage.adopt(first, stop, {})
+        stage.initialize(range(first, stop), seed=0)
+        stages.append(stage)
     losses, norms = [], []
     for step in range(1, NUM_STEPS + 1):
         numbers = assembly.train.samples_of_step(job.seed, step, job.global_batch_size)
@@ -99,27 +119,53 @@ def ours(assembly: Assembly) -> tuple[list[float], list[float]]:
             first = microbatch * job.microbatch_size
             batch = assembly.train.batch(numbers[first : first + job.microbatch_size], step=step, first=first)
             key = MicrobatchKey(seed=job.seed, step=step, microbatch=microbatch)
-            loss = stage.forward(batch, None, num_items=divisor, key=key)
-            if loss.requires_grad:
-                loss.backward()
-            total, num_items = total + float(loss.detach()), num_items + batch.num_items
+            run = partial(StageModel.carry, num_items=divisor, key=key)
+            total, num_items = total + through(stages, batch, run), num_items + batch.num_items
         share = num_items / divisor if num_items else 1.0
-        gradients = [each.grad.double().square().sum() for each in stage.parameters.values() if each.grad is not None]
+        gradients: dict[str, torch.Tensor] = {}
+        for stage in stages:
+            for name, each in stage.parameters.items():
+                if each.grad is not None:
+                    gradients[name] = gradients[name] + each.grad if name in gradients else each.grad
+                each.grad = None
         losses.append(total / share)
-        norms.append(math.sqrt(sum(map(float, gradients))) / share)
-        for each in stage.parameters.values():
-            each.grad = None
+        norms.append(math.sqrt(sum(float(each.double().square().sum()) for each in gradients.values())) / share)
     return losses, norms
+
+
+def through(stages: Sequence[StageModel], batch: Batch, run: Callable[..., Carried]) -> float:
+    """Take a microbatch through all stages and back; returns its loss. Parcels travel as messages do."""
+    leaves: list[Carried] = []
+    outputs: list[Carried] = []
+    for stage in stages:
+        outputs.append(run(stage, batch, leaves[-1] if leaves else None))
+        sent = outputs[-1]
+        if isinstance(sent, Parcel):
+            flow, layer = stage.structure.flow, stage.layers[-1] + 1
+            assert flow is not None
+            payload = packed(sent.tensors, device=stage.device)
+            assert len(sent.header()) == header_length(flow, layer)
+            leaves.append(leaf_of(Parcel.received(flow, layer, sent.header(), payload)))
+    gradients: list[torch.Tensor] | None = None
+    for output, leaf in zip(reversed(outputs), reversed([None, *leaves]), strict=True):
+        run_backward(output, gradients)
+        gradients = None if leaf is None else gradients_of(leaf)
+    loss = outputs[-1]
+    assert isinstance(loss, torch.Tensor)
+    return float(loss.detach())
 
 
 @pytest.mark.parametrize("case", sorted(COUNTINGS))
 def test_steps_are_those_of_transformers_trainer(case: str, tmp_path: Path) -> None:
     assembly = assembled(case, tmp_path)
     assert assembly.job.model.whole_loss == COUNTINGS[case]
-    losses, norms = ours(assembly)
     their_losses, their_norms = theirs(case, tmp_path)
-    assert losses == pytest.approx(their_losses, rel=2e-5)
-    assert norms == pytest.approx(their_norms, rel=2e-4)
+    num_layers = assembly.structure.num_layers
+    assert (num_layers == 1) == (case in WHOLE)
+    for cuts in {(), (num_layers // 2,), tuple(range(1, num_layers))} if num_layers > 1 else {()}:
+        losses, norms = ours(assembly, cuts)
+        assert losses == pytest.approx(their_losses, rel=2e-5)
+        assert norms == pytest.approx(their_norms, rel=2e-4)
 
 
 def test_a_checkpoint_of_transformers_is_continued_whole(tmp_path: Path) -> None:

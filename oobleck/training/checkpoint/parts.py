@@ -30,7 +30,7 @@ def model_metadata(structure: ModelStructure) -> dict[str, str]:
     tied = json.dumps(dict(sorted(structure.anatomy.tied.items())))
     buffers = json.dumps({name: str(dtype).removeprefix("torch.") for name, dtype in structure.buffers.items()})
     config = structure.config.to_json_string(use_diff=False)
-    kind = {"class": structure.whole_class} if structure.is_whole else {"task": structure.task}
+    kind = {"class": structure.whole_class} if structure.whole_loss is not None else {"task": structure.task}
     return {"config": config, **kind, "tied": tied, "buffers": buffers, **adapters}
 
 

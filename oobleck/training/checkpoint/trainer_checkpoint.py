@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from oobleck.errors import ConfigError, CorruptCheckpoint
-from oobleck.training.model import LiveModel, LossOfInputs, ModelStructure
+from oobleck.training.model import Flow, LiveModel, LossOfInputs, ModelStructure
 from oobleck.training.optim import MISSED
 
 from .conversion import write_layers
@@ -35,12 +35,13 @@ def import_trainer_checkpoint(
     options: Sequence[Mapping[str, object]],
     *,
     whole_loss: LossOfInputs | None = None,
+    flow: Flow | None = None,
 ) -> Path:
     """Write a checkpoint of ours next to a Trainer's, and return its path: `DIRECTORY/oobleck/step-…`.
 
     `model` has the weights already, `decayed` names its decayed parameters, and `options` are those of the optimizer's
-    two groups in the job; `whole_loss` is set for a model that is kept whole. Raises CorruptCheckpoint, OSError, or
-    ConfigError for an optimizer state without transformers' layout or of other options.
+    two groups in the job; `whole_loss` is set for a model that computes its own, with its `flow` if it is cut. Raises
+    CorruptCheckpoint, OSError, or ConfigError for an optimizer state without transformers' layout or of other options.
     """
     try:
         step = int(json.loads((directory / _STATE).read_text())["global_step"])
@@ -58,7 +59,7 @@ def import_trainer_checkpoint(
     if whole_loss is None:
         structure = ModelStructure.from_live(live, sequence_length=_TRIAL_LENGTH)
     else:
-        structure = ModelStructure.kept_whole(live, whole_loss, sequence_length=_TRIAL_LENGTH)
+        structure = ModelStructure.with_its_loss(live, whole_loss, sequence_length=_TRIAL_LENGTH, flow=flow)
     return write_checkpoint(directory / _OURS, structure, model.state_dict(keep_vars=True), states, step=step)
 
 

@@ -8,7 +8,7 @@ from .agreements import PeerAgreements
 from .devices import DeviceWork, blaming_peers, choose_device, device_memory_bytes, gpu_id_of, start_thread, use_device
 from .group import Group, Reduction
 from .groups import GroupTable
-from .inbox import Inbox, Post
+from .inbox import JOINED, Inbox, Post
 from .link_timing import time_link
 from .listening import probe_all
 from .nccl import LARGE_SUM
@@ -21,6 +21,7 @@ from .transfer import LayerState, exchange_layers, fill_state
 from .waiter import Mark, Waiter
 
 __all__ = [
+    "JOINED",
     "LARGE_SUM",
     "CopyStreams",
     "DeviceSave",

@@ -25,6 +25,9 @@ from .waiter import Waiter
 RECEIVES_AHEAD = 2
 """The most messages of one peer that are received before they are taken, which bounds the memory they use."""
 
+JOINED = (StagedReceive, EdgeReceive)
+"""What the thread that uses a received tensor has to `join` before."""
+
 Post = Callable[[int], tuple[Pending, torch.Tensor]]
 """Begins to receive the message with a tag; returns what to wait for, and the buffer. May raise PeerLost."""
 
@@ -58,7 +61,7 @@ class Inbox:
             assert self._failure is not None
             raise PeerLost(self._failure)
         work, tensor = self._ready.popleft()
-        if isinstance(work, StagedReceive | EdgeReceive):
+        if isinstance(work, JOINED):
             work.join()
         self._room.release()
         return tensor

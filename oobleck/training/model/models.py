@@ -22,12 +22,15 @@ from oobleck.training.dropout import turn_off_dropout
 from oobleck.training.randomness import MicrobatchKey, derive_seed, drawing_alike, generators_of
 
 from . import forward_passes, losses
+from .brought import full_name
 from .buffers import StageBuffers
 from .configuration import CAUSAL_LM_LOSS, CLASSIFICATION
 from .forward_passes import check_attention, keep_casts, prepare_whole, use_attention
 from .initialization import initialize_adapters, initialize_module, materialize_buffers, move_buffers, unset
 from .layered_model import LayeredModel, arguments_of
 from .live_model import LiveWeights
+from .parcels import Carried, Parcel
+from .stage_flow import FlowModules, StageIsDone
 from .stage_modules import StageModules
 from .structure import ModelStructure, Site
 from .weights import WeightFiles
@@ -72,7 +75,7 @@ class StageModel:
         """All modules of the model; those of layers held elsewhere have no memory."""
         self.compute_loss = self._script_loss()
         """Replaces the model's own loss."""
-        has_own_loss = structure.is_whole or "_loss_function" in vars(self.model)
+        has_own_loss = structure.whole_loss is not None or "_loss_function" in vars(self.model)
         if dtype == torch.float64 and not has_own_loss and self.model.loss_type == CAUSAL_LM_LOSS:
             # The models' own loss converts the logits to float32, which would lose half of the digits.
             self.model.loss_function = losses.causal_lm_loss
@@ -86,23 +89,29 @@ class StageModel:
             turn_off_dropout(self.model)
         self._vacant = dict(self.model.named_parameters(remove_duplicate=False))
         self._trunk_takes = structure.takes
-        if isinstance(self.model, PreTrainedModel) and not structure.is_whole:
+        if isinstance(self.model, PreTrainedModel) and structure.whole_loss is None:
             # A model with its head may take arguments that its trunk does not.
             self._trunk_takes &= arguments_of(type(self.model.base_model).forward)
         if structure.keeps_buffers:
             move_buffers(self.model, device=self.device)
         else:
             materialize_buffers(self.model, device=self.device)
-        self._modules = StageModules(self.model, structure, device=self.device)
+        for root in () if structure.is_whole else structure.blocks:
+            module = self.model.get_submodule(root)
+            if compiles:
+                forward_passes.compile_forward(module)
+            if activation_checkpointing:
+                forward_passes.recompute_activations(module, draws_at_random=structure.draws_at_random)
+        self._modules: StageModules | FlowModules
+        if structure.flow is None:
+            self._modules = StageModules(self.model, structure, device=self.device)
+        else:
+            self._fill_vacant()
+            draws = structure.draws_at_random and structure.drops
+            self._modules = FlowModules(self.model, structure.flow, device=self.device, draws_at_random=draws)
         self._buffers = StageBuffers(self.model, self._modules.by_name, structure)
         if structure.is_whole:
             prepare_whole(self.model, recomputes=activation_checkpointing, compiles=compiles)
-        for layer in filter(structure.is_block, range(structure.num_layers)):
-            for module in self.modules_of(layer):
-                if compiles:
-                    forward_passes.compile_forward(module)
-                if activation_checkpointing:
-                    forward_passes.recompute_activations(module, draws_at_random=structure.draws_at_random)
 
     # --- what it holds -------------------------------------------------------------------------------------
 
@@ -202,6 +211,18 @@ class StageModel:
 
     # --- what it computes ----------------------------------------------------------------------------------
 
+    def carry(
+        self, batch: Batch, received: Carried | None, *, num_items: int, key: MicrobatchKey, chunk: int = 0
+    ) -> Carried:
+        """Run the layers of a chunk as `forward` does; those of a traced model receive and return parcels."""
+        if not isinstance(self._modules, FlowModules):
+            assert not isinstance(received, Parcel)
+            return self.forward(batch, received, num_items=num_items, key=key, chunk=chunk)
+        assert not isinstance(received, torch.Tensor)
+        self._modules.put_in_place(self.chunks[chunk])
+        assert (received is None) == self.is_first, "parcels come from the stage before, if there is one"
+        return self._traced(self._modules, batch, received, num_items, key)
+
     def forward(
         self, batch: Batch, hidden: torch.Tensor | None, *, num_items: int, key: MicrobatchKey, chunk: int = 0
     ) -> torch.Tensor:
@@ -220,6 +241,7 @@ class StageModel:
         check_attention(self._attention, batch)
         self._modules.put_in_place(self.chunks[chunk])
         assert (hidden is None) == self.is_first, "hidden states come from the stage before, if there is one"
+        assert isinstance(self._modules, StageModules)
         # Within a stage hidden states are added up as precisely as in the uncut model.
         received = None if hidden is None else hidden.to(self.dtype)
         with self._buffers.in_use(), self._computing(), self._modules.running(batch, received, key):
@@ -230,6 +252,27 @@ class StageModel:
         if self.autocast is not None and output.requires_grad:
             keep_casts(output)
         return output
+
+    def _traced(
+        self, modules: FlowModules, batch: Batch, received: Parcel | None, num_items: int, key: MicrobatchKey
+    ) -> Carried:
+        assert isinstance(batch, WholeBatch)
+        # A model may change labels in place, and other chunks of this stage read the same.
+        batch = batch.mapped(lambda tensor: tensor if tensor.is_floating_point() else tensor.clone())
+        if not batch.weight:
+            return self._whole_loss(batch, num_items, key) if self.is_last else modules.nothing()
+        with self._buffers.in_use(), self._computing(), modules.running(received, key):
+            try:
+                loss = self._whole_loss(batch, num_items, key)
+            except StageIsDone:
+                sent = modules.sent()
+                for each in sent.carrying if self.autocast is not None else ():
+                    if each.requires_grad:
+                        keep_casts(each)
+                return sent
+        if self.autocast is not None and loss.requires_grad:
+            keep_casts(loss)
+        return loss
 
     def casting_once(self) -> AbstractContextManager[object]:
         """Within the block, autocast casts each weight once for all passes; weights must not change in it."""
@@ -345,6 +388,15 @@ class StageModel:
         for hook in self.structure.hooks.get(name, ()):
             made.register_hook(hook)  # type: ignore[no-untyped-call]
         return made
+
+    def _fill_vacant(self) -> None:
+        """Have parameters held elsewhere be zeros that take no memory: the model's own code may ask for their type."""
+        for path, module in self.model.named_modules():
+            for attribute, vacant in module.named_parameters(recurse=False):
+                zeros = torch.zeros((), dtype=vacant.dtype, device=self.device).expand(vacant.shape)
+                filled = module._parameters[attribute] = nn.Parameter(zeros, requires_grad=False)
+                vars(filled).update(vars(vacant))
+                self._vacant[full_name(path, attribute)] = filled
 
     def _plug(self, sites: Iterable[Site], parameters: Mapping[str, nn.Parameter]) -> None:
         for site in sites:

@@ -24,6 +24,7 @@ from oobleck.job import Task
 from .adapters import tied_parameters
 from .brought import shared_tensors
 from .configuration import TWO_STACKS
+from .flow import Flow
 from .split_probe import SplitProbe, cannot_split
 
 
@@ -49,11 +50,15 @@ class Anatomy:
     """The number of output features of modules of the prelude that change it."""
     is_whole: bool = False
     """Whether the model is one layer, the module of the empty name."""
+    flow: Flow | None = None
+    """What a traced model's layers call, and what travels between them."""
 
     @property
     def layer_roots(self) -> tuple[tuple[str, ...], ...]:
         if self.is_whole:
             return (("",),)
+        if self.flow is not None:
+            return tuple(map(self.flow.roots_of, range(self.flow.num_layers)))
         blocks = ((f"{self.block_list}.{index}",) for index in range(self.num_blocks))
         return (self.prelude, *blocks, self.postlude)
 
@@ -83,18 +88,19 @@ def dissect(model: PreTrainedModel, *, task: Task, sequence_length: int) -> Anat
     return anatomy
 
 
-def uncut(model: nn.Module) -> Anatomy:
-    """Return the anatomy of a model that is kept whole."""
+def taken_with_its_loss(model: nn.Module, flow: Flow | None) -> Anatomy:
+    """Return the anatomy of a model that is cut as it has been traced, or, without a trace, kept whole."""
     tied = tied_parameters(model) if isinstance(model, PreTrainedModel) else shared_tensors(model, {})
     return Anatomy(
         block_list="",
-        num_blocks=0,
+        num_blocks=0 if flow is None else flow.num_layers,
         prelude=(),
         postlude=(),
         blocks_return_tuples=False,
         tied=tied,
         hidden_size=0,
-        is_whole=True,
+        is_whole=flow is None,
+        flow=flow,
     )
 
 

@@ -26,6 +26,7 @@ from oobleck.training.randomness import building_alike
 
 from . import brought, configuration
 from .adapters import Adapters, adapters_of, add_adapters, new_adapters, unwrapped, with_fake_tensors
+from .flow import Flow
 from .layered_model import (
     LayeredModel,
     LossFunction,
@@ -37,7 +38,7 @@ from .layered_model import (
 from .live_model import LiveModel, LiveWeights
 from .losses import LossRule
 from .own_values import own_value_of
-from .splitting import Anatomy, dissect, require_one_stack, uncut
+from .splitting import Anatomy, dissect, require_one_stack, taken_with_its_loss
 from .weights import WeightFiles
 
 LossOfOutputs = Callable[..., torch.Tensor]
@@ -247,8 +248,13 @@ class ModelStructure:
         return replace(structure, keeps_buffers=True, compute_loss=compute_loss, hooks=hooks)
 
     @classmethod
-    def kept_whole(cls, live: LiveModel, loss: LossOfInputs, *, sequence_length: int) -> ModelStructure:
-        """Take a script's model as one layer, which computes `loss`. Raises ConfigError where nodes cannot train it."""
+    def with_its_loss(
+        cls, live: LiveModel, loss: LossOfInputs, *, sequence_length: int, flow: Flow | None = None
+    ) -> ModelStructure:
+        """Take a script's model that computes `loss`: as it has been traced, or else kept whole, as one layer.
+
+        Raises ConfigError where nodes cannot train it.
+        """
 
         def make(_dtype: torch.dtype) -> SplittableModel:
             built: Any = live.make()  # any module: what splitting needs of it is not used
@@ -265,7 +271,7 @@ class ModelStructure:
         config = getattr(on_meta, "config", None)
         structure = cls._placed(
             on_meta,
-            uncut(on_meta),
+            taken_with_its_loss(on_meta, flow),
             config=config if isinstance(config, PreTrainedConfig) else config_of_script(0),
             task="causal_lm",
             sequence_length=sequence_length,
@@ -365,6 +371,11 @@ class ModelStructure:
         return self.anatomy.is_whole
 
     @property
+    def flow(self) -> Flow | None:
+        """What travels between the layers of a traced model."""
+        return self.anatomy.flow
+
+    @property
     def num_layers(self) -> int:
         return len(self.sites)
 
@@ -380,6 +391,8 @@ class ModelStructure:
     def layer_names(self) -> tuple[str, ...]:
         if self.is_whole:
             return ("model",)
+        if self.flow is not None:
+            return self.flow.layer_names
         blocks = (f"{self.anatomy.block_list}.{index}" for index in range(self.num_blocks))
         return ("embedding", *blocks, "head")
 
@@ -404,8 +417,17 @@ class ModelStructure:
         """Return the names of the modules that make up a layer."""
         return self.anatomy.layer_roots[layer]
 
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The names of the modules that are alike, for which layers are compiled, and recomputed."""
+        if self.flow is not None:
+            return tuple(sorted(self.flow.blocks))
+        return tuple(self.layer_roots(layer)[0] for layer in range(self.num_layers) if self.is_block(layer))
+
     def layer_kind(self, layer: int) -> tuple[object, ...]:
         """Return a value that is equal for layers which cost the same."""
+        if self.flow is not None:
+            return self._traced_kind(self.flow, layer)
         root = self.layer_roots(layer)[0]
         shapes = tuple(
             (
@@ -416,6 +438,14 @@ class ModelStructure:
             for site in self.sites[layer]
         )
         return self.is_block(layer), self._layer_type(layer), shapes
+
+    def _traced_kind(self, flow: Flow, layer: int) -> tuple[object, ...]:
+        sites = tuple(
+            (site.attribute, self.shapes[site.parameter], site.parameter in self.frozen) for site in self.sites[layer]
+        )
+        units = tuple((root.rpartition(".")[0], root in flow.blocks) for root in self.layer_roots(layer))
+        # Blocks are alike; whatever else runs with them is not.
+        return (units, sites) if all(is_block for _, is_block in units) else (layer,)
 
     def is_block(self, layer: int) -> bool:
         return 0 < layer < self.num_layers - 1
@@ -463,12 +493,31 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _all_sites(skeleton: nn.Module, anatomy: Anatomy) -> tuple[tuple[Site, ...], ...]:
-    embedding, *others = (tuple(_sites(skeleton, anatomy, roots)) for roots in anatomy.layer_roots)
+    layers = [list(_sites(skeleton, anatomy, roots)) for roots in anatomy.layer_roots]
+    if anatomy.flow is not None:
+        _add_read_outside(layers, skeleton, anatomy, anatomy.flow)
+    embedding, *others = map(tuple, layers)
     placed = {site.name for layer in (embedding, *others) for site in layer}
     modules = ((path, module) for path, module in skeleton.named_modules(remove_duplicate=False))
     # Every stage runs the modules outside the layers; the state of their buffers needs one home, the embedding.
     everywhere = (site for path, module in modules for site in _buffer_sites(path, module, anatomy))
     return (*embedding, *(site for site in everywhere if site.name not in placed)), *others
+
+
+def _add_read_outside(layers: list[list[Site]], skeleton: nn.Module, anatomy: Anatomy, flow: Flow) -> None:
+    """Give each layer the parameters that the model's own code reads for it, and the first those of no layer."""
+    every = {
+        (name := brought.full_name(path, attribute)): Site(
+            module=path, attribute=attribute, parameter=anatomy.tied.get(name, name)
+        )
+        for path, module in skeleton.named_modules()
+        for attribute, _ in module.named_parameters(recurse=False)
+    }
+    for number, layer in enumerate(layers):
+        known = {site.name for site in layer}
+        layer += [every[name] for name in sorted(flow.parameters_of(number) - known)]
+    placed = {site.parameter for layer in layers for site in layer}
+    layers[0] += [site for site in every.values() if site.parameter not in placed]
 
 
 def _sites(skeleton: nn.Module, anatomy: Anatomy, roots: tuple[str, ...]) -> Iterator[Site]:

@@ -77,8 +77,10 @@ class Share:
 
 def share_of(structure: ModelStructure, *, rank: int, degree: int) -> Share:
     """Cut a model by its own plan. Raises ConfigError if it has none, or cannot be divided by `degree`."""
-    if structure.is_whole and degree > 1:
-        raise ConfigError(f"tensor_parallel: {degree} devices cannot share a model that is kept whole; leave it out")
+    if structure.whole_loss is not None and degree > 1:
+        raise ConfigError(
+            f"tensor_parallel: {degree} devices cannot share a model that computes its loss; leave it out"
+        )
     styles = _styles(structure, degree) if degree > 1 else {}
     cut: dict[str, int] = {}
     summed: set[str] = set()

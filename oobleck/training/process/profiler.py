@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,18 @@ from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile
 from oobleck.planner.profiles import ASSUMED_COMMUNICATION_BYTES, LINKS
 from oobleck.training.assembly import Assembly
 from oobleck.training.data import Batch
-from oobleck.training.model import MicrobatchKey, ModelStructure, Precision, StageModel, WeightGradients
+from oobleck.training.model import (
+    Carried,
+    MicrobatchKey,
+    ModelStructure,
+    Parcel,
+    Precision,
+    StageModel,
+    WeightGradients,
+    leaf_of,
+    num_bytes,
+    run_backward,
+)
 
 _ASSUMED_NETWORK = NetworkProfile(
     inter_node_bytes_per_s=1e9,
@@ -82,19 +94,24 @@ def measure_profile(
     )
     on_gpu = stage.device.type == "cuda"
     batch = _batch(structure, microbatch_size, stage.device) if whole is None else whole.to(stage.device)
-    splits = splits and not structure.is_whole
+    splits = splits and structure.whole_loss is None
+    received: Carried | None = None
     hidden_bytes = microbatch_size * structure.sequence_length * structure.hidden_size * stage.hidden_dtype.itemsize
     measured: dict[object, _Cost] = {}
     layers = []
     for layer, name in enumerate(structure.layer_names):
         # Blocks that share class, shapes and kind of attention cost the same.
         kind = structure.layer_kind(layer)
+        if structure.flow is None:
+            received = _hidden_states(structure, batch, stage)
         if kind not in measured:
-            measured[kind] = _measure(stage, layer, batch, compiles=compiles, splits=splits)
+            measured[kind] = _measure(stage, layer, batch, received, compiles=compiles, splits=splits)
         cost = measured[kind]
         elements = _num_elements(structure, structure.layer_parameters(layer))
         trained = _num_elements(structure, structure.trained_parameters(layer))
         output_bytes = 0 if layer == structure.num_layers - 1 else hidden_bytes
+        if structure.flow is not None:
+            received, output_bytes = _passed_on(stage, layer, batch, received)
         layers.append(
             LayerProfile(
                 name=name,
@@ -146,7 +163,7 @@ def profile_of_job(assembly: Assembly, *, device_memory_bytes: int, owns_device:
         splits=job.may_split_backward,
         state_tensors=optimizer.layout(device).num_tensors,
         communication_bytes=bytes_of_nccl(device, owns_device=owns_device),
-        whole=assembly.train.largest_batch(job.microbatch_size) if structure.is_whole else None,
+        whole=assembly.train.largest_batch(job.microbatch_size) if structure.whole_loss is not None else None,
     )
 
 
@@ -167,10 +184,34 @@ def _batch(structure: ModelStructure, batch_size: int, device: torch.device) -> 
     return Batch(input_ids=ids, labels=labels, is_causal=structure.task == "causal_lm")
 
 
-def _measure(stage: StageModel, layer: int, batch: Batch, *, compiles: bool, splits: bool) -> _Cost:
+def _passed_on(stage: StageModel, layer: int, batch: Batch, received: Carried | None) -> tuple[Carried | None, int]:
+    """Return what a layer of a traced model sends to the next, and its bytes."""
+    if layer == stage.structure.num_layers - 1:
+        return None, 0
     stage.adopt(layer, layer + 1, {})
     stage.initialize([layer], seed=0)
-    activation_bytes, cast_bytes, transient_bytes = _memory(stage, batch, compiles=compiles)
+    with torch.no_grad():
+        parcel = stage.carry(batch, received, num_items=max(1, batch.num_items), key=_KEY)
+    stage.adopt(0, 0, {})
+    assert isinstance(parcel, Parcel)
+    return parcel, num_bytes(parcel.tensors)
+
+
+def _hidden_states(structure: ModelStructure, batch: Batch, stage: StageModel) -> torch.Tensor:
+    """Return what the stage before would send."""
+    shape = (*batch.input_ids.shape, structure.hidden_size)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    return values.to(device=stage.device, dtype=stage.hidden_dtype)
+
+
+def _measure(
+    stage: StageModel, layer: int, batch: Batch, received: Carried | None, *, compiles: bool, splits: bool
+) -> _Cost:
+    """Measure a layer on what it receives, if it is not the first."""
+    stage.adopt(layer, layer + 1, {})
+    stage.initialize([layer], seed=0)
+    received = None if stage.is_first else received
+    activation_bytes, cast_bytes, transient_bytes = _memory(stage, batch, received, compiles=compiles)
     put_off = WeightGradients()
     for module in stage.modules_of(layer):
         put_off.put_off(module)
@@ -179,9 +220,9 @@ def _measure(stage: StageModel, layer: int, batch: Batch, *, compiles: bool, spl
     times: list[tuple[float, float]] = []
     parts: list[SplitBackward] = []
     for _ in range(_NUM_WARMUPS + _NUM_RUNS):
-        times.append(_run(stage, batch))
+        times.append(_run(stage, batch, received))
         if splits:
-            parts.append(_run_split(stage, batch, put_off))
+            parts.append(_run_split(stage, batch, received, put_off))
     stage.adopt(0, 0, {})
     times, parts = times[_NUM_WARMUPS:], parts[_NUM_WARMUPS:]
     # Other load on the machine, such as workers that start, only ever adds to a time: the shortest one is the truest.
@@ -203,10 +244,10 @@ def _measure(stage: StageModel, layer: int, batch: Batch, *, compiles: bool, spl
     )
 
 
-def _run_split(stage: StageModel, batch: Batch, put_off: WeightGradients) -> SplitBackward:
+def _run_split(stage: StageModel, batch: Batch, received: Carried | None, put_off: WeightGradients) -> SplitBackward:
     put_off.engage(is_on=True)
     put_off.begin(0)
-    forward_s, backward_input_s = _run(stage, batch)
+    forward_s, backward_input_s = _run(stage, batch, received)
     kept_bytes = put_off.kept_bytes
     start_s = _now_s(stage.device)
     put_off.finish(0)
@@ -220,24 +261,20 @@ def _run_split(stage: StageModel, batch: Batch, put_off: WeightGradients) -> Spl
     )
 
 
-def _run(stage: StageModel, batch: Batch) -> tuple[float, float]:
+def _run(stage: StageModel, batch: Batch, received: Carried | None) -> tuple[float, float]:
     """Return the seconds of one forward and of one backward pass."""
-    hidden, gradient = _inputs(stage, batch)
+    leaf = None if received is None else leaf_of(received)
     with _timed_layer(stage) as forward_s:
-        output = stage.forward(batch, hidden, num_items=max(1, batch.num_items), key=_KEY)
+        output = stage.carry(batch, leaf, num_items=max(1, batch.num_items), key=_KEY)
+    # What the stage after would send back.
+    given = None if stage.is_last else [torch.full_like(each, 1 / each.numel()) for each in _carrying(output)]
     start_s = _now_s(stage.device)
-    if output.requires_grad:
-        output.backward(gradient)  # type: ignore[no-untyped-call]
+    run_backward(output, given)
     return forward_s(), _now_s(stage.device) - start_s
 
 
-def _inputs(stage: StageModel, batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return what the neighbours would send: hidden states, and the gradient of the output."""
-    shape = (*batch.input_ids.shape, stage.structure.hidden_size)
-    generator = torch.Generator().manual_seed(1)
-    values = torch.randn(shape, generator=generator).to(device=stage.device, dtype=stage.hidden_dtype)
-    hidden = None if stage.is_first else values.requires_grad_()
-    return hidden, None if stage.is_last else values.detach() / values.numel()
+def _carrying(output: Carried) -> tuple[torch.Tensor, ...]:
+    return (output,) if isinstance(output, torch.Tensor) else output.carrying
 
 
 @contextmanager
@@ -249,7 +286,7 @@ def _timed_layer(stage: StageModel) -> Iterator[Callable[[], float]]:
         times.append(_now_s(stage.device))
 
     (layer,) = stage.layers
-    is_block = not stage.is_first and not stage.is_last
+    is_block = not stage.is_first and not stage.is_last and stage.structure.flow is None
     handles = []
     # A block is timed from its call to its return: the model prepares masks and rotary tables once a stage, not once a
     # block. Embedding and head are charged with that.
@@ -268,36 +305,41 @@ def _timed_layer(stage: StageModel) -> Iterator[Callable[[], float]]:
             handle.remove()
 
 
-def _memory(stage: StageModel, batch: Batch, *, compiles: bool) -> tuple[int, int, int]:
+def _memory(stage: StageModel, batch: Batch, received: Carried | None, *, compiles: bool) -> tuple[int, int, int]:
     """Return the bytes of a microbatch's activations, of weights that autocast casts once, and of transient memory."""
-    hidden_bytes = batch.input_ids.numel() * stage.structure.hidden_size * stage.dtype.itemsize
+    received_bytes = batch.input_ids.numel() * stage.structure.hidden_size * stage.dtype.itemsize
+    if isinstance(received, Parcel):
+        received_bytes = num_bytes(received.tensors)
     with stage.casting_once():
         # Compiled code casts weights itself, for each microbatch.
-        cast = {} if compiles else _cast_weights(stage, batch)
-        kept = _kept(stage, batch)
+        cast = {} if compiles else _cast_weights(stage, batch, received)
+        kept = _kept(stage, batch, received)
         kept_bytes = sum(each.untyped_storage().nbytes() for address, each in kept.items() if address not in cast)
         # With activation checkpointing, autograd shows nothing of a block, which keeps the hidden states it received.
-        activation_bytes = max(kept_bytes, 0 if stage.is_first else hidden_bytes)
+        activation_bytes = max(kept_bytes, 0 if stage.is_first else received_bytes)
         cast_bytes = sum(each.untyped_storage().nbytes() for each in cast.values())
         # Only a GPU's allocator knows its peak.
         on_gpu = stage.device.type == "cuda"
-        return activation_bytes, cast_bytes, _transient_bytes(stage, batch, activation_bytes) if on_gpu else 0
+        peak = partial(_transient_bytes, stage, batch, received)
+        return activation_bytes, cast_bytes, peak(activation_bytes) if on_gpu else 0
 
 
-def _cast_weights(stage: StageModel, batch: Batch) -> dict[int, torch.Tensor]:
+def _cast_weights(stage: StageModel, batch: Batch, received: Carried | None) -> dict[int, torch.Tensor]:
     """Return the copies of weights that autocast makes once, which two microbatches in flight share, by address."""
     if stage.autocast is None:
         return {}
     # One sample shows as much as many.
-    is_whole = stage.structure.is_whole
-    sample = batch if is_whole else Batch(input_ids=batch.input_ids[:1], labels=batch.labels[:1])
+    sample = batch
+    if stage.structure.whole_loss is None:
+        sample = Batch(input_ids=batch.input_ids[:1], labels=batch.labels[:1])
+        received = received[:1] if isinstance(received, torch.Tensor) else None
     # Activation checkpointing hides the copies, and is off in evaluation.
     with stage.evaluating():
-        first, second = _kept(stage, sample), _kept(stage, sample)
+        first, second = _kept(stage, sample, received), _kept(stage, sample, received)
     return {address: each for address, each in first.items() if address in second and each.dtype == stage.autocast}
 
 
-def _kept(stage: StageModel, batch: Batch) -> dict[int, torch.Tensor]:
+def _kept(stage: StageModel, batch: Batch, received: Carried | None) -> dict[int, torch.Tensor]:
     """Return what autograd keeps of one microbatch except parameters, by address: one tensor for all views."""
     known = {parameter.untyped_storage().data_ptr() for parameter in stage.parameters.values()}
     kept: dict[int, torch.Tensor] = {}
@@ -307,18 +349,18 @@ def _kept(stage: StageModel, batch: Batch) -> dict[int, torch.Tensor]:
             kept[address] = tensor.detach()  # holds the memory, so that no later tensor gets the same address
         return tensor
 
-    hidden, _ = _inputs(stage, batch)
+    leaf = None if received is None else leaf_of(received)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        stage.forward(batch, hidden, num_items=max(1, batch.num_items), key=_KEY)
+        stage.carry(batch, leaf, num_items=max(1, batch.num_items), key=_KEY)
     return kept
 
 
-def _transient_bytes(stage: StageModel, batch: Batch, activation_bytes: int) -> int:
+def _transient_bytes(stage: StageModel, batch: Batch, received: Carried | None, activation_bytes: int) -> int:
     """Return the GPU memory that the passes of one microbatch take at their peak, on top of its activations."""
-    _run(stage, batch)  # allocates gradients, copies of weights and the libraries' workspaces, which stay
+    _run(stage, batch, received)  # allocates gradients, copies of weights and the libraries' workspaces, which stay
     before = torch.cuda.memory_allocated(stage.device)
     torch.cuda.reset_peak_memory_stats(stage.device)
-    _run(stage, batch)
+    _run(stage, batch, received)
     return max(0, torch.cuda.max_memory_allocated(stage.device) - before - activation_bytes)
 
 

@@ -17,17 +17,17 @@ import torch
 from oobleck.control.steps import Evaluation
 from oobleck.errors import ConfigError
 from oobleck.job import JobSpec
-from oobleck.training.comm import Pending, Waiter, blaming_peers
+from oobleck.training.comm import Waiter, blaming_peers
 from oobleck.training.data import NO_SAMPLE, Batch, Dataset
-from oobleck.training.model import MicrobatchKey, StageModel
+from oobleck.training.model import Carried, MicrobatchKey, StageModel
 
+from .messages import Messages, Sent
 from .step_work import PipelineRank, item_share_of
 
 _PROGRESS_INTERVAL_S = 1.0
 # Messages that a stage may send before the next stage has received them. Each takes memory.
 _SENDS_AHEAD = 2
 
-_Send = tuple[Pending, torch.Tensor]
 SumUp = Callable[[tuple[float, ...]], tuple[float, ...]]
 
 
@@ -72,7 +72,7 @@ class Evaluator:
         """
         began_s = time.monotonic()
         # Kept until the total, since a send that is dropped early holds up those after it.
-        sends: deque[_Send] = deque()
+        sends: deque[list[Sent]] = deque()
         loss, num_items = sum_up(self._sum_losses(step, pipeline_rank, share, sends))
         return Evaluation(
             loss=loss / item_share_of(num_items, divisor=self._divisor),
@@ -81,7 +81,7 @@ class Evaluator:
         )
 
     def _sum_losses(
-        self, step: int, pipeline_rank: PipelineRank, share: tuple[int, int], sends: deque[_Send]
+        self, step: int, pipeline_rank: PipelineRank, share: tuple[int, int], sends: deque[list[Sent]]
     ) -> tuple[float, float]:
         """Run this pipeline's share forward; returns losses and tokens on the last stage, zeros on others."""
         total = num_items = 0.0
@@ -94,33 +94,39 @@ class Evaluator:
                 hidden = self._received(pipeline_rank, microbatch, chunk)
                 batch = self._load(microbatch)
                 key = MicrobatchKey(seed=self._job.seed, step=step, microbatch=microbatch)
-                output = self._model.forward(
+                output = self._model.carry(
                     batch.to(self._model.device), hidden, num_items=self._divisor, key=key, chunk=chunk
                 )
                 if not pipeline_rank.is_last(chunk):
                     if len(sends) == _SENDS_AHEAD:
-                        self._waiter.call(partial(_wait_sent, sends[0][0]), self._interrupted)
+                        self._waiter.call(partial(_wait_sent, sends[0]), self._interrupted)
                         sends.popleft()
-                    sends.append(_send(output.contiguous(), pipeline_rank, microbatch, chunk))
+                    target, _ = pipeline_rank.after(chunk)
+                    tag = pipeline_rank.tag(microbatch, pipeline_rank.cut_after(chunk))
+                    messages = self._messages(pipeline_rank)
+                    sends.append(messages.send_and_wait_later(output, pipeline_rank.member(target), tag))
                 elif pipeline_rank.reports:
+                    assert isinstance(output, torch.Tensor)
                     total += float(output)
                     num_items += batch.num_items
         return total, num_items
 
-    def _received(self, pipeline_rank: PipelineRank, microbatch: int, chunk: int) -> torch.Tensor | None:
-        interrupted, model = self._interrupted, self._model
+    def _received(self, pipeline_rank: PipelineRank, microbatch: int, chunk: int) -> Carried | None:
+        interrupted = self._interrupted
         # Raises Interrupted if there is a fence: a first stage may have no other wait.
         self._waiter.wait(lambda: not interrupted(), interrupted)
         if pipeline_rank.is_first(chunk):
             return None
         source, _ = pipeline_rank.before(chunk)
         tag = pipeline_rank.tag(microbatch, pipeline_rank.cut_before(chunk))
-        structure, group = model.structure, pipeline_rank.group
-        assert group is not None
-        shape = (self._job.microbatch_size, structure.sequence_length, structure.hidden_size)
-        hidden = torch.empty(shape, dtype=model.hidden_dtype, device=model.device)
-        self._waiter.call(lambda: group.receive(hidden, pipeline_rank.member(source), tag), interrupted)
-        return hidden
+        messages = self._messages(pipeline_rank)
+        found: list[Carried] = []
+        self._waiter.call(lambda: found.append(messages.receive(pipeline_rank.member(source), tag, chunk)), interrupted)
+        return found[0]
+
+    def _messages(self, pipeline_rank: PipelineRank) -> Messages:
+        assert pipeline_rank.group is not None
+        return Messages(self._model, pipeline_rank.group, self._job.microbatch_size)
 
     def _load(self, microbatch: int) -> Batch:
         size = self._job.microbatch_size
@@ -139,13 +145,7 @@ def _in_rounds(pipeline_rank: PipelineRank, microbatches: Sequence[int]) -> Iter
                 yield microbatch, chunk
 
 
-def _send(output: torch.Tensor, pipeline_rank: PipelineRank, microbatch: int, chunk: int) -> _Send:
-    assert pipeline_rank.group is not None
-    target, _ = pipeline_rank.after(chunk)
-    tag = pipeline_rank.tag(microbatch, pipeline_rank.cut_after(chunk))
-    return pipeline_rank.group.send(output, pipeline_rank.member(target), tag), output
-
-
-def _wait_sent(work: Pending) -> None:
+def _wait_sent(parts: list[Sent]) -> None:
     with blaming_peers("send"):
-        work.wait()
+        for work, _ in parts:
+            work.wait()

@@ -13,10 +13,11 @@ import torch
 
 from oobleck.control.steps import CommitState, Interrupted
 from oobleck.schedule import Instruction, Op, Program
-from oobleck.training.comm import DeviceWork, Inbox, Pending, Post
+from oobleck.training.comm import DeviceWork, Inbox, Post
 from oobleck.training.data import Batch
-from oobleck.training.model import StageModel, WeightGradients
+from oobleck.training.model import Carried, StageModel, WeightGradients, gradients_of, leaf_of, run_backward
 
+from .messages import Messages
 from .reading import BatchReader, Reading
 from .sections import SectionSums
 from .step_work import GlobalBatch, PipelineRank, StepWork
@@ -47,10 +48,15 @@ class Execution:
     _batches: dict[int, Batch] = field(init=False, default_factory=dict)
     _num_items: dict[int, int] = field(init=False, default_factory=dict)
     """Counted tokens of loaded microbatches, where this stage reports losses."""
-    _inputs: dict[_Passing, torch.Tensor] = field(init=False, default_factory=dict)
-    _outputs: dict[_Passing, torch.Tensor] = field(init=False, default_factory=dict)
-    _output_gradients: dict[_Passing, torch.Tensor] = field(init=False, default_factory=dict)
+    _inputs: dict[_Passing, Carried] = field(init=False, default_factory=dict)
+    _outputs: dict[_Passing, Carried] = field(init=False, default_factory=dict)
+    _output_gradients: dict[_Passing, list[torch.Tensor]] = field(init=False, default_factory=dict)
     _inboxes: dict[int, Inbox] = field(init=False, default_factory=dict)  # keyed by the neighbour's stage
+    _messages: Messages = field(init=False)
+
+    def __post_init__(self) -> None:
+        if (group := self.pipeline_rank.group) is not None:
+            self._messages = Messages(self.model, group, self.batch.microbatch_size)
 
     def run(
         self, program: Program, microbatches: Sequence[int], *, around_last: AbstractContextManager[object]
@@ -93,22 +99,24 @@ class Execution:
                 self._batches[microbatch] = batch
             case Op.RECV_F:
                 # SEND_B sends the gradient of this input.
-                self._inputs[passing] = self._take(op, chunk).requires_grad_()
+                taken, tag = self._take(op, chunk), self._tag(op, microbatch, chunk)
+                self._inputs[passing] = leaf_of(self._messages.received(tag, taken, chunk))
             case Op.FORWARD:
                 self._forward(microbatch, chunk)
             case Op.SEND_F:
-                self._send(op, microbatch, chunk, self._outputs[passing].detach())
+                target, tag = self._address(op, microbatch, chunk)
+                self.work.sends += self._messages.send(self._outputs[passing], target, tag)
             case Op.RECV_B:
-                self._output_gradients[passing] = self._take(op, chunk)
+                taken, tag = self._take(op, chunk), self._tag(op, microbatch, chunk)
+                self._output_gradients[passing] = self._messages.gradients(tag, taken, self._outputs[passing])
             case Op.BACKWARD | Op.BACKWARD_INPUT | Op.BACKWARD_WEIGHT:
                 if op is not Op.BACKWARD_WEIGHT:
                     self._backward_input(microbatch, chunk)
                 if op is not Op.BACKWARD_INPUT:
                     self._backward_weight(microbatch, chunk)
             case Op.SEND_B:
-                gradient = self._inputs.pop(passing).grad
-                assert gradient is not None
-                self._send(op, microbatch, chunk, gradient)
+                target, tag = self._address(op, microbatch, chunk)
+                self.work.sends += self._messages.send_gradients(gradients_of(self._inputs.pop(passing)), target, tag)
             case Op.COMMIT_SECTION:
                 assert self.sections is not None, "a program with sections needs their sums"
                 self.sections.begin(self.work)
@@ -122,21 +130,17 @@ class Execution:
             op, chunk = instruction.op, instruction.chunk
             if op not in (Op.RECV_F, Op.RECV_B):
                 continue
-            inbox, post = self._inbox_of(self._neighbour(op, chunk))
+            inbox, post = self._inbox_of(self._neighbour(op, chunk), op, chunk)
             inbox.expect(self._tag(op, microbatches[_position(instruction)], chunk), post)
 
-    def _inbox_of(self, stage: int) -> tuple[Inbox, Post]:
+    def _inbox_of(self, stage: int, op: Op, chunk: int) -> tuple[Inbox, Post]:
         """Return the inbox for a neighbour's messages, and the function that posts the receive of one."""
-        group, source, model = self.pipeline_rank.group, self.pipeline_rank.member(stage), self.model
-        assert group is not None
-        shape = (self.batch.microbatch_size, model.structure.sequence_length, model.structure.hidden_size)
-
-        def post(tag: int) -> tuple[Pending, torch.Tensor]:
-            return group.post_receive_ahead(shape, model.hidden_dtype, model.device, source, tag)
-
+        rank = self.pipeline_rank
+        assert rank.group is not None
+        source = rank.member(stage)
         if stage not in self._inboxes:
-            self._inboxes[stage] = group.inbox(source)
-        return self._inboxes[stage], post
+            self._inboxes[stage] = rank.group.inbox(source)
+        return self._inboxes[stage], self._messages.post_from(source, to_chunk=chunk if op is Op.RECV_F else None)
 
     def _neighbour(self, op: Op, chunk: int) -> int:
         rank = self.pipeline_rank
@@ -155,7 +159,7 @@ class Execution:
         return inbox.take(self.commit_state.is_pipeline_stopped)
 
     def _forward(self, microbatch: int, chunk: int) -> None:
-        self._outputs[microbatch, chunk] = self.model.forward(
+        self._outputs[microbatch, chunk] = self.model.carry(
             self._batches[microbatch],
             self._inputs.get((microbatch, chunk)),
             num_items=self.batch.divisor,
@@ -171,13 +175,13 @@ class Execution:
         if self.put_off is not None:
             self.put_off.begin(microbatch)
         passing = microbatch, chunk
-        output, gradient = self._outputs.pop(passing), self._output_gradients.pop(passing, None)
+        output, gradients = self._outputs.pop(passing), self._output_gradients.pop(passing, None)
         if self._reports_loss(chunk):
+            assert isinstance(output, torch.Tensor)
             # Kept on the device: reading a loss here would wait for everything launched so far.
             self.work.losses.append(output.detach())
             self.work.num_items += self._num_items.pop(microbatch)
-        if output.requires_grad:  # False on a first stage that trains nothing
-            output.backward(gradient)  # type: ignore[no-untyped-call]
+        run_backward(output, gradients)
 
     def _backward_weight(self, microbatch: int, chunk: int) -> None:
         if self.put_off is not None:
@@ -191,13 +195,8 @@ class Execution:
     def _reports_loss(self, chunk: int) -> bool:
         return self.pipeline_rank.is_last(chunk) and self.pipeline_rank.reports
 
-    def _send(self, op: Op, microbatch: int, chunk: int, tensor: torch.Tensor) -> None:
-        group, member = self.pipeline_rank.group, self.pipeline_rank.member(self._neighbour(op, chunk))
-        assert group is not None
-        tensor = tensor.contiguous()
-        # A group that does not keep what it sends returns the send, whose tensor must live until the step is committed.
-        if (pending := group.send_off(tensor, member, self._tag(op, microbatch, chunk))) is not None:
-            self.work.sends.append((pending, tensor))
+    def _address(self, op: Op, microbatch: int, chunk: int) -> tuple[int, int]:
+        return self.pipeline_rank.member(self._neighbour(op, chunk)), self._tag(op, microbatch, chunk)
 
     def _tag(self, op: Op, microbatch: int, chunk: int) -> int:
         """Return a number that no other message of the step has between the same two workers."""

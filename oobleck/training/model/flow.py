@@ -1,0 +1,531 @@
+"""What flows between the modules of a model: found by following every tensor of one real forward pass.
+
+The units of a model are its blocks (the members of its lists of modules) and whatever else holds parameters. Between
+them runs the model's own code, which every stage runs itself. The trace finds which results of which units each unit
+reads, through that code or not, so it finds what has to travel over a cut: encoders, towers, pairs, router losses and
+heads that read an earlier module need no code of their own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from oobleck.errors import UncutModel
+from oobleck.training.randomness import drawing_alike
+
+from .brought import persistent_buffers
+
+_LEAST_SHARE = 4
+"""A layer has at least this part of the blocks' mean of parameters, so that no layer is too small to place."""
+
+
+def uncut_model(model: nn.Module, why: str) -> UncutModel:
+    return UncutModel(f"model: {type(model).__name__} cannot be split into layers: {why}", reason=why)
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The number of a value that a unit returns."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a module returns: containers, and their leaves, which are values (`Ref`) or constants."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[object, ...]
+
+    def built(self, value_of: Callable[[int], torch.Tensor]) -> Any:
+        leaves = [value_of(leaf.value) if isinstance(leaf, Ref) else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that a unit returns."""
+
+    call: int
+    place: int
+    """Its number among the leaves of what is returned; of an inner module's, after those."""
+    name: str
+    num_dimensions: int
+    carries_gradient: bool
+    is_changed: bool = False
+    """Whether something changes it in place afterwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a unit."""
+
+    module: str
+    result: Result
+    reads: frozenset[int]
+    """The values that it, or what the model computes for it, depends on."""
+    parameters: frozenset[str]
+    """Parameters that it, or what the model computes for it, reads outside of its module."""
+    echoes: tuple[tuple[str, Result], ...] = ()
+    """Modules within it whose results are read outside by their hooks."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The calls of a model's units in their order, the loss last, as layers."""
+
+    calls: tuple[Call, ...]
+    values: tuple[Value, ...]
+    loss_reads: frozenset[int]
+    loss_parameters: frozenset[str]
+    blocks: frozenset[str]
+    """The units that are members of a list."""
+    starts: tuple[int, ...]
+    """The first call of each layer."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.starts)
+
+    def calls_of(self, layer: int) -> range:
+        stops = (*self.starts[1:], len(self.calls))
+        return range(self.starts[layer], stops[layer])
+
+    def roots_of(self, layer: int) -> tuple[str, ...]:
+        """Return the units that a layer calls, each once."""
+        return tuple(dict.fromkeys(self.calls[call].module for call in self.calls_of(layer)))
+
+    def parameters_of(self, layer: int) -> frozenset[str]:
+        """Return the parameters that a layer reads outside of its units."""
+        read = [self.calls[call].parameters for call in self.calls_of(layer)]
+        return frozenset[str]().union(*read, self.loss_parameters if layer == self.num_layers - 1 else ())
+
+    @cached_property
+    def layer_names(self) -> tuple[str, ...]:
+        names: list[str] = []
+        for layer in range(self.num_layers):
+            roots = self.roots_of(layer)
+            name = next((root for root in roots if root in self.blocks), roots[0])
+            number = 1 + sum(each.partition("#")[0] == name for each in names)
+            names.append(name if number == 1 else f"{name}#{number}")
+        return tuple(names)
+
+    @cached_property
+    def travelling(self) -> tuple[tuple[int, ...], ...]:
+        """The values that travel to each layer from those before it: what it or a later one reads."""
+        found: list[tuple[int, ...]] = []
+        for start in self.starts:
+            read = self.loss_reads.union(*(call.reads for call in self.calls[start:]))
+            found.append(tuple(sorted(value for value in read if self.values[value].call < start)))
+        return tuple(found)
+
+    def carries(self, layer: int) -> tuple[bool, ...]:
+        """Say of each value that travels to a layer whether its gradient travels back."""
+        return tuple(self.values[each].carries_gradient for each in self.travelling[layer])
+
+    def known_before(self, layer: int) -> tuple[int, ...]:
+        """Return the values of all layers before one, whose sizes it is told."""
+        return tuple(number for number, each in enumerate(self.values) if each.call < self.starts[layer])
+
+
+def trace_flow(model: nn.Module, compute_loss: Callable[[], torch.Tensor]) -> Flow:
+    """Follow the tensors of one forward pass in training mode, with the model's real parameters.
+
+    Runs the model twice, on what `compute_loss` gives it. Raises UncutModel with the reason where it has to stay whole.
+    """
+    with trial_of(model):
+        counts = _calls_of_modules(model, compute_loss)
+        units, blocks = _units(model, counts)
+        if len(units) < 2:
+            raise uncut_model(model, "it has no list of modules that run one after the other")
+        tracker = _Tracker(model, units)
+        with drawing_alike(0), tracker.following(), torch.autograd.graph.saved_tensors_hooks(_forget, _forget):
+            loss = compute_loss()
+            tracker.conclude(loss)
+    starts = _layer_starts(model, [call.module for call in tracker.calls], blocks)
+    if len(starts) < 2:
+        raise uncut_model(model, "its modules are one layer")
+    return Flow(
+        calls=tuple(tracker.calls),
+        values=tuple(tracker.values),
+        loss_reads=tracker.loss_reads,
+        loss_parameters=tracker.loss_parameters,
+        blocks=frozenset(blocks),
+        starts=tuple(starts),
+    )
+
+
+def _forget(_tensor: object) -> Any:
+    return None  # nothing runs backward
+
+
+@contextmanager
+def trial_of(model: nn.Module) -> Iterator[None]:
+    """Within the block, the model is as on a stage: it trains, and keeps no caches."""
+    was_training = {module: module.training for module in model.modules()}
+    with ExitStack() as stack:
+        stack.enter_context(without_caches(model))
+        model.train()
+        try:
+            yield
+        finally:
+            for module, mode in was_training.items():
+                module.training = mode
+
+
+@contextmanager
+def without_caches(model: nn.Module) -> Iterator[None]:
+    """Within the block, the model's configurations ask for no caches, through which blocks would reach each other."""
+    before = [(config, config.use_cache) for config in _configs(model) if getattr(config, "use_cache", False)]
+    try:
+        for config, _ in before:
+            config.use_cache = False
+        yield
+    finally:
+        for config, value in before:
+            config.use_cache = value
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    found: dict[int, Any] = {}
+    left = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
+    while left:
+        config = left.pop()
+        if id(config) not in found and hasattr(config, "to_dict"):
+            found[id(config)] = config
+            left += [value for value in vars(config).values() if hasattr(value, "to_dict")]
+    return list(found.values())
+
+
+# --- units -------------------------------------------------------------------------------------------------------
+
+
+def _calls_of_modules(model: nn.Module, compute_loss: Callable[[], torch.Tensor]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+
+    def noting(name: str) -> Callable[..., None]:
+        def note(*_: object) -> None:
+            counts[name] += 1
+
+        return note
+
+    handles = [module.register_forward_pre_hook(noting(name)) for name, module in model.named_modules()]
+    try:
+        with torch.no_grad(), drawing_alike(0):
+            compute_loss()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return counts
+
+
+def _units(model: nn.Module, counts: Counter[str]) -> tuple[dict[str, nn.Module], list[str]]:
+    """Return the units, keyed by name, and the names of those that are blocks."""
+    names = {id(module): name for name, module in reversed([*model.named_modules()])}
+    blocks: list[str] = []
+
+    def find_blocks(name: str, module: nn.Module) -> None:
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            # What calls its members in turn is a list, unless these are parts of different kinds.
+            called = list(dict.fromkeys(names[id(member)] for member in module if counts[names[id(member)]]))
+            is_list = isinstance(module, nn.ModuleList) or len({type(member) for member in module}) == 1
+            num_calls = sum(counts[name] for name in called)
+            if is_list and num_calls > 1 and _has_state(module):
+                blocks.extend(member for member in called if member not in blocks)
+                return
+        for child, inner in module.named_children():
+            find_blocks(f"{name}.{child}" if name else child, inner)
+
+    find_blocks("", model)
+    units: dict[str, nn.Module] = {}
+    holders = {prefix for root in blocks for prefix in _prefixes(root)}
+
+    def find_units(name: str, module: nn.Module) -> None:
+        if names[id(module)] != name:
+            return  # another name of a unit
+        is_inner = name == "" or name in holders or (not counts[name] and name not in blocks)
+        if not is_inner:
+            if _has_state(module):
+                units[name] = module
+            return
+        for child, inner in module.named_children():
+            find_units(f"{name}.{child}" if name else child, inner)
+
+    find_units("", model)
+    return units, [name for name in blocks if name in units]
+
+
+def _prefixes(root: str) -> Iterator[str]:
+    parts = root.split(".")
+    for count in range(1, len(parts)):
+        yield ".".join(parts[:count])
+
+
+def _has_state(module: nn.Module) -> bool:
+    held = (each for inner in module.modules() for each in (*inner._parameters.values(), *_kept(inner)))
+    return any(each is not None for each in held)
+
+
+def _kept(module: nn.Module) -> Iterator[torch.Tensor]:
+    return (tensor for _, tensor in persistent_buffers(module))
+
+
+def _layer_starts(model: nn.Module, modules: list[str], blocks: list[str]) -> list[int]:
+    """Begin a layer at each call of a block, unless the one before would be small; what ends the model is the last."""
+    sizes = {name: sum(each.numel() for each in model.get_submodule(name).parameters()) for name in set(modules)}
+    of_blocks = [sizes[name] for name in modules if name in blocks]
+    least = sum(of_blocks) / max(1, len(of_blocks)) / _LEAST_SHARE
+    starts, size, is_first = [0], 0, True
+    last_block = max((at for at, name in enumerate(modules) if name in blocks), default=0)
+    for at, name in enumerate(modules):
+        begins = (name in blocks and (size >= least or is_first)) or at == last_block + 1
+        if at and begins:
+            starts.append(at)
+            size = 0
+        size += sizes[name]
+        is_first = is_first and name not in blocks
+    return starts
+
+
+# --- the trace -----------------------------------------------------------------------------------------------------
+
+_Source = int | str
+"""What a tensor depends on: a value (from 0), something within a call (-1 for the first), or a parameter's name."""
+
+
+class _Reads(TorchFunctionMode):
+    """Notes what Python reads of tensors past the dispatcher."""
+
+    _READ = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
+
+    def __init__(self, note: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._READ:
+            self._note(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Follows tensors by their memory: which values and parameters each depends on."""
+
+    def __init__(self, model: nn.Module, units: Mapping[str, nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.calls: list[Call] = []
+        self.values: list[Value] = []
+        self.loss_reads: frozenset[int] = frozenset()
+        self.loss_parameters: frozenset[str] = frozenset()
+        self._model = model
+        self._units = units
+        self._inside: int | None = None
+        self._own: frozenset[str] = frozenset()
+        self._read: set[_Source] = set()
+        """What the call under way reads, or whatever follows."""
+        self._steady: set[_Source] = set()
+        """What Python has read, on which everything later may depend."""
+        self._taints: dict[int, tuple[StorageWeakRef, frozenset[_Source]]] = {}
+        self._tensors: dict[int, tuple[torch.Tensor, int]] = {}
+        """The tensors of values, by id, with the values' numbers."""
+        self._homes: dict[int, list[int]] = {}
+        """The values in a piece of memory."""
+        self._inner: dict[int, list[tuple[str, Any]]] = {}
+        """What modules within calls have returned, keyed by call."""
+        self._names = {id(each): name for name, each in reversed([*model.named_parameters(remove_duplicate=False)])}
+        for name, parameter in model.named_parameters():
+            self._set(parameter, frozenset({name}))
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        reads = _Reads(self._note_read)
+        handles = []
+        before: dict[str, Any] = {name: vars(module).get("forward") for name, module in self._units.items()}
+        try:
+            for name, module in self._units.items():
+                module.forward = self._followed(name, module, module.forward)
+                handles += [
+                    inner.register_forward_hook(self._noting(f"{name}.{path}"))
+                    for path, inner in module.named_modules()
+                    if path
+                ]
+            with self, reads:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for name, module in self._units.items():
+                if before[name] is None:
+                    del module.__dict__["forward"]
+                else:
+                    module.forward = before[name]
+
+    def conclude(self, loss: torch.Tensor) -> None:
+        read = self._resolved(self._taint(loss)) | self._steady
+        self.loss_reads = frozenset(each for each in read if isinstance(each, int))
+        self.loss_parameters = frozenset(each for each in read if isinstance(each, str))
+
+    # --- calls ---
+
+    def _followed(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        own = frozenset(self._names[id(each)] for each in module.parameters())
+
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            if self._inside is not None:  # a unit within another
+                return forward(*args, **kwargs)
+            call = self._inside = len(self.calls)
+            self._own, self._read = own, set(self._steady)
+            self._inner[call] = []
+            try:
+                output = forward(*args, **kwargs)
+            finally:
+                self._inside = None
+            self.calls.append(self._call(name, call, output))
+            return output
+
+        return followed
+
+    def _call(self, name: str, call: int, output: Any) -> Call:
+        result = self._result(name, call, output)
+        return Call(
+            module=name,
+            result=result,
+            reads=frozenset(each for each in self._read if isinstance(each, int)),
+            parameters=frozenset(each for each in self._read if isinstance(each, str)),
+        )
+
+    def _result(self, name: str, call: int, output: Any) -> Result:
+        leaves, spec = pytree.tree_flatten(output)
+        named: list[object] = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                named.append(Ref(self._value_of(leaf, name, call)))
+            elif leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype | torch.Size):
+                named.append(leaf)
+            else:
+                raise uncut_model(self._model, f"{name} returns a {type(leaf).__name__} beside tensors")
+        return Result(spec, tuple(named))
+
+    def _value_of(self, tensor: torch.Tensor, name: str, call: int) -> int:
+        taint = self._taint(tensor)
+        known = self._tensors.get(id(tensor))
+        # What a block passes on as it has received it needs no second name.
+        if known is not None and -1 - call not in taint:
+            return known[1]
+        number = len(self.values)
+        place = sum(each.call == call for each in self.values)
+        self.values.append(Value(call, place, f"{name}:{place}", tensor.ndim, tensor.requires_grad))
+        # Several values may share memory, as parts of one tensor.
+        self._set(tensor, (taint - {-1 - call}) | {number})
+        self._tensors[id(tensor)] = (tensor, number)
+        self._homes.setdefault(_place(tensor), []).append(number)
+        return number
+
+    # --- operations ---
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        result = func(*args, **kwargs)
+        taint = frozenset[_Source]().union(*map(self._taint, given))
+        if taint:
+            taint = self._resolved(taint)
+        if self._inside is not None:
+            self._read |= {each for each in taint if each != -1 - self._inside and each not in self._own}
+        elif _decides(func, given):
+            self._steady |= taint
+        made = taint if self._inside is None else frozenset({-1 - self._inside})
+        changed = self._changed(func, args, kwargs)
+        places = {_place(each) for each in given}
+        for each in pytree.tree_leaves(result):
+            if isinstance(each, torch.Tensor) and _place(each) not in places:
+                self._set(each, made)
+        for each in changed:
+            self._note_change(each)
+            self._set(each, self._taint(each) | made)
+        return result
+
+    def _changed(self, func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        changed: list[torch.Tensor] = []
+        for at, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[at] if at < len(args) else kwargs.get(argument.name)
+            changed += [each for each in pytree.tree_leaves(value) if isinstance(each, torch.Tensor)]
+        return changed
+
+    def _note_change(self, tensor: torch.Tensor) -> None:
+        for number in self._homes.get(_place(tensor), ()):
+            self.values[number] = replace(self.values[number], is_changed=True)
+
+    def _note_read(self, tensor: torch.Tensor) -> None:
+        if self._inside is None:
+            self._steady |= self._resolved(self._taint(tensor))
+        else:
+            self._read |= {each for each in self._resolved(self._taint(tensor)) if each not in self._own}
+            self._read.discard(-1 - self._inside)
+
+    # --- taints ---
+
+    def _taint(self, tensor: torch.Tensor) -> frozenset[_Source]:
+        found = self._taints.get(_place(tensor))
+        return frozenset() if found is None else found[1]
+
+    def _set(self, tensor: torch.Tensor, taint: frozenset[_Source]) -> None:
+        # The weak reference keeps the place from being given to other memory.
+        kept = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch's own
+        self._taints[_place(tensor)] = (kept, taint)
+
+    def _resolved(self, taint: frozenset[_Source]) -> frozenset[_Source]:
+        """Give what is read of another call's inside a name. Raises UncutModel where none can be had."""
+        found = set(taint)
+        for source in taint:
+            if (
+                isinstance(source, int)
+                and source < 0
+                and source != (-1 - self._inside if self._inside is not None else 0)
+            ):
+                found.discard(source)
+                found |= self._echo(-1 - source)
+        return frozenset(found)
+
+    def _echo(self, call: int) -> set[_Source]:
+        """Return the values of modules within a call, whose hooks pass on what they return."""
+        if call >= len(self.calls):
+            raise uncut_model(self._model, "units run within each other")
+        made = self.calls[call]
+        raise uncut_model(self._model, f"something reads within {made.module}, past what it returns")
+
+    def _noting(self, name: str) -> Callable[..., None]:
+        def note(_module: nn.Module, _args: object, output: Any) -> None:
+            if self._inside is not None:
+                self._inner[self._inside].append((name, output))
+
+        return note
+
+
+def _place(tensor: torch.Tensor) -> int:
+    place: int = tensor.untyped_storage()._cdata
+    return place
+
+
+def _decides(func: Any, given: list[torch.Tensor]) -> bool:
+    """Say whether Python, or a shape, depends on the values that an operation reads."""
+    if torch.Tag.data_dependent_output in func.tags:
+        return True
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    # Indices of integers choose values, and those of booleans a shape.
+    return "index" not in func.__name__ or any(each.dtype == torch.bool for each in given)
