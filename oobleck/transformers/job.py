@@ -23,14 +23,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from oobleck.errors import ConfigError, UncutModel
-from oobleck.host.script import SCRIPT_WAITS, Job
+from oobleck.host.script import GATHERS, SCRIPT_WAITS, Job
 from oobleck.job import LossCounting, OptimizerSpec
 from oobleck.training.data import items_of, try_collator, try_repeats
 from oobleck.training.model import BatchSizes, LiveModel, ModelStructure, try_layers, with_tried_loss
 from oobleck.training.optim import Optimizer
 from oobleck.training.padding_trial import try_padding
 
-from .checks import evaluates, inner_model, overrider_of
+from .checks import evaluates, evaluates_here, gathers, inner_model, overrider_of
 from .epochs import EpochOrder, Epochs
 from .whole import TrainerLoss, find_counting
 
@@ -76,7 +76,7 @@ class TrainerJob(Job):
     @functools.cached_property
     def _length(self) -> int:
         trainer, loader = self._trainer, self._loader
-        loaders = [loader, trainer.get_eval_dataloader()] if evaluates(trainer) else [loader]
+        loaders = [loader, trainer.get_eval_dataloader()] if _workers_evaluate(trainer) else [loader]
         return max(2, *(longest_row(each) for each in loaders))
 
     def check(self) -> None:
@@ -198,12 +198,18 @@ class TrainerJob(Job):
             "decayed": lambda: decayed_parameters(trainer),
             "lr_lambda": _schedule(trainer, max_steps=self.max_steps, peak=peak),
         }
-        if evaluates(trainer):
+        if gathers(trainer):
+            parts[GATHERS] = lambda: None
+        if _workers_evaluate(trainer):
             evaluated = trainer.get_eval_dataloader()
             parts["eval_data"] = lambda: (evaluated.dataset, evaluated.collate_fn, "Trainer(eval_dataset=…)")
         if (compute_loss := _loss(trainer)) is not None:
             parts["compute_loss"] = compute_loss
         return parts
+
+
+def _workers_evaluate(trainer: Any) -> bool:
+    return evaluates(trainer) and not evaluates_here(trainer)
 
 
 def epochs_of(trainer: Any, loader: Any) -> Epochs:

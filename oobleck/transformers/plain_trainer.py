@@ -42,10 +42,12 @@ _DRAWN = (
 )
 
 
-def plain_trainer(observation: Observation) -> type[transformers.Trainer]:
-    """Return the class that replaces `oobleck.transformers.Trainer` in a script."""
+def plain_trainer(
+    observation: Observation, kind: type[transformers.Trainer] = transformers.Trainer
+) -> type[transformers.Trainer]:
+    """Return the class that replaces ours in a script: `kind`, which records its steps."""
 
-    class Trainer(transformers.Trainer):
+    class Trainer(kind):  # type: ignore[misc, valid-type]  # of the caller's choice
         def __init__(
             self, model: Any = None, args: TrainingArguments | None = None, *others: Any, **named: Any
         ) -> None:
