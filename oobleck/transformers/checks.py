@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 import transformers
 from transformers import TrainerCallback, TrainingArguments
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
@@ -17,6 +16,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, Scheduler
 
 from oobleck.errors import ConfigError
 
+from .streams import is_stream
 from .table import INIT_ARGUMENTS, TRAINING_ARGUMENTS, Fate, Rule, rule_of_method
 
 _UNKNOWN = Rule(Fate.REFUSED, "leave it out: this version of Oobleck does not know it")
@@ -85,9 +85,7 @@ def _has_event(callback: Any, event: str) -> bool:
 
 
 def _has_samples_by_number(dataset: Any) -> bool:
-    # A stream may have a length, and still no samples by number.
-    is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
-    return not is_stream and not isinstance(dataset, dict) and has_length(dataset)
+    return not is_stream(dataset) and not isinstance(dataset, dict) and has_length(dataset)
 
 
 def overrider_of(trainer: transformers.Trainer, method: str) -> str | None:
@@ -139,9 +137,9 @@ def _check_values(args: TrainingArguments) -> None:
 def _check_data(trainer: transformers.Trainer) -> None:
     if trainer.train_dataset is None:
         raise ConfigError("Trainer: training needs a train_dataset")
-    if not _has_samples_by_number(trainer.train_dataset):
+    if not is_stream(trainer.train_dataset) and not has_length(trainer.train_dataset):
         raise ConfigError(
-            "Trainer(train_dataset=…): it has no length; give samples by number, or write a job() with streaming=True"
+            "Trainer(train_dataset=…): it has no length; give samples by number, or a torch.utils.data.IterableDataset"
         )
 
 

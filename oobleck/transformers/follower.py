@@ -86,7 +86,7 @@ class RunFollower:
         state.train_batch_size = trainer.args.train_batch_size
         state.compute_steps(trainer.args, self._max_steps)  # type: ignore[no-untyped-call]  # transformers' own
         state.max_steps = self._max_steps
-        state.num_train_epochs = math.ceil(self._max_steps / self._epochs.num_steps)
+        state.num_train_epochs = self._epochs.num_epochs(self._max_steps)
         return state
 
     def saves_in(self, checkpoints: Path) -> None:
@@ -234,7 +234,7 @@ class RunFollower:
         self._log(record)
         self._require_due_end(step)
         self._remark_on_wishes(step)
-        if within + 1 == self._epochs.num_steps or step == self._max_steps:
+        if step == self._max_steps or self._epochs.is_last(step):
             self._call("on_epoch_end")
             # transformers asks for logs by epoch only in on_epoch_end. What has been logged is not logged twice.
             self._log(record)
@@ -376,8 +376,7 @@ class RunFollower:
 
     def _require_due_end(self, step: int) -> None:
         """Stop the run for callbacks that end an epoch early, or training late, as transformers' own loop would."""
-        _, within = self._epochs.epoch_of(step)
-        if within + 1 == self._epochs.num_steps:
+        if self._epochs.is_last(step):
             return  # the epoch ends in any case, and the last one ends training
         if step == self._max_steps:
             # transformers' DefaultFlowCallback has set it, unless a callback has raised state.max_steps.

@@ -32,6 +32,7 @@ from oobleck.training.padding_trial import try_padding
 
 from .checks import evaluates, evaluates_here, gathers, inner_model, overrider_of
 from .epochs import EpochOrder, Epochs
+from .streams import StreamEpochs, StreamOrder, is_stream, opened_stream
 from .whole import TrainerLoss, find_counting
 
 # This many microbatches of a step keep four stages busy, or two pipelines of two.
@@ -54,7 +55,11 @@ class TrainerJob(Job):
         """`tag` names the run where the arguments do not. Raises ConfigError for a trainer that cannot be trained."""
         self._trainer = trainer
         self._loader = trainer.get_train_dataloader()  # now: its order depends on the seed of this moment
-        self.epochs = epochs_of(trainer, self._loader)
+        self.epochs: Epochs
+        if is_stream(self._loader.dataset):
+            self._loader, self.epochs = opened_stream(self._loader, trainer.args)
+        else:
+            self.epochs = epochs_of(trainer, self._loader)
         self._tag = tag
         self.made = self._parts()
         self.callbacks = ()
@@ -79,6 +84,17 @@ class TrainerJob(Job):
         loaders = [loader, trainer.get_eval_dataloader()] if _workers_evaluate(trainer) else [loader]
         return max(2, *(longest_row(each) for each in loaders))
 
+    def _require_one_length(self) -> None:
+        """Raise ConfigError for a stream whose rows differ in length, where all are needed to know the longest."""
+        stream = self._loader.dataset
+        lengths = {self._loader.collate_fn([stream[number]])[_TOKENS].shape[-1] for number in range(len(stream))}
+        if len(lengths) > 1:
+            raise ConfigError(
+                f"Trainer(train_dataset=…): the first samples of its stream have {min(lengths)} to {max(lengths)} "
+                "tokens, and a model that is cut needs to know the longest of all; pad them to one length, pack them, "
+                "or give samples by number"
+            )
+
     def check(self) -> None:
         """Take the model apart, try its layers, its loss, the collator and the optimizer, and draw an epoch's order.
 
@@ -90,6 +106,8 @@ class TrainerJob(Job):
         if (structure := self._structure) is None:
             self._say_why()
             return
+        if isinstance(self.epochs, StreamEpochs):
+            self._require_one_length()
         num_batches = self.epochs.batches_per_step
         # Without num_items_in_batch, every class returns the mean.
         is_mean = structure.loss_rule.is_mean or not trainer.model_accepts_loss_kwargs
@@ -183,7 +201,9 @@ class TrainerJob(Job):
         try_layers(structure, sizes)
         return with_tried_loss(structure, sizes)
 
-    def _order(self) -> EpochOrder:
+    def _order(self) -> EpochOrder | StreamOrder:
+        if isinstance(self.epochs, StreamEpochs):
+            return self.epochs.order
         return EpochOrder(self._loader, self.epochs, seed=self._trainer.args.seed)
 
     def _parts(self) -> Mapping[str, Callable[..., Any]]:

@@ -14,11 +14,13 @@ from transformers import TrainerCallback
 
 from oobleck.control.journal import Evaluated, PlanAdopted
 from oobleck.errors import ConfigError
+from oobleck.training.checkpoint.trainer_checkpoint import write_checkpoint
+from oobleck.training.model import LiveModel, ModelStructure
 from oobleck.transformers import Seq2SeqTrainer, Trainer
 from tests.control.journals import run_with_a_loss
 
-from .test_follower import checkpoint, step
-from .trainers import collate, gather, model, rows, trainer
+from .test_follower import step
+from .trainers import LENGTH, collate, gather, model, rows, trainer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore:'pin_memory':UserWarning"
@@ -60,9 +62,11 @@ def followed(made: Any, kept: Keeping, directory: Path) -> Any:
             twin.load_state_dict(before)
             follower.take(Evaluated(t_s=1.0, step=number, loss=None, num_samples=0, duration_s=0.1))
     twin.load_state_dict(kept.weights[last])
-    saved = checkpoint(directory, twin)
+    live = LiveModel.skeleton_of(twin, is_whole=True)
+    whole = ModelStructure.kept_whole(live, lambda *_, **__: torch.zeros(()), sequence_length=LENGTH)
+    write_checkpoint(checkpoints, whole, twin.state_dict(keep_vars=True), {}, step=last)
     twin.load_state_dict(before)
-    return follower.finish(saved)
+    return follower.finish(checkpoints)
 
 
 def evaluations(made: Any) -> list[dict[str, float]]:
@@ -146,7 +150,7 @@ def test_callbacks_read_the_weights_of_evaluations_and_saves(tmp_path: Path) -> 
             self.seen: list[tuple[str, int, float]] = []
 
         def on_evaluate(self, args: Any, state: Any, control: Any, *, model: Any, **details: Any) -> None:
-            self.seen.append(("evaluate", state.global_step, float(model.lm_head.weight.mean())))
+            self.seen.append(("evaluate", state.global_step, float(model.lm_head.weight.detach().mean())))
 
     reading = Reading()
     values = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 3}
