@@ -35,6 +35,9 @@ callbacks nor the lines after its `train()` are to run."""
 SCRIPT_STREAM = "script://data"
 """The shard that stands for the samples of a job's script."""
 
+GATHERS = "gathers"
+"""The part of a Trainer's script that is there if it wants the weights of each evaluation's step."""
+
 _MODULE = "__oobleck_script__"
 _MAIN_MODULE = "__oobleck_main__"
 _MAIN = "__main__"

@@ -9,6 +9,6 @@ nothing of nodes.
 
 from __future__ import annotations
 
-from .trainer import Trainer
+from .trainer import Seq2SeqTrainer, Trainer
 
-__all__ = ["Trainer"]
+__all__ = ["Seq2SeqTrainer", "Trainer"]

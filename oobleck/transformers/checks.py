@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 import transformers
 from transformers import TrainerCallback, TrainingArguments
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
@@ -17,6 +16,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, Scheduler
 
 from oobleck.errors import ConfigError
 
+from .streams import is_stream
 from .table import INIT_ARGUMENTS, TRAINING_ARGUMENTS, Fate, Rule, rule_of_method
 
 _UNKNOWN = Rule(Fate.REFUSED, "leave it out: this version of Oobleck does not know it")
@@ -46,6 +46,46 @@ def check_trainer(trainer: transformers.Trainer, default: TrainingArguments) -> 
 def evaluates(trainer: Any) -> bool:
     """Return whether training includes evaluations."""
     return trainer.eval_dataset is not None and trainer.args.eval_strategy != IntervalStrategy.NO
+
+
+def asks_for_best(args: TrainingArguments) -> bool:
+    """Return whether the weights with the best evaluation are kept."""
+    return bool(args.load_best_model_at_end) or args.save_strategy == SaveStrategy.BEST
+
+
+def evaluates_here(trainer: Any) -> bool:
+    """Return whether the script's own process evaluates while training runs, as workers compute `eval_loss` alone."""
+    return evaluates(trainer) and (
+        trainer.compute_metrics is not None
+        or str(trainer.args.metric_for_best_model or "loss").removeprefix("eval_") != "loss"
+        or not _has_samples_by_number(trainer.eval_dataset)
+        or any(rule_of_method(name).fate is Fate.AFTERWARDS for name, _ in _overridden(trainer))
+        or _hears(trainer, "on_prediction_step")
+    )
+
+
+def gathers(trainer: Any) -> bool:
+    """Return whether the weights of each evaluation's step are brought into the script's own process."""
+    return evaluates_here(trainer) or (
+        evaluates(trainer) and (asks_for_best(trainer.args) or _hears(trainer, "on_evaluate"))
+    )
+
+
+def _hears(trainer: Any, event: str) -> bool:
+    """Return whether a callback that is not of transformers has an event."""
+    return any(
+        not type(each).__module__.startswith("transformers.") and _has_event(each, event)
+        for each in trainer.callback_handler.callbacks
+    )
+
+
+def _has_event(callback: Any, event: str) -> bool:
+    method = getattr(callback, event, None)  # of the object, which may have its own
+    return getattr(method, "__func__", method) not in (None, getattr(TrainerCallback, event))
+
+
+def _has_samples_by_number(dataset: Any) -> bool:
+    return not is_stream(dataset) and not isinstance(dataset, dict) and has_length(dataset)
 
 
 def overrider_of(trainer: transformers.Trainer, method: str) -> str | None:
@@ -88,12 +128,6 @@ def _check_values(args: TrainingArguments) -> None:
     if schedule in _EVALUATION_SCHEDULES or schedule not in TYPE_TO_SCHEDULER_FUNCTION:
         name = getattr(schedule, "value", schedule)
         raise ConfigError(f"TrainingArguments(lr_scheduler_type={name!r}): choose one that follows steps alone")
-    asks_for_best = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
-    if asks_for_best and (metric := str(args.metric_for_best_model)).removeprefix("eval_") != "loss":
-        raise ConfigError(
-            f"TrainingArguments(metric_for_best_model={metric!r}): evaluations while training runs have eval_loss "
-            "alone; leave it out, or leave load_best_model_at_end and save_strategy='best' out"
-        )
     for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
         for key in getattr(args, name, None) or {}:
             if key in _OTHER_RECOMPUTATION:
@@ -101,28 +135,18 @@ def _check_values(args: TrainingArguments) -> None:
 
 
 def _check_data(trainer: transformers.Trainer) -> None:
-    dataset, evaluated = trainer.train_dataset, trainer.eval_dataset
-    if dataset is None:
+    if trainer.train_dataset is None:
         raise ConfigError("Trainer: training needs a train_dataset")
-    for name, each in (("train_dataset", dataset), ("eval_dataset", evaluated)):
-        # A stream may have a length, and still no samples by number.
-        is_stream = isinstance(each, torch.utils.data.IterableDataset)
-        if each is not None and not isinstance(each, dict) and (is_stream or not has_length(each)):
-            raise ConfigError(
-                f"Trainer({name}=…): it has no length; give samples by number, or write a job() with streaming=True"
-            )
-    if isinstance(evaluated, dict) and trainer.args.eval_strategy != IntervalStrategy.NO:
+    if not is_stream(trainer.train_dataset) and not has_length(trainer.train_dataset):
         raise ConfigError(
-            f"Trainer(eval_dataset={{{', '.join(map(repr, evaluated))}: …}}): give one of them, and call "
-            "trainer.evaluate() for the others after training; or leave eval_strategy out"
+            "Trainer(train_dataset=…): it has no length; give samples by number, or a torch.utils.data.IterableDataset"
         )
 
 
 def _check_callbacks(trainer: transformers.Trainer) -> None:
     for callback in trainer.callback_handler.callbacks:
         for event in _EVENTS_WITHIN_STEPS:
-            method = getattr(callback, event, None)  # of the object, which may have its own
-            if getattr(method, "__func__", method) not in (None, getattr(TrainerCallback, event)):
+            if _has_event(callback, event):
                 raise ConfigError(
                     f"Trainer(callbacks=…): {type(callback).__name__} has {event}, which is not called: gradients and "
                     "microbatches are on the nodes; leave it out, or use on_step_end"
@@ -179,16 +203,10 @@ def _check_attributes(trainer: Any) -> None:
 
 
 def _check_methods(trainer: transformers.Trainer) -> None:
-    is_evaluated = evaluates(trainer)
     for name, owner in _overridden(trainer):
         rule = rule_of_method(name)
         if rule.fate is Fate.REFUSED:
             raise ConfigError(f"Trainer.{name} is overridden by {owner}: {rule.note}")
-        if rule.fate is Fate.AFTERWARDS and is_evaluated:
-            raise ConfigError(
-                f"Trainer.{name} is overridden by {owner}: it is not called while training runs, where workers compute "
-                "eval_loss alone; leave eval_strategy out, and call trainer.evaluate() after training"
-            )
 
 
 def _overridden(trainer: transformers.Trainer) -> Iterator[tuple[str, str]]:

@@ -40,10 +40,16 @@ class WeightsElsewhere(TorchFunctionMode):
     def __init__(self, model: nn.Module, refusal: Callable[[str], Exception | None]) -> None:
         """`refusal` makes the error from a parameter's name, or returns None if its value is right at the moment."""
         super().__init__()
-        trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+        self._model = model
+        self._refusal = refusal
+        self._names: dict[int, str] = {}
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Find the parameters anew, since a model may have been moved to another device."""
+        trained = [(name, each) for name, each in self._model.named_parameters() if each.requires_grad]
         # Keyed by memory, as views and `data` are other tensors with the same values.
         self._names = {each.untyped_storage().data_ptr(): name for name, each in trained}
-        self._refusal = refusal
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None

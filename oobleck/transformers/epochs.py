@@ -34,6 +34,14 @@ class Epochs:
         """Return the steps of a run: `max_steps` if it is positive, else those of `num_epochs`."""
         return max_steps if max_steps > 0 else math.ceil(num_epochs * self.num_steps)
 
+    def num_epochs(self, max_steps: int) -> int:
+        """Return how many epochs a run has, the last one perhaps in part."""
+        return math.ceil(max_steps / self.num_steps)
+
+    def is_last(self, step: int) -> bool:
+        """Return whether an epoch ends with a step."""
+        return self.epoch_of(step)[1] + 1 == self.num_steps
+
     def epoch_of(self, step: int) -> tuple[int, int]:
         """Return a step's epoch, from 0, and its number in the epoch, from 0. Steps count from 1."""
         return divmod(step - 1, self.num_steps)

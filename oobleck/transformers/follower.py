@@ -21,7 +21,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, TrainerState
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainOutput, speed_metrics
 
 from oobleck.control import journal
 from oobleck.control.protocol import CommitRecord
@@ -30,9 +30,10 @@ from oobleck.host.writing import write_whole
 from oobleck.training.checkpoint import newest_checkpoint, newest_weights
 
 from .best import BestCheckpoint
-from .checks import inner_model
+from .checks import asks_for_best, evaluates_here, inner_model
 from .elsewhere import OnNodes, WeightsElsewhere
 from .epochs import Epochs
+from .gathered import GatheredWeights, evaluate, fitted
 
 _HANDED_OVER = (
     *("args", "train_dataset", "eval_dataset", "data_collator", "compute_loss_func", "label_smoother"),
@@ -60,8 +61,7 @@ class RunFollower:
         self._total_loss = 0.0
         self._problem = ""
         """What a callback changed without the workers' knowledge, or used although only workers have it."""
-        self._has_start_weights = True
-        """Whether the weights of training are still those of the script's model."""
+        self._weights = GatheredWeights(trainer.model)
         self._elsewhere = WeightsElsewhere(inner_model(trainer.model), self._refusal_of_use)
         self._saved_step: int | None = None
         """The step of the newest checkpoint that callbacks know."""
@@ -86,13 +86,13 @@ class RunFollower:
         state.train_batch_size = trainer.args.train_batch_size
         state.compute_steps(trainer.args, self._max_steps)  # type: ignore[no-untyped-call]  # transformers' own
         state.max_steps = self._max_steps
-        state.num_train_epochs = math.ceil(self._max_steps / self._epochs.num_steps)
+        state.num_train_epochs = self._epochs.num_epochs(self._max_steps)
         return state
 
     def saves_in(self, checkpoints: Path) -> None:
         """Say where the run's checkpoints are, before its first entry."""
-        args = self._trainer.args
-        if args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST:
+        self._weights.look_in(checkpoints)
+        if asks_for_best(self._trainer.args):
             self._best = BestCheckpoint(checkpoints)
 
     @property
@@ -117,9 +117,13 @@ class RunFollower:
         trainer = self._trainer
         if self._problem:
             raise ConfigError(self._problem)
-        best = self._best.weights() if self._best is not None else None
-        self._load(checkpoints, newest_weights(checkpoints) if best is None else best)
-        if best is not None:
+        self._load(checkpoints, newest_weights(checkpoints))
+        self._weights.are_here = True
+        if is_best := self._evaluate_last():
+            trainer.state.best_model_checkpoint = str(checkpoints / newest_checkpoint(checkpoints)[0])
+        best = self._best.weights() if self._best is not None and not is_best else None
+        if best is not None and trainer.args.load_best_model_at_end:
+            self._load(checkpoints, best)
             sys.stderr.write(
                 f"oobleck: the weights are those of step {trainer.state.best_global_step}, the best by "
                 f"{trainer.args.metric_for_best_model} ({trainer.state.best_metric:g})\n"
@@ -148,16 +152,26 @@ class RunFollower:
         self._call("on_train_end")
         return TrainOutput(trainer.state.global_step, mean, metrics)
 
+    def _evaluate_last(self) -> bool:
+        """Evaluate the trained weights, where transformers does though it is not their turn; returns if they are best.
+
+        Raises ConfigError where that fails.
+        """
+        trainer, step = self._trainer, self._trainer.state.global_step
+        args, every = trainer.args, trainer.state.eval_steps
+        is_due = args.eval_strategy == IntervalStrategy.STEPS and every and step % every and step >= args.eval_delay
+        if not is_due or step != self._max_steps or self._first_step is None or not evaluates_here(trainer):
+            return False
+        metrics = self._evaluate_here()
+        is_best = metrics is not None and self._is_best(metrics)
+        if self._problem:
+            raise ConfigError(self._problem)
+        return is_best
+
     def _load(self, checkpoints: Path, weights: Mapping[str, torch.Tensor]) -> None:
         model = inner_model(self._trainer.model)
         known = model.state_dict(keep_vars=True)
-        # By identity, since a tied tensor has several names, of which the file has one.
-        loaded = {id(known[name]) for name in weights if name in known}
-        absent = {name for name, tensor in known.items() if id(tensor) not in loaded}
-        if absent or (unexpected := weights.keys() - known.keys()):
-            raise CorruptCheckpoint(
-                f"{checkpoints}: its parameters are not the model's: {sorted(absent or unexpected)}"
-            )
+        fitted(model, weights, checkpoints)
         model.load_state_dict(weights, strict=False)
         # The script may hold these tensors, in an optimizer of its own for instance.
         after = model.state_dict(keep_vars=True)
@@ -189,17 +203,16 @@ class RunFollower:
                 self._step(entry.record)
             case journal.Evaluated():
                 self._evaluated(entry)
-            case journal.CheckpointSaved(step=step):
-                if self._best is not None:
-                    self._best.note_saved(step, entry.name)
-                    self._keep_best()
-                self._saved(step)
+            case journal.CheckpointSaved(step=step) if self._trainer.args.save_strategy != SaveStrategy.BEST:
+                with self._weights.saved(entry.name):
+                    self._saved(step)
             case journal.RecoveryDone():
                 self._recovered(entry)
 
     def _begin(self, *, has_start_weights: bool) -> None:
         self._has_begun = True
-        self._has_start_weights = has_start_weights
+        if not has_start_weights:
+            self._weights.are_gone()
         if self._best is not None and has_start_weights:
             self._best.forget()
         elif self._best is not None and (kept := self._best.restore()) is not None:
@@ -215,13 +228,13 @@ class RunFollower:
             self._call("on_epoch_begin")
         self._call("on_step_begin")
         trainer.state.global_step, trainer.state.epoch = step, self._epochs.progress(step)
-        self._has_start_weights = False
+        self._weights.are_gone()
         self._note_loss(record.loss)
         self._call("on_step_end")
         self._log(record)
         self._require_due_end(step)
         self._remark_on_wishes(step)
-        if within + 1 == self._epochs.num_steps or step == self._max_steps:
+        if step == self._max_steps or self._epochs.is_last(step):
             self._call("on_epoch_end")
             # transformers asks for logs by epoch only in on_epoch_end. What has been logged is not logged twice.
             self._log(record)
@@ -229,10 +242,7 @@ class RunFollower:
     def _saved(self, step: int) -> None:
         """Report a checkpoint once, with the state as it was at its step."""
         state = self._trainer.state
-        strategy = self._trainer.args.save_strategy
-        if step == self._saved_step or strategy == SaveStrategy.NO:
-            return
-        if strategy == SaveStrategy.BEST and step != state.best_global_step:
+        if step == self._saved_step or self._trainer.args.save_strategy == SaveStrategy.NO:
             return
         self._saved_step = step
         now = state.global_step, state.epoch  # the checkpoint was complete on disk some steps later
@@ -263,28 +273,68 @@ class RunFollower:
             self._trainer.log(logs, self._started_s)
 
     def _evaluated(self, entry: journal.Evaluated) -> None:
-        metrics = {"eval_loss": entry.loss, "eval_runtime": round(entry.duration_s, 4)}
+        args, state = self._trainer.args, self._trainer.state
+        with self._weights.gathered(entry.step) as directory:
+            if (state.epoch if args.eval_strategy == IntervalStrategy.EPOCH else entry.step) < args.eval_delay:
+                return
+            if entry.loss is not None:
+                metrics: dict[str, float] | None = self._evaluated_there(entry, entry.loss)
+            elif self._weights.fetch():
+                metrics = self._evaluate_here()
+            else:
+                self._stop_for(f"the weights after step {entry.step} were not gathered here, so none are evaluated")
+                return
+            self._require_due_end(entry.step)
+            if metrics is not None and self._is_best(metrics) and directory is not None:
+                self._keep_best(directory)
+
+    def _evaluated_there(self, entry: journal.Evaluated, loss: float) -> dict[str, float]:
+        """Report an evaluation of the workers."""
+        metrics = {"eval_loss": loss, "eval_runtime": round(entry.duration_s, 4)}
         if entry.duration_s > 0:
             metrics["eval_samples_per_second"] = round(entry.num_samples / entry.duration_s, 3)
-        trainer, args, state = self._trainer, self._trainer.args, self._trainer.state
+        trainer = self._trainer
         with self._noting("on_evaluate"):
             trainer.log(metrics)
-            trainer.control = trainer.callback_handler.on_evaluate(args, state, trainer.control, metrics)
-        self._require_due_end(entry.step)
-        # Like transformers, update the best value only after callbacks have seen the metrics.
-        name = args.metric_for_best_model
-        if name is None or (value := metrics.get(f"eval_{name.removeprefix('eval_')}")) is None:
-            return
-        best = state.best_metric
-        if best is None or (value > best if args.greater_is_better else value < best):
-            state.best_metric, state.best_global_step = value, state.global_step
-            self._keep_best()
+            trainer.control = trainer.callback_handler.on_evaluate(
+                trainer.args, trainer.state, trainer.control, metrics
+            )
+        return metrics
 
-    def _keep_best(self) -> None:
-        if self._best is not None:
-            state = self._trainer.state
-            self._best.keep(state.best_global_step, state.best_metric)
-            state.best_model_checkpoint = self._best.path
+    def _evaluate_here(self) -> dict[str, float] | None:
+        """Evaluate the weights of the moment in this process; stops the run, and returns None, where that fails."""
+        trainer: Any = self._trainer
+        trainer.place_model()
+        self._elsewhere.look_again()
+        try:
+            with self._noting("on_evaluate", catches=False):
+                return evaluate(trainer, trainer.ignored_keys)
+        # Without its results, the run would not be what the script asks for.
+        except Exception as error:  # noqa: BLE001  it is the user's code
+            traceback.print_exc()
+            self._stop_for(f"the evaluation after step {trainer.state.global_step} fails: {_text_of(error)}")
+            return None
+
+    def _is_best(self, metrics: dict[str, float]) -> bool:
+        """Note a better value of `metric_for_best_model`: like transformers, once callbacks have seen the metrics."""
+        try:
+            return bool(self._trainer._determine_best_metric(metrics, None))
+        except KeyError as error:
+            self._stop_for(f"TrainingArguments(metric_for_best_model=…): {error.args[0]}")
+            return False
+
+    def _keep_best(self, directory: Path) -> None:
+        args, state = self._trainer.args, self._trainer.state
+        step = state.global_step
+        # Like transformers, which takes the best of those that it saves.
+        is_saved = args.save_strategy != SaveStrategy.STEPS or step % state.save_steps == 0 or step == self._max_steps
+        if self._best is None or not is_saved or state.best_metric is None:
+            return
+        self._best.keep(directory, step, state.best_metric)
+        state.best_model_checkpoint = self._best.path
+        if args.save_strategy == SaveStrategy.BEST:
+            self._call("on_save")
+            self._require_due_end(step)
 
     def _recovered(self, entry: journal.RecoveryDone) -> None:
         # transformers has no such event, so its handler cannot call it, and most callbacks lack it.
@@ -302,10 +352,13 @@ class RunFollower:
             trainer.control = getattr(trainer.callback_handler, event)(trainer.args, trainer.state, trainer.control)
 
     @contextmanager
-    def _noting(self, event: str) -> Iterator[None]:
-        """Report errors of callbacks in the block, and stop the run for what they change there."""
+    def _noting(self, event: str, *, catches: bool = True) -> Iterator[None]:
+        """Report errors of callbacks in the block, and stop the run for what they change there.
+
+        Without `catches`, their errors are the caller's.
+        """
         before = self._handed_over()
-        with _reported():
+        with _reported() if catches else nullcontext():
             yield
         self._note_epoch_stop(event)
         if self._problem:
@@ -323,8 +376,7 @@ class RunFollower:
 
     def _require_due_end(self, step: int) -> None:
         """Stop the run for callbacks that end an epoch early, or training late, as transformers' own loop would."""
-        _, within = self._epochs.epoch_of(step)
-        if within + 1 == self._epochs.num_steps:
+        if self._epochs.is_last(step):
             return  # the epoch ends in any case, and the last one ends training
         if step == self._max_steps:
             # transformers' DefaultFlowCallback has set it, unless a callback has raised state.max_steps.
@@ -362,13 +414,14 @@ class RunFollower:
 
     def _refusal_of_use(self, parameter: str) -> ConfigError | None:
         """Return the error for a callback that uses a parameter's value, or None while that value is right."""
-        if self._has_start_weights:
-            return None
+        with suppress(CorruptCheckpoint):
+            if self._weights.fetch():
+                return None
         # The callback may swallow the error: the run stops for it all the same.
         self._stop_for(
             f"{self._callback_at_work()} uses the parameter {parameter} while training runs: its weights are on the "
-            "nodes then, and the script's model has those that it began with; use them after train(), or in "
-            "on_train_end"
+            "nodes then, and the script's model has those that it began with; use them in on_save or on_evaluate "
+            "of the steps that save_steps and eval_steps name, in on_train_end, or after train()"
         )
         return ConfigError(self._problem)
 
@@ -437,6 +490,10 @@ def _values_of(name: str, config: object) -> dict[str, object]:
 def _state_file(checkpoints: Path) -> Path:
     """Return the file of a trainer's state, next to the checkpoints of its run."""
     return checkpoints.parent / "trainer_state.json"
+
+
+def _text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 @contextmanager

@@ -23,15 +23,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from oobleck.errors import ConfigError, UncutModel
-from oobleck.host.script import SCRIPT_WAITS, Job
+from oobleck.host.script import GATHERS, SCRIPT_WAITS, Job
 from oobleck.job import LossCounting, OptimizerSpec
 from oobleck.training.data import items_of, try_collator, try_repeats
 from oobleck.training.model import BatchSizes, Flow, LiveModel, ModelStructure, try_layers, with_tried_loss
 from oobleck.training.optim import Optimizer
 from oobleck.training.padding_trial import try_padding
 
-from .checks import evaluates, inner_model, overrider_of
+from .checks import evaluates, evaluates_here, gathers, inner_model, overrider_of
 from .epochs import EpochOrder, Epochs
+from .streams import StreamEpochs, StreamOrder, is_stream, opened_stream
 from .whole import TrainerLoss, find_counting
 
 # This many microbatches of a step keep four stages busy, or two pipelines of two.
@@ -54,7 +55,11 @@ class TrainerJob(Job):
         """`tag` names the run where the arguments do not. Raises ConfigError for a trainer that cannot be trained."""
         self._trainer = trainer
         self._loader = trainer.get_train_dataloader()  # now: its order depends on the seed of this moment
-        self.epochs = epochs_of(trainer, self._loader)
+        self.epochs: Epochs
+        if is_stream(self._loader.dataset):
+            self._loader, self.epochs = opened_stream(self._loader, trainer.args)
+        else:
+            self.epochs = epochs_of(trainer, self._loader)
         self._tag = tag
         self.made = self._parts()
         self.callbacks = ()
@@ -79,8 +84,19 @@ class TrainerJob(Job):
     @functools.cached_property
     def _length(self) -> int:
         trainer, loader = self._trainer, self._loader
-        loaders = [loader, trainer.get_eval_dataloader()] if evaluates(trainer) else [loader]
+        loaders = [loader, trainer.get_eval_dataloader()] if _workers_evaluate(trainer) else [loader]
         return max(2, *(longest_row(each) for each in loaders))
+
+    def _require_one_length(self) -> None:
+        """Raise ConfigError for a stream whose rows differ in length, where all are needed to know the longest."""
+        stream = self._loader.dataset
+        lengths = {self._loader.collate_fn([stream[number]])[_TOKENS].shape[-1] for number in range(len(stream))}
+        if len(lengths) > 1:
+            raise ConfigError(
+                f"Trainer(train_dataset=…): the first samples of its stream have {min(lengths)} to {max(lengths)} "
+                "tokens, and a model that is cut needs to know the longest of all; pad them to one length, pack them, "
+                "or give samples by number"
+            )
 
     def check(self) -> None:
         """Take the model apart, try its layers, its loss, the collator and the optimizer, and draw an epoch's order.
@@ -94,6 +110,8 @@ class TrainerJob(Job):
             if self.flow is None:
                 self._say_why()
             return
+        if isinstance(self.epochs, StreamEpochs):
+            self._require_one_length()
         num_batches = self.epochs.batches_per_step
         # Without num_items_in_batch, every class returns the mean.
         is_mean = structure.loss_rule.is_mean or not trainer.model_accepts_loss_kwargs
@@ -198,7 +216,9 @@ class TrainerJob(Job):
         try_layers(structure, sizes)
         return with_tried_loss(structure, sizes)
 
-    def _order(self) -> EpochOrder:
+    def _order(self) -> EpochOrder | StreamOrder:
+        if isinstance(self.epochs, StreamEpochs):
+            return self.epochs.order
         return EpochOrder(self._loader, self.epochs, seed=self._trainer.args.seed)
 
     def _parts(self) -> Mapping[str, Callable[..., Any]]:
@@ -213,12 +233,18 @@ class TrainerJob(Job):
             "decayed": lambda: decayed_parameters(trainer),
             "lr_lambda": _schedule(trainer, max_steps=self.max_steps, peak=peak),
         }
-        if evaluates(trainer):
+        if gathers(trainer):
+            parts[GATHERS] = lambda: None
+        if _workers_evaluate(trainer):
             evaluated = trainer.get_eval_dataloader()
             parts["eval_data"] = lambda: (evaluated.dataset, evaluated.collate_fn, "Trainer(eval_dataset=…)")
         if (compute_loss := _loss(trainer)) is not None:
             parts["compute_loss"] = compute_loss
         return parts
+
+
+def _workers_evaluate(trainer: Any) -> bool:
+    return evaluates(trainer) and not evaluates_here(trainer)
 
 
 def epochs_of(trainer: Any, loader: Any) -> Epochs:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 import types
 
+import transformers
+
 import oobleck
 from oobleck.control.verification import PlainAccount, PlainJob
 from oobleck.host.handover import TrainReached
@@ -26,6 +28,7 @@ def _train(asked: PlainJob) -> tuple[PlainAccount, Recorder]:
     observation = Observation(asked)
     stand_in = types.ModuleType(_OURS)
     stand_in.__dict__["Trainer"] = plain_trainer(observation)
+    stand_in.__dict__["Seq2SeqTrainer"] = plain_trainer(observation, transformers.Seq2SeqTrainer)
     # `import oobleck.transformers` looks into the first, `from oobleck import transformers` into the second.
     sys.modules[_OURS] = stand_in
     vars(oobleck)["transformers"] = stand_in

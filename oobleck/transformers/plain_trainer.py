@@ -29,6 +29,7 @@ from oobleck.training.randomness import drawing_alike
 from .checks import inner_model
 from .epochs import EpochOrder
 from .job import epochs_of
+from .streams import is_stream
 
 _CAUSAL = frozenset(
     name
@@ -42,10 +43,12 @@ _DRAWN = (
 )
 
 
-def plain_trainer(observation: Observation) -> type[transformers.Trainer]:
-    """Return the class that replaces `oobleck.transformers.Trainer` in a script."""
+def plain_trainer(
+    observation: Observation, kind: type[transformers.Trainer] = transformers.Trainer
+) -> type[transformers.Trainer]:
+    """Return the class that replaces ours in a script: `kind`, which records its steps."""
 
-    class Trainer(transformers.Trainer):
+    class Trainer(kind):  # type: ignore[misc, valid-type]  # of the caller's choice
         def __init__(
             self, model: Any = None, args: TrainingArguments | None = None, *others: Any, **named: Any
         ) -> None:
@@ -136,6 +139,11 @@ class Observation(TrainerCallback):
         )
 
     def _note_batches_of(self, trainer: Any, loader: Any) -> None:
+        if is_stream(loader.dataset):
+            raise ConfigError(
+                "Trainer(train_dataset=…): samples are compared by their numbers, and those of a stream have none; "
+                "give a list of its first samples"
+            )
         _require_lasting_samples(loader)
         inner, epochs = loader.batch_sampler, epochs_of(trainer, loader)
         self._steps_per_epoch = epochs.num_steps

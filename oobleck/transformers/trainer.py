@@ -40,6 +40,8 @@ class Trainer(transformers.Trainer):
         self._has_trained = False
         self._script_name = ""
         self._resumes_from: str | bool | None = None
+        self.ignored_keys: list[str] | None = None
+        """Outputs of the model that evaluations leave out."""
         args = args or TrainingArguments(output_dir="tmp_trainer")
         self._default = default_arguments(args)  # before the trainer, as arguments set devices up
         super().__init__(model, args, *others, **named)
@@ -63,6 +65,7 @@ class Trainer(transformers.Trainer):
         self._has_trained = True
         self._script_name = Path(sys.argv[0]).stem
         self._resumes_from = resume_from_checkpoint or None
+        self.ignored_keys = ignore_keys_for_eval
         # A run trains once, because workers run the script up to its first `train()`: a second one is refused now, and
         # not hours later. A loop may be left after its first pass.
         if (found := second_train(sys._getframe(1))) is not None:
@@ -114,10 +117,19 @@ class Trainer(transformers.Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate in the script's own process, on its own device, as transformers does."""
-        # Only evaluations need the model on the device: training leaves it where it is.
+        self.place_model()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def place_model(self) -> None:
+        """Move the model to the script's own device, for an evaluation: training leaves it where it is."""
         if getattr(self, "place_model_on_device", True) and self.model is not None:
             super()._move_model_to_device(self.model, self.args.device)
-        return super().evaluation_loop(*args, **kwargs)
+        if self.is_in_train and not self.accelerator._models:  # as training by transformers itself would have done
+            self.accelerator.prepare_model(self.model, evaluation_mode=True)
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         """Do nothing: workers compute with their own parts of the model, and `evaluation_loop` moves it when needed."""
+
+
+class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
+    """transformers' Seq2SeqTrainer, whose evaluations may generate: they run in the script's own process."""

@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import io
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from oobleck.training.checkpoint.trainer_checkpoint import write_checkpoint
 from oobleck.training.model import LiveModel, ModelStructure
 from tests.control.journals import run_with_a_loss
 
-from .trainers import LENGTH, model, rows, trainer
+from .trainers import LENGTH, gather, model, rows, trainer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore:'pin_memory':UserWarning"
@@ -212,24 +211,22 @@ def test_a_callback_that_compares_evaluations_stops_training(tmp_path: Path):
 
 
 @pytest.mark.parametrize("strategy", ["steps", "best"])
-def test_the_best_weights_are_loaded_though_the_run_has_removed_them(tmp_path: Path, strategy: str):
+def test_the_best_weights_are_loaded_at_the_end(tmp_path: Path, strategy: str):
     made = trainer(
         tmp_path, eval_dataset=rows(3), eval_strategy="steps", eval_steps=1, save_strategy=strategy, save_steps=1,
         load_best_model_at_end=True, metric_for_best_model="eval_loss", num_train_epochs=9,
     )  # fmt: skip
-    follower, checkpoints = told(made), tmp_path / "checkpoints"
+    follower, checkpoints = made.follow(made.job()), tmp_path / "checkpoints"
     follower.saves_in(checkpoints)
+    follower.take(next(entry for entry in run_with_a_loss() if isinstance(entry, PlanAdopted)))
     for number, loss in enumerate([5.0, 4.0, 4.5], 1):
-        shutil.rmtree(checkpoints, ignore_errors=True)
         trained = model()
         with torch.no_grad():
             trained.lm_head.weight.fill_(float(number))
-        structure = ModelStructure.from_live(LiveModel.skeleton_of(trained), sequence_length=LENGTH)
-        path = write_checkpoint(checkpoints, structure, trained.state_dict(keep_vars=True), {}, step=number)
+        gather(checkpoints, trained, number)
         follower.take(step(number, 5.0))
-        follower.take(dataclasses.replace(saved(number), name=path.name))
         follower.take(Evaluated(t_s=1.0, step=number, loss=loss, num_samples=3, duration_s=0.1))
-    follower.finish(checkpoints)
+    follower.finish(checkpoint(tmp_path, trained))
     assert made.state.best_global_step == 2
     assert float(made.model.lm_head.weight.detach().mean()) == 2.0
 

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
+from oobleck.storage import CheckpointDirectory
+from oobleck.training.checkpoint import gathered_in
+from oobleck.training.checkpoint.state import write_layer
 from oobleck.transformers import Trainer
 
 LENGTH, VOCAB_SIZE = 24, 300
@@ -25,6 +28,14 @@ def model(**values: Any) -> GPT2LMHeadModel:
 def rows(count: int) -> list[dict[str, list[int]]]:
     """Rows of some lengths; the first token says which row it is."""
     return [{"input_ids": [5 + n, *range(3, 3 + n % 8)], "labels": [5 + n, *range(3, 3 + n % 8)]} for n in range(count)]
+
+
+def gather(checkpoints: Path, trained: Any, number: int) -> Path:
+    """Write the weights of a step where workers gather them."""
+    gathered = gathered_in(checkpoints, number)
+    gathered.mkdir(parents=True)
+    write_layer(CheckpointDirectory(gathered.parent), gathered.name, 0, trained.state_dict(), metadata={})
+    return gathered
 
 
 def collate(batch: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
@@ -45,7 +56,8 @@ def arguments(directory: Path, **values: Any) -> TrainingArguments:
 def trainer(directory: Path, *, kind: type = Trainer, count: int = 11, **values: Any) -> Any:
     """A trainer of `kind`; `values` are its own where it takes them, and else those of its arguments."""
     own = ("model", "train_dataset", "eval_dataset", "callbacks", "compute_loss_func", "optimizers", "model_init")
-    given = {name: values.pop(name) for name in (*own, "optimizer_cls_and_kwargs") if name in values}
+    others = ("optimizer_cls_and_kwargs", "compute_metrics", "preprocess_logits_for_metrics")
+    given = {name: values.pop(name) for name in (*own, *others) if name in values}
     if "model_init" not in given:
         given.setdefault("model", model())
     given.setdefault("train_dataset", rows(count))

@@ -73,12 +73,15 @@ class Evaluated(Entry):
     """A step's model was evaluated on samples that it is not trained on."""
 
     step: int
-    loss: float
+    loss: float | None
+    """None where the script itself evaluates the weights that were gathered."""
     num_samples: int
     duration_s: float
 
     @property
     def sentence(self) -> str:
+        if self.loss is None:
+            return f"the weights after step {self.step} are gathered for the script's evaluation"
         return f"evaluation after step {self.step}: loss {self.loss:.4f} ({self.num_samples} samples)"
 
 

@@ -186,8 +186,8 @@ class RunAccount:
                 self._script = run.tag
             case PlanAdopted():
                 self._adopt(entry)
-            case Evaluated():
-                self._evaluations[entry.step] = entry.loss
+            case Evaluated(loss=float() as loss):
+                self._evaluations[entry.step] = loss
             case StepDone() | StepsDone():
                 self._tally.add(entry)
             case RecoveryDone():

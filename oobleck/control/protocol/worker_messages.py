@@ -91,7 +91,8 @@ class EvaluationDone(FromWorker):
     """A step's model is evaluated; sent by the first and the last stage of each pipeline."""
 
     step: int
-    loss: float
+    loss: float | None
+    """None where the script itself evaluates the weights that were gathered."""
     num_samples: int
     duration_s: float
 

@@ -180,7 +180,8 @@ class Evaluate:
 class Evaluation:
     """The outcome of an evaluation, equal on all workers."""
 
-    loss: float
+    loss: float | None
+    """None where workers only gather the weights, for the script to evaluate."""
     num_samples: int
     duration_s: float
 

@@ -6,7 +6,7 @@ from .digests import digest_of
 from .saving import LayerSaver
 from .state import FlashSaver, LayerTensors, StateReader
 from .trainer_checkpoint import import_trainer_checkpoint, is_trainer_checkpoint
-from .weights import newest_checkpoint, newest_weights, read_weights, weights_of
+from .weights import gathered_in, gathered_weights, newest_checkpoint, newest_weights, read_weights
 
 __all__ = [
     "FlashSaver",
@@ -14,10 +14,11 @@ __all__ = [
     "LayerTensors",
     "StateReader",
     "digest_of",
+    "gathered_in",
+    "gathered_weights",
     "import_trainer_checkpoint",
     "is_trainer_checkpoint",
     "newest_checkpoint",
     "newest_weights",
     "read_weights",
-    "weights_of",
 ]

@@ -30,10 +30,9 @@ from oobleck.errors import ConfigError, CorruptCheckpoint, ExitCode
 from oobleck.host.places import place_of
 from oobleck.job import ModelSpec, Task
 from oobleck.training import model as models
-from oobleck.training.tensor_bytes import as_tensor
 
 from .parts import model_metadata
-from .state import layer_layout
+from .state import write_layer
 from .weights import read_weights
 
 IMPORTED = "imported"
@@ -182,13 +181,7 @@ def write_layers(
     directory = storage.CheckpointDirectory(target)
     (target / name).mkdir(parents=True, exist_ok=True)
     metadata = model_metadata(structure)
-    shards: list[storage.Shard] = []
-    for layer, tensors in enumerate(layers):
-        layout = layer_layout({layer: tensors}, metadata=metadata)
-        data = memoryview(bytearray(layout.size_bytes))
-        for entry in layout.entries:
-            as_tensor(entry.spec, data[entry.offset : entry.stop]).copy_(tensors[entry.spec.name])
-        shards.append(directory.write_layer(name, layer, layout, data))
+    shards = [write_layer(directory, name, layer, tensors, metadata=metadata) for layer, tensors in enumerate(layers)]
     directory.commit(
         storage.Manifest(
             version=storage.MANIFEST_VERSION,

@@ -91,6 +91,11 @@ def cut_state(share: Share, state: Tensors) -> Tensors:
     }
 
 
+def without_states(tensors: Tensors) -> Tensors:
+    """Return the weights among a layer's tensors."""
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith((_OPTIMIZER, _TRAINING))}
+
+
 def _is_everywhere(name: str, tensor: torch.Tensor) -> bool:
     """Return whether every part has all of it: it is a number, or not the state of a parameter."""
     return tensor.ndim == 0 or name.startswith(_TRAINING)

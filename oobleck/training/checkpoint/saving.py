@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +23,9 @@ from oobleck.planner import ExecutionPlan, WorkerId
 from oobleck.training.model import Share
 from oobleck.training.worker_log import WorkerLog
 
-from .parts import cut_state, model_metadata, part_metadata, part_to_save
-from .state import FlashSaver, LayerTensors, StateReader
+from .parts import cut_state, model_metadata, part_metadata, part_to_save, without_states
+from .state import FlashSaver, LayerTensors, StateReader, write_layer
+from .weights import gathered_in
 
 _IMPORTED = "imported"  # the tag of the output of `oobleck checkpoint import`, which belongs to no run yet
 _ANY_DEVICE = "device*"  # the states of the node's other workers can be read too
@@ -136,6 +137,27 @@ class LayerSaver:
 
     def settle(self) -> None:
         self._saver.settle()
+
+    def gather(
+        self,
+        plan: ExecutionPlan,
+        lost: Collection[str],
+        step: int,
+        tensors_of: Callable[[int], Mapping[str, torch.Tensor]],
+    ) -> Iterator[int]:
+        """Write this worker's share of the weights for the script, next to the checkpoints; yields each layer.
+
+        Whoever reads them sees what a full disk has left out.
+        """
+        gathered = gathered_in(self._checkpoints.path, step)
+        directory, metadata = storage.CheckpointDirectory(gathered.parent), self._saver.metadata
+        try:
+            gathered.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for layer, tensors in self._take_share(plan, lost, tensors_of).items():
+                yield layer
+                write_layer(directory, gathered.name, layer, without_states(tensors), metadata=metadata)
+        except OSError as error:
+            self._log.warning("its weights after step %d are not gathered: %s", step, error)
 
     def load(self, restore: protocol.Restore, layer: int) -> Mapping[str, torch.Tensor]:
         """Return this worker's share of a layer's tensors from a checkpoint, verified. Raises CorruptCheckpoint."""

@@ -52,7 +52,7 @@ class FlashSaver:
         """
         self._directory = directory
         self._stem = stem
-        self._metadata = dict(metadata)
+        self.metadata = dict(metadata)
         self._report = report
         self._number = number
         self._memory: storage.FlashMemory | None = None
@@ -69,7 +69,7 @@ class FlashSaver:
 
     def prepare(self, layers: LayerTensors) -> None:
         """Allocate memory for these layers in the background, unless it exists already."""
-        layout = layer_layout(layers, metadata=self._metadata)
+        layout = layer_layout(layers, metadata=self.metadata)
         if layout != self._layout:
             self._layout = layout
             self._tasks.put(lambda: self._make(layout))
@@ -285,6 +285,17 @@ def layer_layout(layers: LayerTensors, *, metadata: Mapping[str, str]) -> storag
         for layer, tensors in layers.items()
     }
     return storage.Layout.of(specs, metadata=metadata)
+
+
+def write_layer(
+    directory: storage.CheckpointDirectory, name: str, layer: int, tensors: Tensors, *, metadata: Mapping[str, str]
+) -> storage.Shard:
+    """Write a layer's file into an existing checkpoint. Raises OSError."""
+    layout = layer_layout({layer: tensors}, metadata=metadata)
+    data = memoryview(bytearray(layout.size_bytes))
+    for entry in layout.entries:
+        as_tensor(entry.spec, data[entry.offset : entry.stop]).copy_(tensors[entry.spec.name])
+    return directory.write_layer(name, layer, layout, data)
 
 
 def _tensors_over(slot: storage.Slot) -> tuple[torch.Tensor, ...]:

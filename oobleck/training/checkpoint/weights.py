@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -9,13 +10,12 @@ import torch
 from oobleck.errors import CorruptCheckpoint
 from oobleck.storage import CheckpointDirectory
 
-from .parts import Tensors, join_parts, read_part, shards_of
+from .parts import Tensors, join_parts, read_part, shards_of, without_states
 
 _SHARED = (
     "where the nodes save to disks of their own, bring their files here and start the same command again, or set "
     "checkpoint.directory to a directory that all share"
 )
-_NOT_WEIGHTS = ("optimizer.", "training.")
 
 
 def newest_checkpoint(directory: Path) -> tuple[str, int]:
@@ -29,15 +29,29 @@ def newest_checkpoint(directory: Path) -> tuple[str, int]:
 def newest_weights(directory: Path) -> dict[str, torch.Tensor]:
     """Return the weights of the newest checkpoint in a directory. Raises CorruptCheckpoint."""
     name, _ = newest_checkpoint(directory)
-    return weights_of(directory, name)
-
-
-def weights_of(directory: Path, name: str) -> dict[str, torch.Tensor]:
-    """Return the weights of a checkpoint in a directory. Raises CorruptCheckpoint."""
     try:
         return read_weights(directory / name)[1]
     except CorruptCheckpoint as error:
         raise CorruptCheckpoint(f"{error}; {_SHARED}") from error
+
+
+def gathered_in(checkpoints: Path, step: int) -> Path:
+    """Return the directory of the weights that workers gather at a step, by the directory of a run's checkpoints."""
+    return checkpoints.with_name(f"{checkpoints.name}-gathered") / f"step-{step}"
+
+
+def gathered_weights(directory: Path) -> dict[str, torch.Tensor]:
+    """Return the weights in all layers' files of a directory, which may be a checkpoint. Raises CorruptCheckpoint."""
+    parts: dict[str, list[tuple[Mapping[str, str], Tensors]]] = {}
+    for path in sorted(directory.glob("layer-*.safetensors")):
+        metadata, tensors = read_part(path)
+        parts.setdefault(metadata["layer"], []).append((metadata, without_states(tensors)))
+    if not parts:
+        raise CorruptCheckpoint(f"{directory}: it has no weights; {_SHARED}")
+    weights: dict[str, torch.Tensor] = {}
+    for layer in parts.values():
+        weights |= join_parts(sorted(layer, key=lambda part: int(part[0].get("part", 0))))
+    return weights
 
 
 def read_weights(checkpoint: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
@@ -52,9 +66,5 @@ def read_weights(checkpoint: Path) -> tuple[dict[str, str], dict[str, torch.Tens
     for layer in range(len(manifest.layer_names)):
         parts = [read_part(checkpoint / shard.file) for shard in shards_of(manifest, layer)]
         metadata = dict(parts[0][0])
-        weights |= join_parts([(text, _without_states(tensors)) for text, tensors in parts])
+        weights |= join_parts([(text, without_states(tensors)) for text, tensors in parts])
     return metadata, weights
-
-
-def _without_states(tensors: Tensors) -> Tensors:
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(_NOT_WEIGHTS)}

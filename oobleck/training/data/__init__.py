@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .collator_trial import PaddedRow, try_collator, try_repeats
     from .data import Dataset, open_source, prepare_dataset
     from .samples import ModelInputs, WholeInputs
-    from .script_data import CollatedSamples, ScriptSamples, from_all_over, items_of
+    from .script_data import CollatedSamples, ScriptSamples, from_all_over, items_of, numbers_in
     from .script_stream import ScriptStream
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "from_all_over",
     "items_of",
     "mapped_tensors",
+    "numbers_in",
     "open_source",
     "prepare_dataset",
     "samples_of_step",
@@ -57,6 +58,7 @@ _WITH_TORCH = {
     "from_all_over": "script_data",
     "items_of": "script_data",
     "mapped_tensors": "batches",
+    "numbers_in": "script_data",
     "open_source": "data",
     "prepare_dataset": "data",
     "try_collator": "collator_trial",

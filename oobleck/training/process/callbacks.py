@@ -76,11 +76,11 @@ class CallbackRunner:
                 yield "on_step_begin", {}
             case journal.StepDone():
                 yield from self._step(entry)
-            case journal.Evaluated():
-                yield "on_evaluate", {"metrics": {"eval_loss": entry.loss}}
+            case journal.Evaluated(loss=float() as loss):
+                yield "on_evaluate", {"metrics": {"eval_loss": loss}}
                 best = self._state.best_metric  # updated after `on_evaluate`, where callbacks compare with it
-                self._state.best_metric = entry.loss if best is None else min(best, entry.loss)
-                yield "on_log", {"logs": self._note({"eval_loss": entry.loss}, entry.step)}
+                self._state.best_metric = loss if best is None else min(best, loss)
+                yield "on_log", {"logs": self._note({"eval_loss": loss}, entry.step)}
             case journal.CheckpointSaved():
                 yield "on_save", {}
             case journal.RecoveryDone():

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -123,13 +125,26 @@ class _TrainerHost:
     def _follow(self, run: Any, log: Path) -> Any:
         """Follow the run until it has ended; returns the master's last line."""
         with _output_in(log):
-            for line in self.lines:
+            for line in _at_once(self.lines):
                 if not line.startswith(_IS_ENTRY):
                     return json.loads(line)
                 run.take(decode_json(JournalEntry, line))
                 if run.wants_stop:
                     self._master.sendall(b"stop\n")
         return {"exit_code": _GONE}
+
+
+def _at_once(lines: BinaryIO) -> Iterator[bytes]:
+    """Yield lines, which are received as they come: the script may evaluate for long, and the master does not wait."""
+    received: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def receive() -> None:
+        for line in lines:
+            received.put(line)
+        received.put(b"")
+
+    threading.Thread(target=receive, daemon=True, name="receive entries").start()
+    return iter(received.get, b"")
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from functools import partial
 from typing import NoReturn, assert_never
 
 from oobleck.control import protocol, steps
+from oobleck.host.script import GATHERS
 from oobleck.training.assembly import Assembly
 from oobleck.training.checkpoint import LayerSaver
 from oobleck.training.comm import DeviceWork, GroupTable, PeerAgreements, StageSums
@@ -77,6 +78,7 @@ class Engine:
         self._stage_sums = StageSums(commit_state.is_pipeline_stopped)
         install(self._model, share, self._stage_sums)
         self._evaluator: Evaluator | None = None
+        self._gathers = job.script is not None and GATHERS in job.script.provides
         if assembly.validation is not None and job.eval_steps:
             self._evaluator = Evaluator(
                 job,
@@ -84,10 +86,13 @@ class Engine:
                 self._model,
                 groups.waiter,
                 interrupted=commit_state.is_fenced,
-                on_progress=lambda step: report(protocol.Evaluating(device=worker_id.device, step=step)),
+                on_progress=self._is_evaluating,
             )
         self._follower = steps.Follower(
-            job, commit_state, records=dataset.records, evaluates=self._evaluator is not None
+            job,
+            commit_state,
+            records=dataset.records,
+            evaluates=self._gathers or self._evaluator is not None,
         )
         self._layer_store = LayerStore(
             job, worker_id, whole=assembly.structure, share=share, model=self._model, optimizer=self._optimizer
@@ -317,18 +322,28 @@ class Engine:
         located = committee.plan.locate(self._worker_id)
         assert located is not None
         assert pipeline_rank is not None
-        assert self._evaluator is not None
+        sum_up, began_s = partial(self._sum_over, committee, effect.subject), time.monotonic()
+        if self._gathers and self._saving is not None:
+            for _ in self._saving.gather(committee.plan, committee.lost, effect.step, self._layer_store.named_state):
+                self._is_evaluating(effect.step)
+        if self._evaluator is None:
+            sum_up((0.0,))  # all have written their layers
+            self._step_timer.begin_step()
+            return steps.Evaluation(loss=None, num_samples=0, duration_s=time.monotonic() - began_s)
         # In groups that nothing else uses, since a failure may leave messages stuck in them.
         with self._stage_sums.within(self._groups.find(effect.stage_key), self._commit_state.is_fenced):
             outcome = self._evaluator.run(
                 effect.step,
                 replace(pipeline_rank, group=self._groups.find(effect.lane_key)),
                 share=(located[0], len(committee.plan.pipelines)),
-                sum_up=partial(self._sum_over, committee, effect.subject),
+                sum_up=sum_up,
             )
         # An evaluation is no part of the step's time.
         self._step_timer.begin_step()
         return outcome
+
+    def _is_evaluating(self, step: int) -> None:
+        self._report(protocol.Evaluating(device=self._worker_id.device, step=step))
 
     def _exchange(self, effect: steps.Exchange) -> None:
         update, device = effect.update, self._worker_id.device
