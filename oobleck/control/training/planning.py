@@ -35,7 +35,7 @@ def planner_for(job: JobSpec, kinds: Sequence[NodeKind], kind_of: Mapping[str, s
     # The planner takes the first of equally fast plans, which must not depend on which profile was known first.
     by_name = sorted(kinds, key=lambda kind: kind.name)
     cutter = make_cutter(fixed_schedule(job), job.num_chunks)
-    return Planner(by_name, settings, kind_of, tensor_parallel=job.tensor_parallel, make_cutter=cutter)
+    return Planner(by_name, settings, kind_of, tensor_parallel=job.devices_per_stage, make_cutter=cutter)
 
 
 def check_possible(job: JobSpec, *, kinds: Collection[str] = (), num_layers: int | None = None) -> None:
@@ -49,9 +49,10 @@ def check_possible(job: JobSpec, *, kinds: Collection[str] = (), num_layers: int
     if len(kinds) <= 1:
         return
     nodes = f"nodes are of {len(kinds)} kinds ({', '.join(kinds)})"
-    if job.tensor_parallel > 1:
+    if job.devices_per_stage > 1:
+        key = "tensor_parallel" if job.sharding == "none" else "sharding_devices"
         raise PlanningError(
-            f"tensor_parallel is {job.tensor_parallel}, and {nodes}; stages on several devices need nodes of one kind"
+            f"{key} is {job.devices_per_stage}, and {nodes}; stages on several devices need nodes of one kind"
         )
     if job.schedule == "interleaved":
         raise PlanningError(
