@@ -281,8 +281,8 @@ def require_elementwise(make: _Make, device: torch.device) -> None:
     expected, found = whole.detach() - start, torch.cat(parts).detach() - start
     if not _are_near(found, expected, size=expected.abs().max()):
         raise ConfigError(
-            f"optimizer.optim: {type(optimizers[0]).__name__} goes by all of a parameter, of which each device has some "
-            "rows with sharding; choose one that goes by each number alone, as adamw or sgd, or set sharding: none"
+            f"optimizer.optim: {type(optimizers[0]).__name__} goes by all of a parameter, and with sharding each device "
+            "has some of its rows; choose one that goes by each number alone, as adamw or sgd, or set sharding: none"
         )
 
 

@@ -18,8 +18,8 @@ from oobleck.planner import ExecutionPlan, LayerTransfer, Pipeline, PipelineTemp
 from oobleck.planner.costs import footprint
 from oobleck.schedule import ScheduleKind
 from oobleck.training.model.models import StageModel
-from oobleck.training.model.structure import ModelStructure
 from oobleck.training.model.sharding import StageState
+from oobleck.training.model.structure import ModelStructure
 from oobleck.training.model.tensor_parallel import share_of
 from oobleck.training.model.weight_gradients import WeightGradients
 from oobleck.training.optim.optimizer import Optimizer
