@@ -118,9 +118,9 @@ def _shapes(source: NodeSource, job: JobSpec) -> dict[str, _Shape]:
     """Return the shape of each node, keyed by its name; nodes that are not known yet count as of one kind."""
     specs: Sequence[NodeSpec] = source.specs
     if not specs:
-        each = [(DEFAULT_KIND, job.tensor_parallel)] * len(source.names)
+        each = [(DEFAULT_KIND, job.devices_per_stage)] * len(source.names)
         if isinstance(source, VirtualOnes):
-            each = list(source.shapes(num_spare=0, num_devices=job.tensor_parallel))
+            each = list(source.shapes(num_spare=0, num_devices=job.devices_per_stage))
         specs = [
             NodeSpec(name=name, host=name, device=device, devices=tuple(range(number)))
             for name, (device, number) in zip(source.names, each, strict=True)

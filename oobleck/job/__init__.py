@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from .node_spec import DEFAULT_KIND, NodeSpec, check_kind_name
 from .spec import (
-    DEFAULT_KIND,
     MAX_CHUNKS,
     MAX_DEVICES,
     MAX_KINDS,
@@ -17,14 +17,12 @@ from .spec import (
     LoraSpec,
     LossCounting,
     ModelSpec,
-    NodeSpec,
     OptimizerSpec,
     Scalar,
     ScalingSpec,
     ScheduleName,
     ScriptSpec,
     Task,
-    check_kind_name,
     check_model_numbers,
 )
 

@@ -1,4 +1,4 @@
-"""The job that a user asks for, and the nodes to run it on.
+"""The job that a user asks for.
 
 Every floor shares these values; `cli` reads them from YAML, hostfiles and command lines. Names follow Hugging Face's
 `TrainingArguments` if it has one.
@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
-
-from oobleck.errors import ConfigError
 
 from .bounds import Bounds, bounded, check_pattern, check_spec, require
 
@@ -24,20 +22,18 @@ LossCounting = Literal["items", "labels", "samples", "sum", "batch"]
 microbatches' losses, or is made of the losses of the script's own batches, which are not cut."""
 Tracker = Literal["clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 """Places that transformers' own callbacks report to, by its names."""
+Sharding = Literal["none", "optimizer"]
 ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zero-bubble", "auto"]
 
 MAX_NODES = 16_384  # so that a typing error in a hostfile's range does not fill the memory
 MAX_DEVICES = 256  # of one machine
 MAX_KINDS = 4  # the planner searches over the numbers of nodes of each kind
-DEFAULT_KIND = "default"
-"""The name of devices that no line of a hostfile names."""
 MAX_CHUNKS = 64  # of a stage; each costs messages
 MAX_STEPS = 10**12
 MAX_MICROBATCHES = 65_536  # of one step; each adds instructions to a worker's program
 _MAX_SECONDS = 1e9
 _LEAST_SECONDS = 1e-3
 _MAX_TOKENS = 1 << 24
-_KIND_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,63}")
 
 
 # --- a model's configuration -----------------------------------------------------------------------------------
@@ -371,6 +367,10 @@ class JobSpec:
     steps have several. All but the last keep the sums so far in extra memory."""
     tensor_parallel: int = bounded(1, 1, MAX_DEVICES)
     """The number of a node's devices that share each stage, by the model's own plan."""
+    sharding: Sharding = "none"
+    """What the devices of a node that hold one stage share out: nothing, or the state of its optimizer."""
+    sharding_devices: int = bounded(1, 1, MAX_DEVICES)
+    """The number of a node's devices that hold one stage and take a microbatch each, with `sharding`."""
     device_memory_bytes: int | None = bounded(None, 1, 2**50)
     """Memory of one device; None asks the nodes."""
     report_to: tuple[Tracker, ...] = ()
@@ -412,6 +412,7 @@ class JobSpec:
             not self.compile or (is_alone and not is_split),
             "false where devices share stages (tensor_parallel) or backward passes are split (zero-bubble)",
         )
+        self._check_sharding(must)
         is_short = self.device == "cuda" and self.dtype in ("bfloat16", "float16")
         must(
             "attn_implementation",
@@ -423,6 +424,30 @@ class JobSpec:
             self.num_pipelines is None or self.num_pipelines <= self.num_microbatches,
             f"at most the {self.num_microbatches} microbatches of a step",
         )
+
+    def _check_sharding(self, must: Callable[[str, bool, str], None]) -> None:
+        is_on = self.sharding != "none"
+        must(
+            "sharding_devices",
+            is_on == (self.sharding_devices > 1),
+            "the number of a node's devices, 2 or more, with sharding: optimizer" if is_on else "1 with sharding: none",
+        )
+        must("tensor_parallel", not is_on or self.tensor_parallel == 1, f"1 with sharding: {self.sharding}")
+        must(
+            "global_batch_size",
+            self.global_batch_size % (self.microbatch_size * self.num_lanes) == 0,
+            f"a multiple of microbatch_size × sharding_devices ({self.microbatch_size} × {self.sharding_devices})",
+        )
+
+    @property
+    def num_lanes(self) -> int:
+        """The devices of a stage that each take a microbatch of their own; what plans count is so many at once."""
+        return self.sharding_devices
+
+    @property
+    def devices_per_stage(self) -> int:
+        """The devices of a node that hold one stage together, each with a part of its state."""
+        return self.tensor_parallel * self.sharding_devices
 
     @property
     def text(self) -> DataSpec:
@@ -442,54 +467,8 @@ class JobSpec:
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches in one step, over all pipelines."""
-        return self.global_batch_size // self.microbatch_size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSpec:
-    """One line of the hostfile: how to reach a node, and which of its devices to use."""
-
-    name: str
-    """Unique in the job: the host, or host#2, host#3, … if the host appears again."""
-    host: str
-    devices: tuple[int, ...] = (0,)
-    port: int | None = None
-    """None leaves it to ~/.ssh/config."""
-    user: str | None = None
-    address: str | None = None
-    """Process groups listen there: at an address of the node, its name, or one of its network interfaces. None is the
-    address by which SSH reached it."""
-    origin: str = ""
-    """The scheduler's job that it comes from, for people: `Slurm's job 17`. Empty if a user has named the node."""
-    device: str = DEFAULT_KIND
-    """The name of its devices; nodes with other devices compute at another speed."""
-    domain: str = ""
-    """Nodes of the same one may fail together (a rack, a zone); empty if the user has named none."""
-
-    @property
-    def failure_domain(self) -> str:
-        """What may fail as a whole: its domain, or its machine."""
-        return f"domain {self.domain}" if self.domain else self.host
-
-    @property
-    def num_devices(self) -> int:
-        return len(self.devices)
-
-    @property
-    def kind(self) -> str:
-        """A name, as `A40` or `A100×8`, for all nodes with as many devices of the same name."""
-        return self.device if self.num_devices == 1 else f"{self.device}×{self.num_devices}"
-
-
-def check_kind_name(name: str) -> None:
-    """Raise ConfigError for a bad name of a node's devices."""
-    # A number alone is a typing error: it belongs to `devices`.
-    if not _KIND_NAME.fullmatch(name) or name.isdecimal():
-        raise ConfigError(
-            f"{name!r} is not a name of a kind of devices; use letters, digits, '.', '_', '+' and '-', at most 64, as "
-            "in A100"
-        )
+        """Microbatches in one step as plans count them, over all pipelines: `num_lanes` at once are one."""
+        return self.global_batch_size // (self.microbatch_size * self.num_lanes)
 
 
 def check_tag(tag: str) -> None:

@@ -166,6 +166,7 @@ def _optimizer(
         schedule=made.get("lr_lambda"),
         frozen=frozenset() if structure is None else structure.frozen,
         decayed=decayed,
+        is_sharded=job.sharding != "none",
         is_tried=job.script is not None and job.script.is_tried,
     )
 

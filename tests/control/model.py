@@ -88,6 +88,8 @@ class Shape:
 
     num_nodes: int = 4
     devices: int = 1
+    sharding_devices: int = 1
+    """How many of them hold a stage together, and share out its state."""
     num_layers: int = 4
     layers_per_device: int = 4
     """How many layers fit the memory of a device."""
@@ -121,8 +123,10 @@ class Shape:
             tag="model",
             control=ControlSpec(heartbeat_interval_s=0.5, lease_s=3.0, rejoin_after_s=0.0, orphan_timeout_s=20.0),
             max_steps=self.max_steps,
-            global_batch_size=self.num_microbatches,
+            global_batch_size=self.num_microbatches * self.sharding_devices,
             microbatch_size=1,
+            sharding="none" if self.sharding_devices == 1 else "optimizer",
+            sharding_devices=self.sharding_devices,
             fault_threshold=self.fault_threshold,
             num_pipelines=self.num_pipelines,
             reductions_per_step=self.reductions,

@@ -41,13 +41,18 @@ class SteppedPrograms(Programs):
         )
         self._wires = schedule.wires_of(seat.stage)
         try:
+            yield from self.node_sums.gather(seat.stage_key, work.step)
+            before = len(work.microbatches)
             for instruction in schedule.programs[seat.stage]:
                 assert instruction.microbatch is not None
                 if instruction.op is Op.COMMIT_SECTION:
+                    yield from self.node_sums.scatter(seat.stage_key, work.step, work.microbatches[before:])
                     yield from self.carry_out(self.partial_commit.begin(work.step))
+                    before = len(work.microbatches)
                 else:
                     yield from self._instruct(instruction, program.microbatches[instruction.microbatch], work, seat)
                     yield from self.carry_out(self.partial_commit.look())
+            yield from self.node_sums.scatter(seat.stage_key, work.step, work.microbatches[before:])
         except (Interrupted, PeerLost):
             self.spoiled.add(seat.lane_key)
             raise
@@ -61,7 +66,7 @@ class SteppedPrograms(Programs):
                 yield from self._receive(instruction, microbatch, work, seat)
             case Op.SEND_F | Op.SEND_B:
                 wire = self._wires[instruction.op, instruction.chunk]
-                target = seat.pipeline.worker_ids[wire.link.target]
+                target = self._neighbour(seat, wire.link.target)
                 yield Wait("send", lambda: True, can_fail=lambda: self.fabric.lacks_a_member(seat.lane_key))
                 tag = self._tag(wire, microbatch, seat)
                 self.fabric.send(seat.lane_key, self.worker_id, target, tag, (work.step, microbatch))
@@ -76,12 +81,17 @@ class SteppedPrograms(Programs):
                     self.commit_state.note_microbatch()
                     work.microbatches.append(microbatch)
 
+    def _neighbour(self, seat: PlaceInPlan, stage: int) -> WorkerId:
+        """The device of a stage that has this one's rank in its own."""
+        rank = seat.pipeline.stages[seat.stage].worker_ids.index(self.worker_id)
+        return seat.pipeline.stages[stage].worker_ids[rank]
+
     def _tag(self, wire: Wire, microbatch: int, seat: PlaceInPlan) -> int:
         return 2 * (microbatch * len(seat.chunks) + wire.source_chunk) + (not wire.link.is_forward)
 
     def _receive(self, instruction: Instruction, microbatch: int, work: Work, seat: PlaceInPlan) -> Moves:
         wire = self._wires[instruction.op, instruction.chunk]
-        source = seat.pipeline.worker_ids[wire.link.source]
+        source = self._neighbour(seat, wire.link.source)
         tag = self._tag(wire, microbatch, seat)
         yield Wait(
             f"{instruction} of microbatch {microbatch} of step {work.step}",

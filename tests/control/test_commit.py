@@ -28,6 +28,12 @@ SHAPES = (
     Shape(num_nodes=4, num_pipelines=2, eval_steps=2),
     Shape(num_nodes=5, layers_per_device=2, scales_loss=True),  # newcomers are told the loss scale
 )
+SHARDED = (
+    Shape(num_nodes=2, devices=2, sharding_devices=2, layers_per_device=8),
+    Shape(num_nodes=3, devices=4, sharding_devices=2, layers_per_device=2, num_microbatches=6, reductions=3),
+    Shape(num_nodes=5, devices=2, sharding_devices=2, layers_per_device=2, eval_steps=2),
+    Shape(num_nodes=5, devices=2, sharding_devices=2, layers_per_device=2, layer_s=0.6, num_microbatches=6),
+)
 IN_SECTIONS = (
     Shape(reductions=2),
     Shape(num_nodes=5, layers_per_device=2, num_microbatches=6, reductions=3),
@@ -85,7 +91,7 @@ def scenarios_in_commits() -> st.SearchStrategy[Scenario]:
 
 
 def test_an_undisturbed_run_commits_every_step_in_turn():
-    for shape in (*SHAPES, *IN_SECTIONS):
+    for shape in (*SHAPES, *SHARDED, *IN_SECTIONS):
         world = play(Scenario(shape, faults=(), seed=0, calm=0))
         assert world.ended is not None
         assert world.ended.exit_code == 0
@@ -112,6 +118,13 @@ def test_workers_that_end_and_come_back_break_no_promise(scenario: Scenario):
 @examples(120)
 @given(scenario=scenarios(KINDS))
 def test_faults_of_all_kinds_break_no_promise(scenario: Scenario):
+    play(scenario)
+
+
+@examples(60)
+@given(scenario=scenarios(KINDS, shapes=SHARDED))
+def test_devices_that_share_out_a_stage_break_no_promise(scenario: Scenario):
+    """Whether and in which group a collective is posted follows from programs alone, wherever devices are stopped."""
     play(scenario)
 
 

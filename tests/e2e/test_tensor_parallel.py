@@ -48,7 +48,7 @@ def _evaluated(runner: Runner) -> dict[int, float]:
     return {entry["step"]: entry["loss"] for entry in runner.journal() if entry["@type"] == "Evaluated"}
 
 
-def _assert_evaluated(runner: Runner, reference: list[float]) -> None:
+def assert_evaluated(runner: Runner, reference: list[float]) -> None:
     compared = {step: loss for step, loss in _evaluated(runner).items() if step // 4 <= len(reference)}
     assert compared
     assert max(abs(loss - reference[step // 4 - 1]) for step, loss in compared.items()) < LLAMA_TOLERANCE
@@ -66,7 +66,7 @@ def test_stages_that_devices_share_compute_what_one_process_computes(
         outcome = stopped(runner, up)
     assert_all_is_right(outcome, reference[0], tolerance=LLAMA_TOLERANCE)
     assert [recovery["nodes"] for recovery in outcome.recoveries] == [["node2"]]
-    _assert_evaluated(runner, reference[1])
+    assert_evaluated(runner, reference[1])
     assert {4, *range(12, 17, 4)} <= _evaluated(runner).keys()
     devices = [
         len(stage["devices"]) for pipeline in outcome.summary["plan"]["pipelines"] for stage in pipeline["stages"]
@@ -88,7 +88,7 @@ def test_interleaved_stages_that_devices_share_compute_what_one_process_computes
         outcome = stopped(runner, up)
     assert_all_is_right(outcome, reference[0], tolerance=LLAMA_TOLERANCE)
     assert [recovery["nodes"] for recovery in outcome.recoveries] == [["node2"]]
-    _assert_evaluated(runner, reference[1])
+    assert_evaluated(runner, reference[1])
     assert {4, *range(12, 25, 4)} <= _evaluated(runner).keys()
     assert shapes(runner) == [[(2, 2), (2, 2)], [(1, 1), (2, 2)]]
     devices = [
@@ -140,4 +140,4 @@ def test_what_devices_that_share_stages_saved_is_gone_on_from_by_others(
     take_in(runner.journal())
     assert sorted(losses) == list(range(1, len(losses) + 1))
     assert_losses([loss for _, loss in sorted(losses.items())], reference[0], tolerance=LLAMA_TOLERANCE)
-    _assert_evaluated(runner, reference[1])
+    assert_evaluated(runner, reference[1])

@@ -197,7 +197,7 @@ async def _run(
         checks=not run.options.no_check,
         tell=lambda text: say(output, f"oobleck up: {text}"),
         renew_keys=run.resume == "never",
-        num_devices=run.job.tensor_parallel,
+        num_devices=run.job.devices_per_stage,
         variables=run.job.env,
         workdir=run.workdir,
     )

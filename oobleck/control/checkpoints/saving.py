@@ -437,7 +437,7 @@ class Saving:
 
     @property
     def _num_parts(self) -> int:
-        return self._job.tensor_parallel
+        return self._job.devices_per_stage
 
     @property
     def _num_all_parts(self) -> int:

@@ -24,9 +24,10 @@ class Tally:
     """The sum of their hashes, modulo 2^64, so that their order does not matter."""
 
     @classmethod
-    def of(cls, microbatches: Iterable[int]) -> Tally:
+    def of(cls, microbatches: Iterable[int], *, num_lanes: int = 1) -> Tally:
+        """Count microbatches; with several lanes, each stands for one microbatch of each lane."""
         count = digest = 0
-        for microbatch in microbatches:
+        for microbatch in (each * num_lanes + lane for each in microbatches for lane in range(num_lanes)):
             # Hashed, because with plain numbers a missing microbatch and a repeated one could cancel each other out.
             count += 1
             digest += _mixed(microbatch)

@@ -60,9 +60,9 @@ class Follower:
         self._commit_state = commit_state
         self._records = records
         self._evaluates = evaluates
-        self._whole = protocol.Tally.of(range(job.num_microbatches))
+        self._whole = protocol.Tally.of(range(job.num_microbatches), num_lanes=job.num_lanes)
         # The driver advances it during programs.
-        self.partial_commit = PartialCommit(commit_state)
+        self.partial_commit = PartialCommit(commit_state, num_lanes=job.num_lanes)
         self._seat: PlaceInPlan | None = None
         """The place in the plan in force; None for a spare."""
         self._committee: Committee | None = None
@@ -214,7 +214,7 @@ class Follower:
 
     def _check(self, step: int, counted: protocol.Tally) -> None:
         """Check that each microbatch of a step counts once. Raises AssertionError: a wrong sum is never applied."""
-        partial = protocol.Tally.of(self.partial_commit.microbatches)
+        partial = protocol.Tally.of(self.partial_commit.microbatches, num_lanes=self._job.num_lanes)
         what = f"step {step}: {counted.count} microbatches were counted in addition to {partial.count}"
         assert counted + partial == self._whole, f"{what}; they are not all {self._whole.count}, each once"
 

@@ -33,8 +33,10 @@ class Section:
 class PartialCommit:
     """The committed part of the step in flight, and the section on its way."""
 
-    def __init__(self, commit_state: CommitState) -> None:
+    def __init__(self, commit_state: CommitState, *, num_lanes: int = 1) -> None:
+        """`num_lanes` as in `JobSpec`."""
         self._commit_state = commit_state
+        self._num_lanes = num_lanes
         self._update: PlanUpdate | None = None
         """The update of the plan in force; None for a spare."""
         self._before = NOTHING
@@ -207,7 +209,9 @@ class PartialCommit:
         """Check that a section sums what it should. Raises AssertionError: a wrong sum is never committed."""
         fresh = set(self._microbatches_after(section.number)).difference(self.microbatches)
         what = f"section {section.number} of step {section.step}: {counted.count} microbatches were counted"
-        assert counted == Tally.of(fresh), f"{what}; they are not the {len(fresh)} of the section, each once"
+        assert counted == Tally.of(fresh, num_lanes=self._num_lanes), (
+            f"{what}; they are not those of the section, each once"
+        )
 
     def _fold(self, record: SectionRecord) -> worker_effects.WorkerEffects:
         # The section is committed, so nothing can interrupt this.

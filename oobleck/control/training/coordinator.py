@@ -47,7 +47,7 @@ class Coordinator(BaseCoordinator):
         """
         members = replayed.members if replayed else Membership.of(nodes)
         # Stages on several devices need nodes of one kind.
-        most_kinds = MAX_KINDS if job.tensor_parallel == 1 else 1
+        most_kinds = MAX_KINDS if job.devices_per_stage == 1 else 1
         super().__init__(job.control, members, python_version=python_version, most_kinds=most_kinds)
         self._job = job
         self._nodes = nodes

@@ -43,7 +43,9 @@ class Parts:
         progress = self.progress = Progress(job)
         self.hang_watch = HangWatch(job.control, progress)
         self.likeness = EpochLikeness()
-        self.replica_check = ReplicaCheck(degree=job.tensor_parallel, device_of=lambda node: members[node].spec.device)
+        self.replica_check = ReplicaCheck(
+            degree=job.devices_per_stage, device_of=lambda node: members[node].spec.device
+        )
         preparation = self.preparation = Preparation(job, members, run=run)
         link_timing = self.link_timing = LinkTiming(job, members)
         directory = None if resume in ("auto", "never") else resume

@@ -43,7 +43,7 @@ def planner_for(
     by_name = sorted(kinds, key=lambda kind: kind.name)
     cutter = make_cutter(fixed_schedule(job), job.num_chunks)
     return Planner(
-        by_name, settings, kind_of, domain_of=domain_of, tensor_parallel=job.tensor_parallel, make_cutter=cutter
+        by_name, settings, kind_of, domain_of=domain_of, tensor_parallel=job.devices_per_stage, make_cutter=cutter
     )
 
 
@@ -58,9 +58,10 @@ def check_possible(job: JobSpec, *, kinds: Collection[str] = (), num_layers: int
     if len(kinds) <= 1:
         return
     nodes = f"nodes are of {len(kinds)} kinds ({', '.join(kinds)})"
-    if job.tensor_parallel > 1:
+    if job.devices_per_stage > 1:
+        key = "tensor_parallel" if job.sharding == "none" else "sharding_devices"
         raise PlanningError(
-            f"tensor_parallel is {job.tensor_parallel}, and {nodes}; stages on several devices need nodes of one kind"
+            f"{key} is {job.devices_per_stage}, and {nodes}; stages on several devices need nodes of one kind"
         )
     if job.schedule == "interleaved":
         raise PlanningError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from oobleck.control.protocol import WorkerAddress
@@ -105,13 +105,19 @@ class GroupTable:
         return sequence
 
     def sum(
-        self, key: GroupKey, sequence: int, step: int, *, takes_s: float = 0.0
+        self,
+        key: GroupKey,
+        sequence: int,
+        step: int,
+        *,
+        takes_s: float = 0.0,
+        interrupted: Callable[[], bool] | None = None,
     ) -> Generator[Wait, None, tuple[int, ...]]:
-        """Wait for an all-reduce of a step, and return its total."""
+        """Wait for an all-reduce of a step until `interrupted`, by default by a fence, and return its total."""
         yield Wait(
             f"all-reduce {sequence} of {label(key)} in step {step}",
             lambda: self._fabric.is_complete(key, sequence),
-            self._commit_state.is_fenced,
+            interrupted or self._commit_state.is_fenced,
             lambda: self._fabric.lacks_a_member(key),
             touches_network=len(key.members) > 1,
             takes_s=takes_s,
@@ -119,14 +125,15 @@ class GroupTable:
         return self._fabric.total(key, sequence, step)
 
 
-def buckets_of(committee: Committee, worker_id: WorkerId) -> tuple[Bucket, ...]:
-    """Return a worker's layers by their owners in a committee."""
+def buckets_of(committee: Committee, worker_id: WorkerId, *, degree: int = 1) -> tuple[Bucket, ...]:
+    """Return a worker's layers by their owners in a committee, of the same rank where `degree` devices share stages."""
     located = committee.plan.locate(worker_id)
     assert located is not None
     pipeline, stage = located
     by_owners: dict[tuple[WorkerId, ...], list[int]] = {}
     for layer in committee.plan.pipelines[pipeline].stages[stage].layers:
-        living = tuple(owner for owner in committee.plan.owners_of(layer) if owner.node not in committee.lost)
+        alike = [each for each in committee.plan.owners_of(layer) if (each.device - worker_id.device) % degree == 0]
+        living = tuple(owner for owner in alike if owner.node not in committee.lost)
         by_owners.setdefault(living, []).append(layer)
     # As in `training.step.reduction`, but by layers: sorted, since all owners have to post their sums in one order.
     return tuple((committee.key_of(members), tuple(layers)) for members, layers in sorted(by_owners.items()))

@@ -12,6 +12,7 @@ from oobleck.control.speed import PaceMeter
 from oobleck.schedule import section_stops
 
 from .fabric import Violation, Wait, label
+from .node_sums import NodeSums
 from .ports import Moves, WorkerPorts
 from .tempo import ProgramTimes
 
@@ -44,6 +45,7 @@ class Programs:
         commit_state: steps.CommitState,
         partial_commit: steps.PartialCommit,
         carry_out: Callable[[steps.WorkerEffects], Moves],
+        node_sums: NodeSums,
     ) -> None:
         """Take the partial commit to advance during programs; `carry_out` carries out its effects."""
         self.worker_id = commit_state.worker_id
@@ -51,6 +53,7 @@ class Programs:
         self.commit_state = commit_state
         self.partial_commit = partial_commit
         self.carry_out = carry_out
+        self.node_sums = node_sums
         self.spoiled: set[steps.GroupKey] = set()  # groups abandoned in mid-program: their messages are ambiguous
         self._running: _Running | None = None
         self._busy_s: deque[tuple[float, float]] = deque(maxlen=_BUSY_TIMES)
@@ -69,12 +72,14 @@ class Programs:
         self._running = running = _Running(self._clock(), times)
         try:
             done, began_s = 0, 0.0
+            yield from self.node_sums.gather(seat.stage_key, work.step)
             for stop in section_stops(
                 len(microbatches), program.num_sections, round_size=seat.pipeline.template.round_size
             ):
                 is_last = stop == len(microbatches)
                 ends_s = times.end_s if is_last else times.backward_ends_s[stop - 1]
                 yield from self._run_section(work, seat, ends_s - began_s)
+                yield from self.node_sums.scatter(seat.stage_key, work.step, microbatches[done:stop])
                 work.microbatches += microbatches[done:stop]
                 done, began_s = stop, ends_s
                 if not is_last:

@@ -43,7 +43,11 @@ class SectionSums:
         groups: GroupTable,
         agreements: VirtualAgreements,
         layers: HeldLayers,
+        *,
+        num_lanes: int,
     ) -> None:
+        """`num_lanes` as in `JobSpec`."""
+        self._num_lanes = num_lanes
         self._commit_state, self._fabric, self._groups = commit_state, fabric, groups
         self._agreements, self._layers = agreements, layers
         self._buckets: tuple[Bucket, ...] = ()
@@ -80,7 +84,7 @@ class SectionSums:
         """Post this worker's part of the agreement. Raises PeerLost."""
         posted = self._section
         yield from pause("about to commit")
-        mine = Tally.of(posted.mine if self._tells else ())
+        mine = Tally.of(posted.mine if self._tells else (), num_lanes=self._num_lanes)
         self._agreements.bring(self._everyone, posted.subject, Totals((float(mine.count),), mine))
         posted.agrees = True
 
@@ -91,7 +95,7 @@ class SectionSums:
             return None
         yield from pause("agreed to commit")
         agreed = self._agreements.take(everyone, posted.subject)
-        if any(Tally.of(summed) != agreed.counted for summed in posted.summed.values()):
+        if any(Tally.of(summed, num_lanes=self._num_lanes) != agreed.counted for summed in posted.summed.values()):
             raise Violation(f"section {posted.number} of step {posted.step} sums {posted.summed}, not {agreed}")
         return SectionTotals(agreed.numbers[0], agreed.counted)
 

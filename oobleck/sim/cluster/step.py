@@ -14,6 +14,7 @@ from .agreements import VirtualAgreements
 from .fabric import Contribution, Violation, Wait
 from .groups import Bucket, GroupTable, buckets_of
 from .layers import HeldLayers
+from .node_sums import NodeSums
 from .ports import Moves, WorkerPorts, pause
 from .program import Programs, Work
 from .records import Records
@@ -43,14 +44,15 @@ class StepDriver:
         layers: HeldLayers,
         records: Records,
         programs: Programs,
+        node_sums: NodeSums,
     ) -> None:
         self.seat: steps.PlaceInPlan | None = None  # None for a spare
         self.reduced: dict[int, tuple[int, ...]] = {}  # the sums to apply the step with
         self.taken: dict[int, tuple[RecordRun, ...]] = {}  # the records of each applied step
         self._job, self._ports, self._commit_state = job, ports, commit_state
         self._groups, self._agreements, self._layers = groups, agreements, layers
-        self._records, self._programs = records, programs
-        self._sections = SectionSums(commit_state, ports.fabric, groups, agreements, layers)
+        self._records, self._programs, self._node_sums = records, programs, node_sums
+        self._sections = SectionSums(commit_state, ports.fabric, groups, agreements, layers, num_lanes=job.num_lanes)
         # The groups that sum the gradients of the worker's layers, for the newest committee.
         self._buckets: tuple[steps.Committee, tuple[Bucket, ...]] | None = None
         self._work: Work | None = None
@@ -74,7 +76,10 @@ class StepDriver:
 
     def _buckets_of(self, committee: steps.Committee) -> tuple[Bucket, ...]:
         if self._buckets is None or self._buckets[0] is not committee:
-            self._buckets = committee, buckets_of(committee, self._commit_state.worker_id)
+            self._buckets = (
+                committee,
+                buckets_of(committee, self._commit_state.worker_id, degree=self._job.devices_per_stage),
+            )
         return self._buckets[1]
 
     def do(self, effect: StepEffect) -> Generator[Wait, None, steps.EffectOutcome]:
@@ -157,7 +162,7 @@ class StepDriver:
             float(saver is not None and saver.is_wanted(step)),
             self._posted_s - self._step_began_s,
         )
-        part = Totals(numbers, Tally.of(self._work.microbatches if self._tells else ()))
+        part = Totals(numbers, Tally.of(self._work.microbatches if self._tells else (), num_lanes=self._job.num_lanes))
         total = yield from self._agreements.total(committee, effect.subject, part, takes_s=self._committing_s)
         yield from pause("agreed to commit")
         stops, saves, took_s = total.numbers
@@ -177,8 +182,9 @@ class StepDriver:
 
     @property
     def _tells(self) -> bool:
-        # A pipeline's last stage has the losses, so it reports the microbatches.
-        return self.seat is not None and self.seat.is_last
+        # A pipeline's last stage has the losses, so it reports the microbatches: one of its devices those of all.
+        is_first_device = self._commit_state.worker_id.device % self._job.devices_per_stage == 0
+        return self.seat is not None and self.seat.is_last and is_first_device
 
     def _apply(self, record: CommitRecord) -> Moves:
         if runs := self._records.runs_of(record.step):
@@ -194,6 +200,7 @@ class StepDriver:
     def _evaluate(self, effect: steps.Evaluate) -> Generator[Wait, None, steps.Evaluation]:
         if any(version.partial for version in self._layers.held.values()):
             raise Violation(f"{self._commit_state.worker_id} evaluates in the middle of step {effect.step + 1}")
+        yield from self._node_sums.gather(effect.stage_key, effect.step, interrupted=self._commit_state.is_fenced)
         yield from self._agreements.total(effect.committee, effect.subject, Totals(()))
         # The time of an evaluation is not the next step's.
         self._step_began_s, self._posted_s = self._ports.clock(), None

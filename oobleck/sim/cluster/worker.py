@@ -19,6 +19,7 @@ from .agreements import VirtualAgreements
 from .fabric import Violation, Wait
 from .groups import GroupTable
 from .layers import HeldLayers, Version
+from .node_sums import NodeSums
 from .ports import Moves, WorkerPorts, pause
 from .program import Programs
 from .records import Records, VirtualShards
@@ -48,7 +49,10 @@ class VirtualWorker:
         self._follower = steps.Follower(job, self.commit_state, records=records, evaluates=True)
         agreements = steps.Agreements(worker_id, lock=nullcontext())
         self._agreements = VirtualAgreements(agreements, self.commit_state, ports)
-        self._programs = self.programs(ports, self.commit_state, self._follower.partial_commit, self._carry_out)
+        node_sums = NodeSums(self.commit_state, self._groups, self.store, num_lanes=job.num_lanes)
+        self._programs = self.programs(
+            ports, self.commit_state, self._follower.partial_commit, self._carry_out, node_sums
+        )
         self.driver = StepDriver(
             job,
             ports,
@@ -58,6 +62,7 @@ class VirtualWorker:
             layers=self.store,
             records=self._records,
             programs=self._programs,
+            node_sums=node_sums,
         )
         self._received: dict[int, Version] = {}
         self._ordered_s = 0.0  # the arrival of the newest order

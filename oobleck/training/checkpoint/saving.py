@@ -82,7 +82,7 @@ class LayerSaver:
         )
         self._log = WorkerLog(__name__, worker_id)
         self._sizes = [
-            sum(math.prod(structure.shapes[name]) for name in structure.layer_parameters(layer))
+            sum(math.prod(share.whole.shapes[name]) for name in structure.layer_parameters(layer))
             for layer in range(structure.num_layers)
         ]
         self._wanted: int | None = None
@@ -305,7 +305,7 @@ class LayerSaver:
             return f"of another model, with a layer {layer}; ours has {self._structure.num_layers}"
         shapes = {spec.name: spec.shape for spec in specs}
         for name in self._structure.layer_parameters(layer):
-            ours = tuple(self._structure.shapes[name])
+            ours = tuple(self._part.whole.shapes[name])
             if name not in shapes:
                 return f"of another model, without {name} in layer {layer}"
             # Parts of layers have shapes of their own.

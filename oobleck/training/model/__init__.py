@@ -24,13 +24,15 @@ from .parcels import (
     size_of,
     unpacked,
 )
+from .sharding import StageState, sharded
 from .stage_flow import prove_cuts
 from .structure import LossOfInputs, ModelStructure
-from .tensor_parallel import Share, initialize_share, install, share_of
+from .tensor_parallel import AllReduce, Share, install, share_of
 from .weight_gradients import WeightGradients
 
 __all__ = [
     "Adapters",
+    "AllReduce",
     "BatchSizes",
     "CapturedHead",
     "Carried",
@@ -43,13 +45,13 @@ __all__ = [
     "Precision",
     "Share",
     "StageModel",
+    "StageState",
     "WeightGradients",
     "add_adapters",
     "build_model",
     "check_attention",
     "gradients_of",
     "header_length",
-    "initialize_share",
     "install",
     "leaf_of",
     "made_up_weights",
@@ -61,6 +63,7 @@ __all__ = [
     "run_backward",
     "save_adapters",
     "separates_documents",
+    "sharded",
     "share_of",
     "size_of",
     "tied_parameters",

@@ -55,8 +55,11 @@ class Share:
 
     rank: int
     degree: int
+    whole: ModelStructure
     structure: ModelStructure
     """With the shapes of the shares."""
+    is_sharded: bool = False
+    """Whether devices compute with whole parameters, and share their state alone (`sharding.py`)."""
     styles: Mapping[str, Style]
     """Keyed by module."""
     cut_dimensions: Mapping[str, int]
@@ -72,7 +75,14 @@ class Share:
         """Return this device's share of a whole parameter."""
         if (dimension := self.cut_dimensions.get(parameter)) is None:
             return whole
-        return whole.chunk(self.degree, dimension)[self.rank]
+        rows = rows_of(whole.shape[dimension], rank=self.rank, degree=self.degree)
+        return whole.narrow(dimension, rows.start, len(rows))
+
+
+def rows_of(count: int, *, rank: int, degree: int) -> range:
+    """Return the rows of a device: as many for all, but the last ones may have fewer, or none."""
+    each = -(-count // degree)
+    return range(min(rank * each, count), min((rank + 1) * each, count))
 
 
 def share_of(structure: ModelStructure, *, rank: int, degree: int) -> Share:
@@ -98,6 +108,7 @@ def share_of(structure: ModelStructure, *, rank: int, degree: int) -> Share:
     return Share(
         rank=rank,
         degree=degree,
+        whole=structure,
         structure=replace(structure, shapes=shapes),
         styles=styles,
         cut_dimensions=cut,

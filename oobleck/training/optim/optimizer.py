@@ -55,10 +55,14 @@ class Optimizer:
         schedule: Callable[[int], float] | None = None,
         frozen: Collection[str] = (),
         decayed: Collection[str] | None = None,
+        is_sharded: bool = False,
         is_tried: bool = False,
     ) -> None:
-        """With `is_tried`, another process has tried the script's optimizer: workers start without that."""
+        """With `is_sharded`, it updates rows of parameters. With `is_tried`, another process has tried the script's
+        optimizer: workers start without that.
+        """
         self.spec = spec
+        self._is_sharded = is_sharded
         self._is_tried = is_tried
         self._schedule = schedule or (lambda step: rate_factor(spec, step=step, max_steps=max_steps))
         self._peak = spec.learning_rate
@@ -85,6 +89,8 @@ class Optimizer:
                 optimizer_state.require_no_count(make, device)
                 optimizer_state.require_independent(make, device)
                 optimizer_state.require_state_alone(make, layout, device)
+                if self._is_sharded:
+                    optimizer_state.require_elementwise(make, device)
             self._layouts[device] = layout
         return self._layouts[device]
 

@@ -264,6 +264,28 @@ def late_state(optimizer: str, name: str) -> str:
     )
 
 
+def require_elementwise(make: _Make, device: torch.device) -> None:
+    """Require that an optimizer from `make` updates the rows of a parameter alike, together and apart.
+
+    Devices that hold some rows each would otherwise train a parameter in another way than one with all. Raises
+    ConfigError.
+    """
+    start = torch.linspace(-1.0, 2.0, 12, device=device).view(4, 3)
+    rows = (slice(0, 4), slice(0, 2), slice(2, 4))
+    whole, *parts = probes = [nn.Parameter(start[own].clone()) for own in rows]
+    optimizers = [make({"probe": probe}) for probe in probes]
+    for scale in _SCALES_OF_STEPS:
+        for own, probe, optimizer in zip(rows, probes, optimizers, strict=True):
+            probe.grad = scale * start.flip(1)[own].clone()
+            optimizer.step()
+    expected, found = whole.detach() - start, torch.cat(parts).detach() - start
+    if not _are_near(found, expected, size=expected.abs().max()):
+        raise ConfigError(
+            f"optimizer.optim: {type(optimizers[0]).__name__} goes by all of a parameter, and with sharding each device "
+            "has some of its rows; choose one that goes by each number alone, as adamw or sgd, or set sharding: none"
+        )
+
+
 def require_no_count(make: _Make, device: torch.device) -> None:
     """Require that no update of an optimizer from `make` depends on a count that all its instances share.
 

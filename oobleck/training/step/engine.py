@@ -20,12 +20,13 @@ from oobleck.training.assembly import Assembly
 from oobleck.training.checkpoint import LayerSaver
 from oobleck.training.comm import DeviceWork, GroupTable, PeerAgreements, StageSums
 from oobleck.training.likeness import EpochThings
-from oobleck.training.model import Precision, Share, StageModel, install
+from oobleck.training.model import Precision, Share, StageModel, StageState, install
 from oobleck.training.worker_log import WorkerLog
 
 from .effect_log import logged, update_text
 from .evaluation import Evaluator
 from .layer_store import LayerStore
+from .node_sums import NodeSums
 from .reduction import Reducers, squared_norm
 from .sections import SectionSums
 from .step import StepInFlight
@@ -67,7 +68,7 @@ class Engine:
         self._precision = Precision.of(job.dtype)
         self._optimizer = assembly.optimizer
         self._model = StageModel(
-            share.structure,
+            share.whole if share.is_sharded else share.structure,
             dtype=self._precision.parameters,
             device=groups.waiter.device,
             autocast=self._precision.autocast,
@@ -77,6 +78,8 @@ class Engine:
         )
         self._stage_sums = StageSums(commit_state.is_pipeline_stopped)
         install(self._model, share, self._stage_sums)
+        state = StageState(self._model, share)
+        self._node_sums = NodeSums(state, self._stage_sums) if share.is_sharded else None
         self._evaluator: Evaluator | None = None
         self._gathers = job.script is not None and GATHERS in job.script.provides
         if assembly.validation is not None and job.eval_steps:
@@ -94,10 +97,8 @@ class Engine:
             records=dataset.records,
             evaluates=self._gathers or self._evaluator is not None,
         )
-        self._layer_store = LayerStore(
-            job, worker_id, whole=assembly.structure, share=share, model=self._model, optimizer=self._optimizer
-        )
-        self._reducers = Reducers(worker_id, share, self._model, groups)
+        self._layer_store = LayerStore(job, worker_id, state=state, optimizer=self._optimizer)
+        self._reducers = Reducers(worker_id, share, state, groups)
         self._sections = SectionSums(
             self._follower.partial_commit, commit_state, groups.waiter, agreements, drive=self._drive
         )
@@ -105,7 +106,8 @@ class Engine:
         self._step = StepInFlight(
             job,
             dataset,
-            self._model,
+            state,
+            node_sums=self._node_sums,
             sections=self._sections,
             commit_state=commit_state,
             waiter=groups.waiter,
@@ -331,11 +333,14 @@ class Engine:
             self._step_timer.begin_step()
             return steps.Evaluation(loss=None, num_samples=0, duration_s=time.monotonic() - began_s)
         # In groups that nothing else uses, since a failure may leave messages stuck in them.
+        lanes = self._share.degree if self._node_sums is not None else 1
         with self._stage_sums.within(self._groups.find(effect.stage_key), self._commit_state.is_fenced):
+            if self._node_sums is not None:
+                self._node_sums.gather()
             outcome = self._evaluator.run(
                 effect.step,
                 replace(pipeline_rank, group=self._groups.find(effect.lane_key)),
-                share=(located[0], len(committee.plan.pipelines)),
+                share=(located[0] * lanes + pipeline_rank.rank % lanes, len(committee.plan.pipelines) * lanes),
                 sum_up=sum_up,
             )
         # An evaluation is no part of the step's time.

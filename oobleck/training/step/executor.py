@@ -18,6 +18,7 @@ from oobleck.training.data import Batch
 from oobleck.training.model import Carried, StageModel, WeightGradients, gradients_of, leaf_of, run_backward
 
 from .messages import Messages
+from .node_sums import NodeSums
 from .reading import BatchReader, Reading
 from .sections import SectionSums
 from .step_work import GlobalBatch, PipelineRank, StepWork
@@ -44,6 +45,8 @@ class Execution:
     device_work: DeviceWork | None
     """Times a GPU's computation; None on the host."""
     reader: BatchReader
+    node_sums: NodeSums | None = None
+    """None unless the stage is sharded."""
     _reading: Reading | None = field(init=False, default=None)
     _batches: dict[int, Batch] = field(init=False, default_factory=dict)
     _num_items: dict[int, int] = field(init=False, default_factory=dict)
@@ -69,6 +72,8 @@ class Execution:
         Raises Interrupted once the pipeline is stopped, PeerLost when a neighbour is gone, or ShardUnreadable;
         gradients are then partial.
         """
+        if self.node_sums is not None:
+            self.node_sums.gather()
         self._expect(program, microbatches)
         last = max((at for at, instruction in enumerate(program) if instruction.op in _GRADIENT_OPS), default=None)
         if self.device_work is not None:
@@ -83,6 +88,8 @@ class Execution:
                     self._execute(instruction.op, microbatches[_position(instruction)], instruction.chunk)
                 if self.sections is not None:
                     self.sections.look()
+        if self.node_sums is not None:
+            self.node_sums.scatter()
 
     def _timing(self, op: Op) -> AbstractContextManager[object]:
         return self.device_work.piece() if self.device_work is not None and op in _COMPUTING_OPS else nullcontext()
@@ -119,6 +126,8 @@ class Execution:
                 self.work.sends += self._messages.send_gradients(gradients_of(self._inputs.pop(passing)), target, tag)
             case Op.COMMIT_SECTION:
                 assert self.sections is not None, "a program with sections needs their sums"
+                if self.node_sums is not None:
+                    self.node_sums.scatter()
                 self.sections.begin(self.work)
             case _:
                 raise AssertionError(f"{op} ends a step, and is no part of a pipeline's work")
@@ -190,7 +199,7 @@ class Execution:
         if chunk == 0:
             self.commit_state.note_microbatch()
         if self.pipeline_rank.is_first(chunk) and self.pipeline_rank.reports:
-            self.work.counted.append(microbatch)
+            self.work.counted.append(self.batch.number(microbatch))
 
     def _reports_loss(self, chunk: int) -> bool:
         return self.pipeline_rank.is_last(chunk) and self.pipeline_rank.reports

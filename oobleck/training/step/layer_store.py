@@ -16,7 +16,7 @@ from oobleck.job import JobSpec
 from oobleck.planner import LayerTransfer, WorkerId
 from oobleck.training.checkpoint import LayerSaver, digest_of
 from oobleck.training.comm import Group, LayerState, Waiter, exchange_layers, fill_state
-from oobleck.training.model import ModelStructure, Precision, Share, StageModel, initialize_share
+from oobleck.training.model import Precision, StageState
 from oobleck.training.optim import LossScale, Optimizer
 
 from .reduction import are_absent
@@ -35,19 +35,15 @@ class LayerStore:
         job: JobSpec,
         worker_id: WorkerId,
         *,
-        whole: ModelStructure,
-        share: Share,
-        model: StageModel,
+        state: StageState,
         optimizer: Optimizer,
     ) -> None:
-        """`share` is this device's share of the structure `whole`."""
         self._job = job
         self._worker_id = worker_id
-        self._whole = whole
-        self._share = share
-        self._structure = share.structure
+        self._structure = state.share.structure
         self._precision = Precision.of(job.dtype)
-        self._model = model
+        self._state = state
+        self._model = state.model
         self._optimizer = optimizer
         self._kept: dict[int, LayerState] = {}
         """Layers that the plan took away, unchanged, as they may not have arrived at their targets."""
@@ -78,7 +74,7 @@ class LayerStore:
         """Return the sums of parameters with a gradient: as in torch, the optimizer passes over all others."""
         # All owners agree, since a gradient here is part of the sum. Only sums of gradients that were all elsewhere, or
         # nowhere, are looked at, so the host reads nothing from the device where every parameter has its gradient.
-        parameters = self._model.parameters
+        parameters = self._state.parameters
         doubtful = [name for name, gradient in reduced.items() if parameters[name].grad is None and gradient.numel()]
         if not doubtful:
             return reduced
@@ -214,7 +210,7 @@ class LayerStore:
         if is_initial:
             # All training before is discarded: layers that stay here must not keep their values.
             states = {}
-            self._model.adopt_chunks((), {})
+            self._state.adopt_chunks((), {})
             self._optimizer.adopt({})
         tensors_of: dict[str, tuple[torch.Tensor, ...]] = {}
         known = dict(sums or {})
@@ -226,13 +222,11 @@ class LayerStore:
                 state, partial = state[:num_own], state[num_own:]
                 known |= dict(zip(trained, partial, strict=True))
             tensors_of |= self._optimizer.split_layer(names, state)
-        self._model.adopt_chunks(chunks, {name: tensors[0] for name, tensors in tensors_of.items()})
-        if is_initial and self._share.degree == 1:
-            self._model.initialize(layers, seed=self._job.seed)
-        elif is_initial:
-            initialize_share(self._model, self._share, self._whole, layers, seed=self._job.seed)
+        self._state.adopt_chunks(chunks, {name: tensors[0] for name, tensors in tensors_of.items()})
+        if is_initial:
+            self._state.initialize(layers, seed=self._job.seed)
         # Afterwards, as optimizers' state may start from the parameters' values.
-        self._optimizer.adopt(self._model.parameters, tensors_of)
+        self._optimizer.adopt(self._state.parameters, tensors_of)
         return {} if sums is None else {name: known[name] for name in self._model.trained_parameters}
 
     def drop_kept(self) -> None:

@@ -12,12 +12,12 @@ from torch import nn
 from oobleck.control.steps import Committee, Interrupted, PeerLost
 from oobleck.planner import ExecutionPlan, WorkerId
 from oobleck.training.comm import LARGE_SUM, Group, GroupKey, GroupTable, Reduction
-from oobleck.training.model import ModelStructure, Share, StageModel
+from oobleck.training.model import ModelStructure, Share, StageState
 
 # The neutral element of floating-point addition: -0.0 + -0.0 is -0.0, and -0.0 + x is x, also for 0.0. A gradient that
 # no worker has is this number throughout, and the first number of any other gradient never is. So sums tell the two
 # apart wherever they go (between workers, into committed sections, to a layer's new holder), and need no flags.
-_ABSENT = -0.0
+ABSENT = -0.0
 
 
 def are_absent(sums: Sequence[torch.Tensor]) -> list[bool]:
@@ -260,7 +260,7 @@ class GradientReducer:
                 firsts += _first_of(gradients[-1:])
             else:
                 # A worker without a gradient takes part as well: a sum needs all members of its group.
-                gradients.append(torch.full_like(parameter, _ABSENT).detach())
+                gradients.append(torch.full_like(parameter, ABSENT).detach())
         if firsts:
             torch._foreach_add_(firsts, 0.0)  # it makes -0.0 to 0.0, and leaves all other numbers
         return gradients
@@ -291,12 +291,12 @@ class Reducers:
     """This worker's buckets and reducers, for the plan in force and for a committee that ends a step without some of
     its nodes."""
 
-    def __init__(self, worker_id: WorkerId, share: Share, model: StageModel, groups: GroupTable) -> None:
+    def __init__(self, worker_id: WorkerId, share: Share, state: StageState, groups: GroupTable) -> None:
         self.in_force: PlanReducer | None = None
         """The reducer of the plan in force; None for a spare."""
         self._worker_id = worker_id
         self._share = share
-        self._model = model
+        self._state = state
         self._groups = groups
         self._buckets: tuple[Committee, tuple[Bucket, ...]] | None = None  # of the newest committee
 
@@ -331,7 +331,7 @@ class Reducers:
         return self._buckets[1]
 
     def _new(self, committee: Committee, stage: Group | None = None) -> GradientReducer:
-        return GradientReducer(self.buckets_of(committee), self._model.parameters, self._groups, stage=stage)
+        return GradientReducer(self.buckets_of(committee), self._state.parameters, self._groups, stage=stage)
 
 
 def squared_norm(

@@ -14,9 +14,10 @@ from oobleck.job import JobSpec
 from oobleck.schedule import compile_schedule
 from oobleck.training.comm import DeviceWork, StageSums, Waiter
 from oobleck.training.data import Dataset
-from oobleck.training.model import StageModel, WeightGradients
+from oobleck.training.model import StageModel, StageState, WeightGradients
 
 from .executor import Execution
+from .node_sums import NodeSums
 from .reading import BatchReader
 from .reduction import GradientReducer
 from .sections import SectionSums
@@ -30,8 +31,10 @@ class StepInFlight:
 
     job: JobSpec
     dataset: Dataset
-    model: StageModel
+    state: StageState
     _: KW_ONLY
+    node_sums: NodeSums | None
+    """None unless the stage is sharded."""
     sections: SectionSums
     commit_state: CommitState
     waiter: Waiter
@@ -41,12 +44,14 @@ class StepInFlight:
     stage_sums: StageSums
     reduced: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
     """The step's gradients, keyed by parameter, once they are summed over their owners."""
+    model: StageModel = field(init=False)
     _reader: BatchReader = field(init=False)
     _put_off: WeightGradients | None = field(init=False, default=None)
     _batch: GlobalBatch | None = field(init=False, default=None)
     _work: StepWork | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        self.model = self.state.model
         self._reader = BatchReader(self.dataset, self.model)
         if self.job.may_split_backward:
             self._put_off = WeightGradients()
@@ -75,13 +80,13 @@ class StepInFlight:
             divisor=divisor,
             microbatch_size=self.job.microbatch_size,
             seed=self.job.seed,
+            lane=(self.state.share.rank, self.job.num_lanes) if self.node_sums is not None else (0, 1),
         )
         self._work = StepWork(step)
 
     def forget(self) -> None:
         """Drop the step's results, except its committed sections."""
-        for parameter in self.model.parameters.values():
-            parameter.grad = None
+        self.state.forget_gradients()
         self._batch, self._work = None, None
         self.reduced = {}
         self.step_timer.forget_step()
@@ -143,6 +148,7 @@ class StepInFlight:
             sections=self.sections if program.num_sections > 1 else None,
             device_work=self.device_work,
             reader=self._reader,
+            node_sums=self.node_sums,
         )
         # Sums are posted early only where the plan's own reduction comes next: a step that a committee finishes without
         # some nodes is reduced in other groups.
@@ -174,7 +180,9 @@ class StepInFlight:
         # Not while a section is under way: all members of a group must post their sums in the same order, the section's
         # first. Nor with split backward passes: a gradient that is put off arrives without a hook, and a tied weight
         # would seem final too early.
-        overlaps = not pipeline_rank.splits_backward and self.sections.begin_step_sums()
+        # Nor where a stage is sharded, whose shares have their gradients only once the node has summed them.
+        is_final = not pipeline_rank.splits_backward and self.node_sums is None
+        overlaps = is_final and self.sections.begin_step_sums()
         structure = self.model.structure
         # The last backward pass of a step is always that of the first chunk; all other gradients are final.
         changing = {name for layer in self.model.chunks[0] for name in structure.trained_parameters(layer)}

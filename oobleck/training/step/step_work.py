@@ -27,6 +27,7 @@ class PipelineRank:
     """This device's number among those that share the stage."""
     degree: int
     schedule: ScheduleKind
+    is_sharded: bool = False
 
     @classmethod
     def of(cls, seat: PlaceInPlan, share: Share, group: Group | None) -> PipelineRank:
@@ -39,6 +40,7 @@ class PipelineRank:
             rank=share.rank,
             degree=share.degree,
             schedule=seat.schedule,
+            is_sharded=share.is_sharded,
         )
 
     def member(self, stage: int) -> int:
@@ -75,8 +77,8 @@ class PipelineRank:
 
     @property
     def reports(self) -> bool:
-        """Whether this device reports its stage's losses and counts, which all that share the stage have."""
-        return self.rank == 0
+        """Whether this device reports losses and counts: its own, or those that all that share the stage have."""
+        return self.rank == 0 or self.is_sharded
 
     @property
     def splits_backward(self) -> bool:
@@ -96,6 +98,8 @@ class GlobalBatch:
     """The divisor of the losses while the step runs; `item_share_of` corrects it once tokens are counted."""
     microbatch_size: int
     seed: int
+    lane: tuple[int, int] = (0, 1)
+    """This device's number among those that take a microbatch each, and how many they are (`JobSpec.num_lanes`)."""
 
     @property
     def num_samples(self) -> int:
@@ -103,14 +107,20 @@ class GlobalBatch:
         # Places without a sample fill the last step's microbatches up.
         return sum(index != NO_SAMPLE for index in self.samples)
 
+    def number(self, microbatch: int) -> int:
+        """Return the number in the step of what this device computes of a plan's microbatch."""
+        # Whoever computes it and whatever the plan, it has these samples and draws these random numbers.
+        lane, num_lanes = self.lane
+        return microbatch * num_lanes + lane
+
     def load(self, microbatch: int) -> Batch:
         """Return a microbatch's samples, on the CPU. Raises ShardUnreadable."""
-        first = microbatch * self.microbatch_size
+        first = self.number(microbatch) * self.microbatch_size
         return self.dataset.batch(self.samples[first : first + self.microbatch_size], step=self.step, first=first)
 
     def key(self, microbatch: int) -> MicrobatchKey:
         """Return the key of all randomness in a microbatch."""
-        return MicrobatchKey(seed=self.seed, step=self.step, microbatch=microbatch)
+        return MicrobatchKey(seed=self.seed, step=self.step, microbatch=self.number(microbatch))
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from oobleck.planner import ExecutionPlan, LayerTransfer, Pipeline, PipelineTemp
 from oobleck.planner.costs import footprint
 from oobleck.schedule import ScheduleKind
 from oobleck.training.model.models import StageModel
+from oobleck.training.model.sharding import StageState
 from oobleck.training.model.structure import ModelStructure
 from oobleck.training.model.tensor_parallel import share_of
 from oobleck.training.model.weight_gradients import WeightGradients
@@ -147,9 +148,7 @@ class Holder:
         job = JobSpec(optimizer=OptimizerSpec(weight_decay=0.5, warmup_steps=0), dtype="float64")
         self.optimizer = Optimizer(job.optimizer, max_steps=10, frozen=structure.frozen)
         share = share_of(structure, rank=0, degree=1)
-        self.store = LayerStore(
-            job, worker_id, whole=structure, share=share, model=self.model, optimizer=self.optimizer
-        )
+        self.store = LayerStore(job, worker_id, state=StageState(self.model, share), optimizer=self.optimizer)
 
     def begin(self) -> None:
         self.store.take((self.layers,), keep=(), is_initial=True, sums=None)

@@ -14,7 +14,7 @@ from torch import nn
 from oobleck.control.steps.groups import Committee, GroupKey
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate, WorkerId
 from oobleck.training.comm import GroupTable
-from oobleck.training.model.models import StageModel
+from oobleck.training.model.sharding import StageState
 from oobleck.training.model.structure import ModelStructure
 from oobleck.training.model.tensor_parallel import share_of
 from oobleck.training.step.reduction import Bucket, GradientReducer, Reducers, make_buckets
@@ -114,7 +114,7 @@ def test_the_largest_bucket_of_a_group_is_what_its_communicator_connects_by() ->
         Pipeline(template=PipelineTemplate(stages=(stage,)), nodes=(node,), num_microbatches=1) for node in ("a", "b")
     )
     committee = Committee(ExecutionPlan(pipelines=pipelines), 1)
-    reducers = Reducers(WorkerId("a", 0), share, cast("StageModel", None), cast("GroupTable", None))
+    reducers = Reducers(WorkerId("a", 0), share, cast("StageState", None), cast("GroupTable", None))
     (key,) = set(reducers.keys_of(committee))
     sizes = [
         sum(STRUCTURE.shapes[name].numel() for name in bucket.parameters) for bucket in reducers.buckets_of(committee)

@@ -32,6 +32,7 @@ from oobleck.training.data.data import Dataset
 from oobleck.training.data.samples import ModelInputs
 from oobleck.training.data.script_data import ScriptSamples
 from oobleck.training.model.models import StageModel
+from oobleck.training.model.sharding import StageState
 from oobleck.training.model.tensor_parallel import share_of
 from oobleck.training.optim.optimizer import Optimizer
 from oobleck.training.step.evaluation import Evaluator
@@ -142,7 +143,8 @@ class OneWorker:
         self.step = StepInFlight(
             job,
             dataset or Dataset(Rows()),
-            model or whole_stage(structure),
+            StageState(model or whole_stage(structure), share_of(structure, rank=0, degree=1)),
+            node_sums=None,
             sections=cast("SectionSums", None),
             commit_state=self.commit_state,
             waiter=self.waiter,
@@ -405,7 +407,7 @@ def test_gradients_are_applied_as_means_over_the_tokens_that_count():
         model = StageModel(structure, dtype=torch.float32, device="cpu")
         optimizer = Optimizer(job.optimizer, max_steps=10)
         share = share_of(structure, rank=0, degree=1)
-        store = LayerStore(job, ME, whole=structure, share=share, model=model, optimizer=optimizer)
+        store = LayerStore(job, ME, state=StageState(model, share), optimizer=optimizer)
         store.take((range(structure.num_layers),), keep=(), is_initial=True, sums=None)
         gradients = {name: torch.full_like(value, item_share) for name, value in model.parameters.items()}
         store.apply(replace(RECORD, item_share=item_share), {name: value.detach() for name, value in gradients.items()})
@@ -421,7 +423,7 @@ def test_gradients_are_clipped_as_torch_clips_them_whatever_their_norm_is(norm: 
     model = StageModel(structure, dtype=torch.float32, device="cpu")
     share = share_of(structure, rank=0, degree=1)
     optimizer = Optimizer(job.optimizer, max_steps=10)
-    store = LayerStore(job, ME, whole=structure, share=share, model=model, optimizer=optimizer)
+    store = LayerStore(job, ME, state=StageState(model, share), optimizer=optimizer)
     store.take((range(structure.num_layers),), keep=(), is_initial=True, sums=None)
     plain = {name: torch.nn.Parameter(value) for name, value in state_of(model).items()}
     some = next(iter(plain))
@@ -442,9 +444,8 @@ def test_a_parameter_that_no_worker_has_a_gradient_of_is_not_decayed():
     job = JobSpec(optimizer=OptimizerSpec(warmup_steps=0, weight_decay=0.5))
     model = StageModel(structure, dtype=torch.float32, device="cpu")
     share = share_of(structure, rank=0, degree=1)
-    store = LayerStore(
-        job, ME, whole=structure, share=share, model=model, optimizer=Optimizer(job.optimizer, max_steps=10)
-    )
+    optimizer = Optimizer(job.optimizer, max_steps=10)
+    store = LayerStore(job, ME, state=StageState(model, share), optimizer=optimizer)
     store.take((range(structure.num_layers),), keep=(), is_initial=True, sums=None)
     before = {name: value.clone() for name, value in state_of(model).items()}
     never, zero, elsewhere = [name for name in model.parameters if name.endswith("c_fc.weight")][:3]
