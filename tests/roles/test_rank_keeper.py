@@ -43,6 +43,7 @@ class _Rank:
 
     pid: int
     is_warm: bool = False
+    can_stay: bool = False
     end: ProcessEnd = _WELL
     ended: trio.Event = field(default_factory=trio.Event)
     unshown: str = ""
@@ -58,6 +59,9 @@ class _Rank:
 
     def ask_to_end(self) -> None:
         self.leave(_WELL)
+
+    def interrupt(self, *, after_save: bool) -> None:
+        raise AssertionError("it cannot stay")
 
     def kill(self) -> None:
         self.leave(Killed(signal=9))
@@ -118,7 +122,12 @@ class _Host:
     def reserve_port(self) -> int:
         return 1
 
-    async def start(self, setup: RankSetup) -> _Rank:
+    async def warmed(self) -> None: ...
+
+    async def place(self, rank: _Rank, setup: RankSetup) -> bool:
+        raise AssertionError("no rank can stay")
+
+    async def start(self, setup: RankSetup, *, is_spare: bool = False) -> _Rank:
         self.ranks.append(_Rank(pid=100 + len(self.ranks)))
         return self.ranks[-1]
 
