@@ -99,6 +99,8 @@ class RankKeeper:
                     case protocol.StartRanks():
                         await self._start(order, nursery)
                     case protocol.EndRanks():
+                        if not order.keeps:  # before the next order, which may be to start others
+                            self._keep_none()
                         nursery.start_soon(self._end, order)
                     case protocol.TraceRanks(generation=generation):
                         nursery.start_soon(self._trace, generation)
@@ -293,8 +295,6 @@ class RankKeeper:
     async def _end(self, order: protocol.EndRanks) -> None:
         """End a generation: ask its ranks, and kill those that take too long."""
         number, grace_s, generation = order.generation, order.grace_s, self._current
-        if not order.keeps:
-            self._keep_none()
         # An order to start it may still be under way, and is dropped when it comes.
         if generation is None or generation.number > number:
             self._cleared = max(self._cleared, number)

@@ -100,7 +100,7 @@ def check_ranks(played: ScriptsRun, trace: Trace, *, max_restarts: int = MAX_RES
     hidden = {event.node for event in trace.events if isinstance(event, AgentFrozen)} | cluster.frozen | cluster.cut
     assert {rank.node for rank in played.left_at_end} <= hidden
     by_generation: dict[int, dict[int, bool]] = {}
-    for rank, setup in [(rank, setup) for rank in played.ranks for setup in rank.places]:
+    for rank, setup in ((each, setup) for each in played.ranks for setup in each.places):
         works = by_generation.setdefault(setup.order.generation, {})
         assert setup.rank < setup.order.world_size
         assert setup.rank not in works
@@ -161,7 +161,7 @@ def test_survivors_keep_their_processes_and_a_spare_takes_a_lost_place() -> None
 
 
 def test_ranks_that_get_nowhere_start_in_new_processes() -> None:
-    trace = trace_of(*(WorkerCrashed(t_s=t_s, node="node0") for t_s in (12.0, 14.0, 16.0)))
+    trace = trace_of(*(WorkerCrashed(t_s=t_s, node="node0") for t_s in (12.0, 20.0, 28.0)))
     played = play(trace, script=VirtualScript(leaves_s=0.05), max_restarts=3)
     check_ranks(played, trace, max_restarts=3)
     kept = [entry.num_kept for entry in played.entries if isinstance(entry, GenerationRuns)]

@@ -164,9 +164,8 @@ class _RankLog(io.FileIO):
     def move(self, path: str, overflow: socket.socket) -> None:
         """Write to another file from now on, and what it does not take to another socket."""
         self._room.unregister(self._overflow)
-        self._overflow.close()
         self._room.register(overflow, select.POLLOUT)
-        self._path, self._overflow, self._num_lost = path, overflow, 0
+        self._path, self._overflow, self._num_lost = path, overflow, 0  # the last log to move drops the other socket
         # What is written before there is room for the file goes to the agent, not to the file of the place before.
         self._is_open = False
         with suppress(OSError):
