@@ -3,14 +3,15 @@
     python tools/bench/restart.py --runs 5
 
 The script (`restart_job.py`) is the same for both: DDP on Gloo, a checkpoint of its own every five steps. Times count
-from the SIGKILL to the end of the first step of the next generation, by the machine's clock. Ranks are killed one after
-the other in one run; a lost node of four is added again before the next is killed, and the memory in which it kept
-states goes with it. `redone` are steps that all ranks had come to the end of, and that were taken again, for they had
-not been saved. With flash checkpoints, the script saves after every step by `oobleck.checkpoint`; with attempts, it does
-so too, and ranks that are not killed keep their processes. With DCP, torchrun's script saves every five steps by torch's
-distributed checkpoints. `kept` says whether all other nodes kept their agents, and with attempts, all other ranks their
-processes. The last rows compare the time of a step with and without attempts. Each row of `oobleck run` begins once later ranks are forked warm, some seconds after
-the first step. The table is Markdown.
+from the SIGKILL to the end of the first step of the next generation, by the machine's clock. Ranks are killed one
+after the other in one run; a lost node of four is added again before the next is killed, and the memory in which it
+kept states goes with it. `redone` are steps that all ranks had come to the end of, and that were taken again, for
+they had not been saved. With flash checkpoints, the script saves after every step by `oobleck.checkpoint`; with
+attempts, it does so too, and ranks that are not killed keep their processes. With DCP, torchrun's script saves every
+five steps by torch's distributed checkpoints. `kept` says whether all other nodes kept their agents, and with
+attempts, all other ranks their processes. The last rows compare the time of a step with and without attempts. Each
+row of `oobleck run` begins once later ranks are forked warm, some seconds after the first step. The table is
+Markdown.
 """
 
 from __future__ import annotations
