@@ -110,6 +110,9 @@ class RankHandle(Protocol):
     def ask_to_end(self) -> None:
         """Send SIGTERM."""
 
+    async def place(self, setup: RankSetup) -> bool:
+        """Give it its next place, for which it waits; return whether it lives. Raises ConfigError as `start` does."""
+
     def interrupt(self, *, after_save: bool) -> None:
         """Have it leave its attempt and wait for its next place: at once, or after its next save."""
 
@@ -185,9 +188,6 @@ class RankHost(Protocol):
 
         Raises WorkersUnavailable if that fails, ConfigError for a bad place for logs.
         """
-
-    async def place(self, rank: RankHandle, setup: RankSetup) -> bool:
-        """Give a rank that waits its next place; return whether it lives. Raises ConfigError as `start` does."""
 
     async def warmed(self) -> None:
         """Wait until later ranks start warm."""

@@ -206,7 +206,8 @@ class RankKeeper:
         if has_failed:
             generation.is_ending = True
             # Whether they may stay, the master decides: it is told in a moment, and nothing begins before.
-            nursery.start_soon(self._clear, generation, [other for other in generation.living if other is not rank])
+            self._clear(generation, [other for other in generation.living if other is not rank])
+            nursery.start_soon(self._give_up, generation)
             self._take_output(generation, is_last=False)  # the run may end over this failure
             setup = rank.setup
             self._say(
@@ -223,15 +224,19 @@ class RankKeeper:
         if not generation.living:
             await self._finish(generation)
 
-    async def _clear(self, generation: _Generation, ranks: Sequence[_Rank]) -> None:
-        """Have ranks leave their attempts at once, and kill those that cannot, or do not."""
-        staying = [rank for rank in ranks if generation.keeps and rank.handle.can_stay]
-        _kill([rank for rank in ranks if rank not in staying])
-        for rank in staying:
-            rank.handle.interrupt(after_save=False)
+    def _clear(self, generation: _Generation, ranks: Sequence[_Rank]) -> None:
+        """Have ranks leave their attempts at once, and kill those that cannot."""
+        for rank in ranks:
+            if generation.keeps and rank.handle.can_stay:
+                rank.handle.interrupt(after_save=False)
+            else:
+                rank.handle.kill()
+
+    async def _give_up(self, generation: _Generation) -> None:
+        """Kill ranks that do not leave their attempts."""
         with trio.move_on_after(_LEAVES_S):
             await generation.gone.wait()
-        _kill([rank for rank in staying if rank in generation.living])
+        _kill(generation.living)
 
     # --- ranks that stay ---------------------------------------------------------------------------------------------
 
@@ -257,7 +262,7 @@ class RankKeeper:
         for handle in (*([] if kept is None else [kept]), *self._spares):
             if handle in self._spares:
                 self._spares.remove(handle)
-            if await self._host.place(handle, setup):
+            if await handle.place(setup):
                 return handle
         return None
 
@@ -316,7 +321,8 @@ class RankKeeper:
                     rank.handle.ask_to_end()
             with trio.move_on_after(grace_s):
                 await generation.gone.wait()
-        await self._clear(generation, generation.living)
+        self._clear(generation, generation.living)
+        await self._give_up(generation)
 
     # --- hangs -------------------------------------------------------------------------------------------------------
 

@@ -50,6 +50,13 @@ class StayingRank(FakeRank):
         await event.wait()
         scope.cancel()
 
+    async def place(self, setup: RankSetup) -> bool:
+        if self.ended.is_set():
+            return False
+        self.waits = trio.Event()
+        self.places.append(setup)
+        return True
+
     def interrupt(self, *, after_save: bool) -> None:
         self.interrupts.append(after_save)
         if not self.is_stuck:
@@ -70,14 +77,6 @@ class StayingHost(FakeHost):
             self.ranks.append(rank)
             rank.places.append(setup)
         return rank
-
-    async def place(self, rank: FakeRank, setup: RankSetup) -> bool:
-        assert isinstance(rank, StayingRank)
-        if rank.ended.is_set():
-            return False
-        rank.waits = trio.Event()
-        rank.places.append(setup)
-        return True
 
 
 def order(generation: int) -> StartRanks:

@@ -60,6 +60,9 @@ class FakeRank:
     def ask_to_end(self) -> None:
         self.leave(_WELL)
 
+    async def place(self, setup: RankSetup) -> bool:
+        raise AssertionError("it cannot stay")
+
     def interrupt(self, *, after_save: bool) -> None:
         raise AssertionError("it cannot stay")
 
@@ -123,9 +126,6 @@ class FakeHost:
         return 1
 
     async def warmed(self) -> None: ...
-
-    async def place(self, rank: FakeRank, setup: RankSetup) -> bool:
-        raise AssertionError("no rank can stay")
 
     async def start(self, setup: RankSetup, *, is_spare: bool = False) -> FakeRank:
         self.ranks.append(FakeRank(pid=100 + len(self.ranks)))

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.parallel import DistributedDataParallel
 
 import oobleck
@@ -63,7 +64,7 @@ def train(directory: Path, how: str) -> None:
             log.write(json.dumps({**said, "pid": os.getpid(), "world": dist.get_world_size(), "t": time.time()}) + "\n")
             log.flush()
             if how == "dcp" and step % 5 == 0:
-                dcp.save(state, checkpoint_id=directory / f"dcp-{step}")
+                save(state, checkpoint_id=directory / f"dcp-{step}")
                 if rank == 0:
                     (link := directory / "dcp.new").symlink_to(f"dcp-{step}")
                     os.replace(link, directory / "dcp")
@@ -80,7 +81,7 @@ def _load_by_dcp(directory: Path, model: DistributedDataParallel, optimizer: tor
     optimizer.step()
     optimizer.zero_grad()
     state: dict[str, Any] = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": 0}
-    dcp.load(state, checkpoint_id=directory)
+    load(state, checkpoint_id=directory)
     model.module.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     return int(state["step"])

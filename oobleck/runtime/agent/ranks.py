@@ -135,7 +135,7 @@ class Rank:
         overflow: socket.socket,
         logs: Path,
         *,
-        oom_kills: OomKills,
+        host: RankProcesses,
         can_trace: bool,
     ) -> None:
         """Closing `guard`, also by the agent's end, ends the process; `overflow` brings what its files cannot take."""
@@ -143,7 +143,7 @@ class Rank:
         self.is_warm = process.is_warm
         self.can_stay = False
         self._process = process
-        self._oom_kills = oom_kills
+        self._host = host
         self._guard = guard
         self._line = line
         self._overflow = overflow
@@ -179,7 +179,7 @@ class Rank:
         # What is still in the socket would be lost with it.
         self._take_overflow(is_last=True)
         self._overflow.close()
-        return self._oom_kills.explain(self._process)
+        return self._host.oom_kills.explain(self._process)
 
     async def _hear(self) -> bool:
         """Hear what the rank says; return whether it waits for its next place, or False once it is gone."""
@@ -205,11 +205,11 @@ class Rank:
         with suppress(OSError):  # it has ended
             self._line.send(encode_frame(protocol.InterruptRank(after_save=after_save)))
 
-    async def move(self, order: protocol.BecomeRank, logs: Path) -> bool:
-        """Give a rank that waits another place; return whether it lives."""
+    async def place(self, setup: RankSetup) -> bool:
         if self._process.ended.is_set():
             await self.wait()
             return False
+        order, logs = self._host.order_for(setup, self.pid)
         self._take_overflow()
         self._overflow.close()
         self._overflow, theirs = _overflow_pair()
@@ -294,7 +294,7 @@ class RankProcesses:
         self.settle = states.settle
         self.leave = states.leave
         self._logs = logs
-        self._oom_kills = OomKills()
+        self.oom_kills = OomKills()
         self._has_server = trio.Event()
         self._port: socket.socket | None = None
 
@@ -354,30 +354,28 @@ class RankProcesses:
 
     async def start(self, setup: RankSetup, *, is_spare: bool = False) -> Rank:
         """Fork a rank. Raises WorkersUnavailable, or ConfigError if its files cannot be created."""
-        name = "spare" if is_spare else str(setup.local_rank)
-        logs = self._logs / f"attempt_{setup.attempt}" / name
-        _make_logs(logs)
-        if not is_spare:
-            self._states.begin(setup.order.start, num_nodes=setup.order.num_groups)
         process, guard = await self._server.fork()
-        self._directory.note_process("spare" if is_spare else f"rank{name}", process.pid)
+        try:
+            order, logs = self.order_for(setup, process.pid, is_spare=is_spare)
+        except ConfigError:
+            guard.socket.close()  # which ends the process
+            raise
         overflow, theirs = _overflow_pair()
         line, their_line = socket.socketpair()
         line.setblocking(False)
-        order = self._order(setup, logs, is_spare=is_spare)
         with theirs, their_line, suppress(OSError, trio.BrokenResourceError):  # it has ended, which `wait` reports
             await _send(guard, order, (theirs.fileno(), their_line.fileno()))
         can_trace = setup.run.entry != "program"
-        return Rank(process, guard, line, overflow, logs, oom_kills=self._oom_kills, can_trace=can_trace)
+        return Rank(process, guard, line, overflow, logs, host=self, can_trace=can_trace)
 
-    async def place(self, rank: Rank, setup: RankSetup) -> bool:
-        logs = self._logs / f"attempt_{setup.attempt}" / str(setup.local_rank)
+    def order_for(self, setup: RankSetup, pid: int, *, is_spare: bool = False) -> tuple[protocol.BecomeRank, Path]:
+        """Prepare a process's place, and return the order for it, and its directory. Raises ConfigError."""
+        logs = self._logs / f"attempt_{setup.attempt}" / ("spare" if is_spare else str(setup.local_rank))
         _make_logs(logs)
-        self._states.begin(setup.order.start, num_nodes=setup.order.num_groups)
-        if not await rank.move(self._order(setup, logs), logs):
-            return False
-        self._directory.note_process(f"rank{setup.local_rank}", rank.pid)
-        return True
+        if not is_spare:
+            self._states.begin(setup.order.start, num_nodes=setup.order.num_groups)
+        self._directory.note_process("spare" if is_spare else f"rank{setup.local_rank}", pid)
+        return self._order(setup, logs, is_spare=is_spare), logs
 
     async def warmed(self) -> None:
         while not self._directory.fork_warmth.exists():  # noqa: ASYNC110  another process makes the file

@@ -40,6 +40,8 @@ class VirtualRank:
     pid: int
     script: VirtualScript
     gate: Gate
+    check_alone: Callable[[int], None]
+    """Checks that ranks of a generation may start on the node."""
     is_warm = False
     end: ProcessEnd | None = field(init=False, default=None)
     has_worked: bool = field(init=False, default=False)
@@ -95,12 +97,16 @@ class VirtualRank:
             nursery.cancel_scope.cancel()
         return is_interrupted
 
-    def place(self, setup: RankSetup) -> None:
-        """Take part in another generation."""
+    async def place(self, setup: RankSetup) -> bool:
+        await self.gate.passed()
+        self.check_alone(setup.order.generation)
+        if self.end is not None:
+            return False
         self.setup = setup
         self.places.append(setup)
         self._left, self._interrupted = trio.Event(), trio.Event()
         self._placed.set()
+        return True
 
     def _finish(self, end: ProcessEnd) -> None:
         if self.end is None:
@@ -211,14 +217,6 @@ class VirtualRankHost:
     async def warmed(self) -> None:
         await trio.sleep(self.world.delays.warm_up_s)
 
-    async def place(self, rank: VirtualRank, setup: RankSetup) -> bool:
-        await self.gate.passed()
-        self._check_alone(setup.order.generation)
-        if rank.end is not None:
-            return False
-        rank.place(setup)
-        return True
-
     def _check_alone(self, generation: int) -> None:
         for other in self._ranks:
             if other.end is None and other.places and not other.waits and other.setup.order.generation != generation:
@@ -227,7 +225,7 @@ class VirtualRankHost:
     async def start(self, setup: RankSetup, *, is_spare: bool = False) -> VirtualRank:
         await trio.sleep(self.world.delays.start_worker_s)
         await self.gate.passed()
-        rank = VirtualRank(setup, self.node, self.new_pid(), self.script, self.gate)
+        rank = VirtualRank(setup, self.node, self.new_pid(), self.script, self.gate, self._check_alone)
         if not is_spare:
             self._check_alone(setup.order.generation)
             rank.places.append(setup)

@@ -30,7 +30,7 @@ from .line import Line, the_line
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_HEARS_WITHIN_S = 3.0
+_HEARS_WITHIN_S = 10.0
 """How long a collective's error may precede the news of a lost rank: that comes over agents and the master."""
 _REST_S = 0.05
 
@@ -62,7 +62,7 @@ class Attempt:
         if line is None or not (error is None or isinstance(error, Exception)):
             return False
         # Only collectives fail before their rank hears why.
-        if not line.is_over and not _is_of_a_collective(error):
+        if not line.is_over and not line.groups.may_have_raised(error):
             return False
         if not line.wait_until_over(_HEARS_WITHIN_S):
             return False
@@ -94,7 +94,7 @@ def attempts() -> Iterator[Attempt]:
             "oobleck.attempts: torch.distributed.init_process_group was called before; call it in the attempt, for "
             "each attempt has other ranks"
         )
-    states, threads = _RandomStates(), set(threading.enumerate())
+    states, threads, hook = _RandomStates(), set(threading.enumerate()), sys.excepthook
     line.groups.watch()
     line.open()
     number = 0
@@ -112,6 +112,7 @@ def attempts() -> Iterator[Attempt]:
             line.groups.leave(within_s=_REST_S)
             del attempt
             gc.collect()
+            sys.excepthook = hook  # `init_process_group` puts another one around it each time
             line.take_place()
             for each in _on_next:
                 each()
@@ -172,17 +173,6 @@ class _RandomStates:
     def restore(self) -> None:
         for each in self._restores:
             each()
-
-
-def _is_of_a_collective(error: BaseException | None) -> bool:
-    """Whether a collective may have raised an error, or the error that led to it: torch raises RuntimeErrors."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, RuntimeError):
-            return True
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _forget(error: BaseException | None) -> None:

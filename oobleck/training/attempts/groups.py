@@ -34,6 +34,7 @@ _MOVED_AT = 120
 """Where the kernel's `tcp_info` has the numbers of bytes that were acknowledged and received."""
 _REST_S = 0.005
 _LOOK_S = 0.001
+_CLOSES_WITHIN_S = 0.1
 
 
 class Groups:
@@ -81,6 +82,27 @@ class Groups:
                 # NCCL's; what cannot be aborted is given up with the process.
                 with suppress(RuntimeError):
                     group.abort()
+
+    def may_have_raised(self, error: BaseException | None) -> bool:
+        """Whether an error, or one that led to it, may be a collective's: torch's own kind, or with a lost connection."""
+        dist, seen = _loaded(), set[int]()
+        while error is not None and id(error) not in seen:
+            if dist is not None and isinstance(error, dist.DistError):
+                return True
+            if isinstance(error, RuntimeError) and self._has_lost_one():
+                return True
+            seen.add(id(error))
+            error = error.__cause__ or error.__context__
+        return False
+
+    def _has_lost_one(self) -> bool:
+        """Whether Gloo has closed a connection: it does so where a rank is gone, a moment after the error."""
+        until_s = time.monotonic() + _CLOSES_WITHIN_S
+        while self._inodes <= {inode for inode, _ in _sockets()}:
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(_LOOK_S)
+        return True
 
     def leave(self, *, within_s: float) -> None:
         """Release all groups, so that others can be made after `forget`."""

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,11 +70,11 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     ours, theirs = socket.socketpair()
     monkeypatch.setattr(line, "_line", None)
     monkeypatch.setenv("RANK", "0")
-    # The real one wraps torch's function for good.
     set_line(Line(theirs, enter, is_spare=False))
     ours.settimeout(60)
     yield Agent(ours)
     ours.close()
+    theirs.close()
 
 
 def await_end() -> None:
@@ -109,17 +110,20 @@ def test_a_function_is_called_again_with_its_new_place_and_the_same_random_numbe
     assert [agent.heard() for _ in range(4)] == [ATTEMPTS, WAITS, WAITS, PAST]
 
 
-def test_an_error_of_the_scripts_own_is_raised_at_once(agent: Agent):
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_an_error_of_the_scripts_own_is_raised_at_once(agent: Agent, kind: type[Exception]):
     @oobleck.resilient
     def train() -> None:
-        raise ValueError("mine")
+        raise kind("mine")
 
-    with pytest.raises(ValueError, match="mine"):
+    begun_s = time.monotonic()
+    with pytest.raises(kind, match="mine"):
         train()
+    assert time.monotonic() < begun_s + 5.0
     assert [agent.heard(), agent.heard()] == [ATTEMPTS, PAST]
 
 
-def test_an_error_that_may_be_of_a_collective_waits_for_the_news_and_is_raised_if_none_comes(
+def test_an_error_that_may_be_of_a_collective_is_raised_if_no_rank_is_lost(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("oobleck.training.attempts.attempts._HEARS_WITHIN_S", 0.1)
@@ -127,7 +131,7 @@ def test_an_error_that_may_be_of_a_collective_waits_for_the_news_and_is_raised_i
     @oobleck.resilient
     def train() -> None:
         try:
-            raise RuntimeError("Connection closed by peer")
+            raise dist.DistNetworkError("Connection closed by peer")
         except RuntimeError as error:
             raise ValueError("wrapped") from error
 
@@ -142,7 +146,7 @@ def test_the_news_may_come_after_the_error(agent: Agent):
             counts.append(attempt.number)
             if not attempt.number:
                 threading.Timer(0.2, lambda: (agent.interrupt(), agent.place())).start()
-                raise RuntimeError("Connection closed by peer")
+                raise dist.DistNetworkError("Connection closed by peer")
     assert counts == [0, 1]
 
 
