@@ -84,7 +84,7 @@ class Groups:
                     group.abort()
 
     def may_have_raised(self, error: BaseException | None) -> bool:
-        """Whether an error, or one that led to it, may be a collective's: torch's own kind, or with a lost connection."""
+        """Whether an error, or one that led to it, may be a collective's: of torch's own kind, or with a lost peer."""
         dist, seen = _loaded(), set[int]()
         while error is not None and id(error) not in seen:
             if dist is not None and isinstance(error, dist.DistError):
