@@ -17,6 +17,7 @@ from .spec import MAX_NODES, ControlSpec, check_tag
 DEFAULT_RESTARTS = 3
 DEFAULT_COPY_RATE = 256e6
 _MOST_COPIES = 8
+_MOST_SPARES = 64
 _MOST_RANKS = 1024
 _COUNTED = ("auto", "cpu", "gpu", "slots")
 _MOST_RESTARTS = 1_000_000
@@ -90,6 +91,9 @@ class RanksSpec:
     """Whether each rank sees only its own GPU, as device 0 (torchrun's `--virtual-local-rank`)."""
     is_warmed: bool = True
     """Whether later generations are forked from a process that has done the imports of the first one."""
+    spares: int = bounded(1, 0, _MOST_SPARES)
+    """How many processes of each node have run up to their attempts (`oobleck.attempts`), and wait for a lost rank's
+    place."""
     copies: int = bounded(1, 0, _MOST_COPIES)
     """How many other nodes get a copy of each part of sharded states in memory."""
     copy_rate: float = bounded(DEFAULT_COPY_RATE, 1e3, 1e13)

@@ -100,10 +100,21 @@ class RankHandle(Protocol):
     def is_warm(self) -> bool:
         """Whether it was forked from a process with the imports of earlier ranks."""
 
-    async def wait(self) -> protocol.ProcessEnd: ...
+    @property
+    def can_stay(self) -> bool:
+        """Whether it runs an attempt, so that it can take part in the next generation too."""
+
+    async def wait(self) -> protocol.ProcessEnd | None:
+        """Wait until the process has ended; None once it waits for its next place instead."""
 
     def ask_to_end(self) -> None:
         """Send SIGTERM."""
+
+    async def place(self, setup: RankSetup) -> bool:
+        """Give it its next place, for which it waits; return whether it lives. Raises ConfigError as `start` does."""
+
+    def interrupt(self, *, after_save: bool) -> None:
+        """Have it leave its attempt and wait for its next place: at once, or after its next save."""
 
     def kill(self) -> None:
         """Send SIGKILL to its process group."""
@@ -172,8 +183,14 @@ class RankHost(Protocol):
     def reserve_port(self) -> int:
         """Return a free port, and keep it for a rank; the one before is released."""
 
-    async def start(self, setup: RankSetup) -> RankHandle:
-        """Start a rank. Raises WorkersUnavailable if that fails, ConfigError for a bad place for logs."""
+    async def start(self, setup: RankSetup, *, is_spare: bool = False) -> RankHandle:
+        """Start a rank; a spare waits for its place once it comes to its attempts.
+
+        Raises WorkersUnavailable if that fails, ConfigError for a bad place for logs.
+        """
+
+    async def warmed(self) -> None:
+        """Wait until later ranks start warm."""
 
     async def server_ended(self) -> protocol.ForkServerEnded | protocol.RanksCold:
         """Wait until the process that forks ranks ends, or its imports are lost; return which."""

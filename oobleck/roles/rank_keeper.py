@@ -24,6 +24,8 @@ _LOOKS_EACH_TIMEOUT = 20
 _LONGEST_LOOK_S = 5.0
 """It looks for signs of life this often in the time for which they may be missing, and at least every few seconds."""
 _LAST_WORDS_S = 2.0  # how long the end of a rank's output may wait for a master that shows it
+_LEAVES_S = 10.0
+"""How long a rank may take to leave its attempt: until its next collective, unless it hangs in one."""
 
 
 @dataclass(slots=True)
@@ -31,6 +33,8 @@ class _Rank:
     setup: RankSetup
     handle: RankHandle
     end: protocol.ProcessEnd | None = None
+    has_left: bool = False
+    """Whether it lives, and waits for its place in another generation."""
 
 
 @dataclass(slots=True)
@@ -41,13 +45,15 @@ class _Generation:
     """Whether its ranks are being ended, so that failures do not count."""
     is_asked: bool = False
     """Whether they were asked to end, because nothing has failed."""
+    keeps: bool = True
+    """Whether those that can may stay for the next generation."""
     is_unwritten: bool = False
     """Whether it was reported that one of their files cannot be written."""
     gone: trio.Event = field(default_factory=trio.Event)
 
     @property
     def living(self) -> list[_Rank]:
-        return [rank for rank in self.ranks if rank.end is None]
+        return [rank for rank in self.ranks if rank.end is None and not rank.has_left]
 
 
 class RankKeeper:
@@ -71,6 +77,10 @@ class RankKeeper:
         self._cleared = 0  # no rank of generations up to this one runs, or will
         self._current: _Generation | None = None
         self._started: protocol.RanksStarted | None = None
+        self._kept: dict[int, RankHandle] = {}
+        """Ranks that wait for the next generation, keyed by local rank."""
+        self._spares: list[RankHandle] = []
+        self._num_rehearsing = 0
 
     def take(self, order: protocol.RanksOrder) -> None:
         """Queue an order. Raises trio.WouldBlock for far too many."""
@@ -88,8 +98,10 @@ class RankKeeper:
                         await self._configure(order)
                     case protocol.StartRanks():
                         await self._start(order, nursery)
-                    case protocol.EndRanks(generation=generation, grace_s=grace_s):
-                        nursery.start_soon(self._end, generation, grace_s)
+                    case protocol.EndRanks():
+                        if not order.keeps:  # before the next order, which may be to start others
+                            self._keep_none()
+                        nursery.start_soon(self._end, order)
                     case protocol.TraceRanks(generation=generation):
                         nursery.start_soon(self._trace, generation)
                     case protocol.KeepStates():
@@ -103,12 +115,13 @@ class RankKeeper:
     def pids(self) -> list[int]:
         """The processes of the living ranks."""
         living = [] if self._current is None else self._current.living
-        return [rank.handle.pid for rank in living]
+        return [handle.pid for handle in (*(rank.handle for rank in living), *self._kept.values(), *self._spares)]
 
     def kill_all(self) -> None:
         """Kill all ranks; their ends are not reported any more."""
+        self._keep_none()
         if self._current is not None:
-            self._current.is_ending = True
+            self._current.is_ending, self._current.keeps = True, False
             _kill(self._current.living)
 
     async def all_gone(self) -> None:
@@ -159,29 +172,42 @@ class RankKeeper:
             RankSetup(run=configured.run, order=order, local_rank=local_rank, devices=configured.devices)
             for local_rank in range(order.num_ranks)
         ]
+        num_cold = num_kept = 0
         try:
             for setup in setups:
-                generation.ranks.append(_Rank(setup, await self._host.start(setup)))
+                handle = await self._placed(setup)
+                num_kept += handle is not None
+                if handle is None:
+                    handle = await self._host.start(setup)
+                    num_cold += not handle.is_warm
+                generation.ranks.append(_Rank(setup, handle))
         except (WorkersUnavailable, ConfigError) as error:
             self._say(protocol.AgentStopped(reason=str(error), is_failure=True))
             self.kill_all()  # the ranks that did start are watched below, until they are gone
         for rank in generation.ranks:
-            nursery.start_soon(self._watch, generation, rank)
+            nursery.start_soon(self._watch, generation, rank, nursery)
+        nursery.start_soon(self._rehearse, generation, setups[-1])
         nursery.start_soon(self._show_output, generation)
         if configured.run.hang_timeout_s:
             nursery.start_soon(self._watch_signs, generation, configured.run.hang_timeout_s)
         pids = tuple(rank.handle.pid for rank in generation.ranks)
-        is_warm = all(rank.handle.is_warm for rank in generation.ranks)
-        self._started = protocol.RanksStarted(generation=order.generation, pids=pids, is_warm=is_warm)
+        self._started = protocol.RanksStarted(
+            generation=order.generation, pids=pids, is_warm=not num_cold, num_kept=num_kept
+        )
         self._say(self._started)
 
-    async def _watch(self, generation: _Generation, rank: _Rank) -> None:
+    async def _watch(self, generation: _Generation, rank: _Rank, nursery: trio.Nursery) -> None:
         """Wait for a rank's end. If it failed, end the others at once, which could only wait for it."""
         end = await rank.handle.wait()
+        if end is None:
+            await self._keep(generation, rank, nursery)
+            return
         has_failed = end != protocol.Exited(exit_code=0) and not generation.is_ending
         if has_failed:
             generation.is_ending = True
-            _kill([other for other in generation.living if other is not rank])
+            # Whether they may stay, the master decides: it is told in a moment, and nothing begins before.
+            self._clear(generation, [other for other in generation.living if other is not rank])
+            nursery.start_soon(self._give_up, generation)
             self._take_output(generation, is_last=False)  # the run may end over this failure
             setup = rank.setup
             self._say(
@@ -198,6 +224,67 @@ class RankKeeper:
         if not generation.living:
             await self._finish(generation)
 
+    def _clear(self, generation: _Generation, ranks: Sequence[_Rank]) -> None:
+        """Have ranks leave their attempts at once, and kill those that cannot."""
+        for rank in ranks:
+            if generation.keeps and rank.handle.can_stay:
+                rank.handle.interrupt(after_save=False)
+            else:
+                rank.handle.kill()
+
+    async def _give_up(self, generation: _Generation) -> None:
+        """Kill ranks that do not leave their attempts."""
+        with trio.move_on_after(_LEAVES_S):
+            await generation.gone.wait()
+        _kill(generation.living)
+
+    # --- ranks that stay ---------------------------------------------------------------------------------------------
+
+    async def _keep(self, generation: _Generation, rank: _Rank, nursery: trio.Nursery) -> None:
+        """Note that a rank has left its attempt, and waits."""
+        rank.has_left = True
+        if generation.keeps:
+            self._kept[rank.setup.local_rank] = rank.handle
+        else:
+            rank.handle.kill()
+        if not generation.living:
+            await self._finish(generation)
+
+    def _keep_none(self) -> None:
+        for handle in (*self._kept.values(), *self._spares):
+            handle.kill()
+        self._kept.clear()
+        self._spares.clear()
+
+    async def _placed(self, setup: RankSetup) -> RankHandle | None:
+        """Give a place to the rank that had it, or to a spare; None if there is neither."""
+        kept = self._kept.pop(setup.local_rank, None)
+        for handle in (*([] if kept is None else [kept]), *self._spares):
+            if handle in self._spares:
+                self._spares.remove(handle)
+            if await handle.place(setup):
+                return handle
+        return None
+
+    async def _rehearse(self, generation: _Generation, setup: RankSetup) -> None:
+        """Have spares run up to their attempts, once the generation's ranks have come to theirs."""
+        while not all(rank.handle.can_stay for rank in generation.ranks):
+            if generation.is_ending or generation.gone.is_set():
+                return
+            await trio.sleep(_LOOK_S)
+        await self._host.warmed()
+        while len(self._spares) + self._num_rehearsing < setup.run.spares and not generation.is_ending:
+            self._num_rehearsing += 1
+            try:
+                handle = await self._host.start(setup, is_spare=True)
+                if await handle.wait() is not None:
+                    return  # the ranks themselves show why
+                self._spares.append(handle)
+            except (WorkersUnavailable, ConfigError):
+                return  # those that need a place start anew
+            finally:
+                self._num_rehearsing -= 1
+
     async def _finish(self, generation: _Generation) -> None:
         # The next generation needs these states, so they are kept before the node reports that it is ready for it.
         await self._host.keep_states(is_planned=generation.is_asked)
@@ -210,9 +297,9 @@ class RankKeeper:
             self._say(protocol.RanksFinished(generation=generation.number))
         generation.gone.set()
 
-    async def _end(self, number: int, grace_s: float) -> None:
+    async def _end(self, order: protocol.EndRanks) -> None:
         """End a generation: ask its ranks, and kill those that take too long."""
-        generation = self._current
+        number, grace_s, generation = order.generation, order.grace_s, self._current
         # An order to start it may still be under way, and is dropped when it comes.
         if generation is None or generation.number > number:
             self._cleared = max(self._cleared, number)
@@ -220,6 +307,7 @@ class RankKeeper:
                 self._say_ready()
             return
         generation.is_ending = True
+        generation.keeps = order.keeps
         if generation.gone.is_set():  # all had ended well, and start again
             self._cleared, self._current = number, None
             self._say_ready()
@@ -227,10 +315,14 @@ class RankKeeper:
         if grace_s:
             generation.is_asked = True
             for rank in generation.living:
-                rank.handle.ask_to_end()
+                if order.keeps and rank.handle.can_stay:
+                    rank.handle.interrupt(after_save=True)
+                else:
+                    rank.handle.ask_to_end()
             with trio.move_on_after(grace_s):
                 await generation.gone.wait()
-        _kill(generation.living)
+        self._clear(generation, generation.living)
+        await self._give_up(generation)
 
     # --- hangs -------------------------------------------------------------------------------------------------------
 

@@ -38,11 +38,12 @@ _WELL = Exited(exit_code=0)
 
 
 @dataclass
-class _Rank:
+class FakeRank:
     """A rank that writes as it ends."""
 
     pid: int
     is_warm: bool = False
+    can_stay: bool = False
     end: ProcessEnd = _WELL
     ended: trio.Event = field(default_factory=trio.Event)
     unshown: str = ""
@@ -58,6 +59,12 @@ class _Rank:
 
     def ask_to_end(self) -> None:
         self.leave(_WELL)
+
+    async def place(self, setup: RankSetup) -> bool:
+        raise AssertionError("it cannot stay")
+
+    def interrupt(self, *, after_save: bool) -> None:
+        raise AssertionError("it cannot stay")
 
     def kill(self) -> None:
         self.leave(Killed(signal=9))
@@ -86,9 +93,9 @@ class _Rank:
         self.unshown = ""
 
 
-class _Host:
+class FakeHost:
     def __init__(self) -> None:
-        self.ranks: list[_Rank] = []
+        self.ranks: list[FakeRank] = []
 
     async def run(self) -> None:
         await trio.sleep_forever()
@@ -118,8 +125,10 @@ class _Host:
     def reserve_port(self) -> int:
         return 1
 
-    async def start(self, setup: RankSetup) -> _Rank:
-        self.ranks.append(_Rank(pid=100 + len(self.ranks)))
+    async def warmed(self) -> None: ...
+
+    async def start(self, setup: RankSetup, *, is_spare: bool = False) -> FakeRank:
+        self.ranks.append(FakeRank(pid=100 + len(self.ranks)))
         return self.ranks[-1]
 
     async def server_ended(self) -> ForkServerEnded:
@@ -138,9 +147,9 @@ class _Host:
     ids=["asked", "killed", "finished", "failed"],
 )
 async def test_the_last_words_of_all_ranks_are_shown_before_their_end_is_said(
-    autojump_clock: MockClock, end: Callable[[_Host, RankKeeper], object], expected: list[type]
+    autojump_clock: MockClock, end: Callable[[FakeHost, RankKeeper], object], expected: list[type]
 ) -> None:
-    host, said = _Host(), list[AgentMessage]()
+    host, said = FakeHost(), list[AgentMessage]()
     waiting = 3  # the first few times, there is no room
 
     def show(output: RankOutput) -> bool:
@@ -178,7 +187,7 @@ async def test_the_last_words_of_all_ranks_are_shown_before_their_end_is_said(
     assert said[-1] is ends[-1]
 
 
-class _Unprepared(_Host):
+class _Unprepared(FakeHost):
     has_left = False
 
     async def prepare(self, run: RanksSpec, devices: tuple[int, ...]) -> int:

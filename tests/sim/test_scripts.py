@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.journal import GenerationEnded, GenerationFormed, JobEnded, NodeLost, RankDown
+from oobleck.control.journal import GenerationEnded, GenerationFormed, GenerationRuns, JobEnded, NodeLost, RankDown
 from oobleck.job import ControlSpec
 from oobleck.job.ranks import RanksSpec
 from oobleck.sim.cluster import VirtualScript, run_scripts
@@ -44,7 +44,12 @@ FAULTS = (
 
 gaps = st.one_of(st.just(0.0), st.floats(0, 0.05), st.floats(0, 1.0), st.floats(0, 8.0))
 times = st.lists(gaps, max_size=8).map(lambda waits: [3.0 + sum(waits[: index + 1]) for index in range(len(waits))])
-scripts = st.builds(VirtualScript, work_s=st.sampled_from([4.0, 10.0]), ending_s=st.sampled_from([0.0, 0.5, 10.0]))
+scripts = st.builds(
+    VirtualScript,
+    work_s=st.sampled_from([4.0, 10.0]),
+    ending_s=st.sampled_from([0.0, 0.5, 10.0]),
+    leaves_s=st.sampled_from([None, 0.0, 0.1, 20.0]),
+)
 
 
 def stopped_storms(duration_s: float) -> st.SearchStrategy[Trace]:
@@ -54,7 +59,14 @@ def stopped_storms(duration_s: float) -> st.SearchStrategy[Trace]:
 storms = traces(max_nodes=4, duration_s=100.0 + QUIET_S, kinds=FAULTS, times=times)
 
 
-def play(trace: Trace, *, script: VirtualScript = SCRIPT, seed: int = 0, devices: int = 1) -> ScriptsRun:
+def play(
+    trace: Trace,
+    *,
+    script: VirtualScript = SCRIPT,
+    seed: int = 0,
+    devices: int = 1,
+    max_restarts: int = MAX_RESTARTS,
+) -> ScriptsRun:
     spec = RanksSpec(
         tag="script",
         entry="script",
@@ -62,7 +74,7 @@ def play(trace: Trace, *, script: VirtualScript = SCRIPT, seed: int = 0, devices
         directory="/",
         min_nodes=1,
         max_nodes=len(trace.nodes),
-        max_restarts=MAX_RESTARTS,
+        max_restarts=max_restarts,
         hang_timeout_s=0.0,
         join_timeout_s=20.0,
         shutdown_timeout_s=3.0,
@@ -78,7 +90,7 @@ def trace_of(*events: TraceEvent, num_nodes: int = 3) -> Trace:
     return Trace(duration_s=100.0 + QUIET_S, nodes=nodes, start=nodes, events=events)
 
 
-def check_ranks(played: ScriptsRun, trace: Trace) -> None:
+def check_ranks(played: ScriptsRun, trace: Trace, *, max_restarts: int = MAX_RESTARTS) -> None:
     """No rank is left, ranks of one generation know each other by different numbers, and the end is true."""
     assert not played.left
     cluster = ClusterState(trace.start)
@@ -88,19 +100,18 @@ def check_ranks(played: ScriptsRun, trace: Trace) -> None:
     hidden = {event.node for event in trace.events if isinstance(event, AgentFrozen)} | cluster.frozen | cluster.cut
     assert {rank.node for rank in played.left_at_end} <= hidden
     by_generation: dict[int, dict[int, bool]] = {}
-    for rank in played.ranks:
-        order = rank.setup.order
-        works = by_generation.setdefault(order.generation, {})
-        assert rank.setup.rank < order.world_size
-        assert rank.setup.rank not in works
-        works[rank.setup.rank] = rank.has_worked
+    for rank, setup in ((each, setup) for each in played.ranks for setup in each.places):
+        works = by_generation.setdefault(setup.order.generation, {})
+        assert setup.rank < setup.order.world_size
+        assert setup.rank not in works
+        works[setup.rank] = rank.has_worked and setup is rank.setup
     formed = [entry for entry in played.entries if isinstance(entry, GenerationFormed)]
     num_failures = sum(isinstance(entry, RankDown) and entry.is_first for entry in played.entries)
     if played.end.exit_code:
         turns = [entry for entry in played.entries if isinstance(entry, GenerationFormed | GenerationEnded)]
-        assert num_failures > MAX_RESTARTS or not turns or isinstance(turns[-1], GenerationEnded)
+        assert num_failures > max_restarts or not turns or isinstance(turns[-1], GenerationEnded)
     elif not played.end.reason.startswith(STOPPED):
-        assert num_failures <= MAX_RESTARTS
+        assert num_failures <= max_restarts
         num_ranks = sum(each.num_ranks for each in formed[-1].nodes)
         assert by_generation[formed[-1].generation] == dict.fromkeys(range(num_ranks), True)
     assert isinstance(played.entries[-1], JobEnded)
@@ -136,6 +147,32 @@ def test_the_others_start_again_without_a_lost_node() -> None:
     check_ranks(played, trace)
     assert played.end.exit_code == 0
     assert {rank.node for rank in played.ranks if rank.has_worked} == {"node0", "node2"}
+
+
+def test_survivors_keep_their_processes_and_a_spare_takes_a_lost_place() -> None:
+    trace = trace_of(Lost(t_s=12.0, node="node1"), WorkerCrashed(t_s=14.0, node="node0"))
+    played = play(trace, script=VirtualScript(leaves_s=0.05))
+    check_ranks(played, trace)
+    assert played.end.exit_code == 0
+    kept = [entry.num_kept for entry in played.entries if isinstance(entry, GenerationRuns)]
+    assert kept == [0, 2, 2]
+    generations = [[setup.order.generation for setup in rank.places] for rank in played.ranks]
+    assert sorted(filter(None, generations)) == [[1], [1, 2], [1, 2, 3], [3]]
+
+
+def test_ranks_that_get_nowhere_start_in_new_processes() -> None:
+    trace = trace_of(*(WorkerCrashed(t_s=t_s, node="node0") for t_s in (12.0, 20.0, 28.0)))
+    played = play(trace, script=VirtualScript(leaves_s=0.05), max_restarts=3)
+    check_ranks(played, trace, max_restarts=3)
+    kept = [entry.num_kept for entry in played.entries if isinstance(entry, GenerationRuns)]
+    assert kept == [0, 3, 3, 0]
+
+
+def test_a_rank_that_does_not_leave_its_attempt_is_replaced() -> None:
+    trace = trace_of(WorkerCrashed(t_s=12.0, node="node0"))
+    played = play(trace, script=VirtualScript(leaves_s=20.0))
+    check_ranks(played, trace)
+    assert played.end.exit_code == 0
 
 
 def test_the_ranks_of_a_frozen_node_end_once_it_thaws() -> None:

@@ -41,6 +41,7 @@ LAUNCHER_OPTIONS = {
     "--join-timeout": ("SECONDS", "How long to wait for MIN nodes (600)."),
     "--node-unit": ("N", "Run on a multiple of N nodes (1)."),
     "--copies": ("N", "How many other nodes get a copy of sharded states in memory (1; 0: none)."),
+    "--spares": ("N", "How many processes of a node have run up to `oobleck.attempts`, for lost ranks' places (1)."),
     "--copy-rate": ("RATE", "How fast a node may send copies, as in 2GB/s (256MB/s)."),
     "--lease": ("SECONDS", "How long a node may be silent before it is lost (3)."),
 }
@@ -172,6 +173,7 @@ def parse_command_line(words: Sequence[str], environment: Mapping[str, str]) -> 
         shutdown_timeout_s=seconds("--shutdown-timeout", values, 30.0),
         hang_timeout_s=seconds("--hang-timeout", own, 600.0),
         join_timeout_s=seconds("--join-timeout", own, 600.0),
+        spares=1 if (spares := whole("--spares", own)) is None else spares,
         copies=1 if (copies := whole("--copies", own)) is None else copies,
         copy_rate=_rate(own),
         hides_devices="--virtual-local-rank" in flags,
@@ -349,7 +351,7 @@ _PANELS = (
     ("Nodes", ("--hostfile", "--local", *(name for name, _, _ in _SHARED), "--node-unit", "--join-timeout")),
     ("Node check", ("--network-check", "--exclude-straggler")),
     ("Code and environment", ("--directory", "--env", "--env-file", "--workdir")),
-    ("Failures", ("--hang-timeout", "--lease", "--no-warm", "--save-at-breakpoint")),
+    ("Failures", ("--hang-timeout", "--lease", "--no-warm", "--save-at-breakpoint", "--spares")),
     ("Saved states", ("--copies", "--copy-rate")),
     ("Run", ("--tag", "--base-dir")),
 )

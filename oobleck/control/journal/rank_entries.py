@@ -84,11 +84,14 @@ class GenerationRuns(Entry):
     """Seconds since the generation before ended; for the first one, since the run started."""
     is_warm: bool
     """Whether all were forked from processes with the script's imports."""
+    num_kept: int = 0
+    """How many ranks kept their processes, or were spares."""
 
     @property
     def sentence(self) -> str:
         how = "warm" if self.is_warm else "cold: nothing was imported ahead"
-        return f"generation {self.generation} runs, {self.away_s:.2f} s later ({how})"
+        kept = f"; {_counted(self.num_kept, 'rank')} in processes that were there" if self.num_kept else ""
+        return f"generation {self.generation} runs, {self.away_s:.2f} s later ({how}{kept})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

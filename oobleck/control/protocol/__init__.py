@@ -108,8 +108,11 @@ from .plan_orders import (
     WorkerNames,
 )
 from .rank_messages import (
+    ATTEMPTS,
     OVERFLOW_HEAD,
+    PAST,
     TRACE_SIGNAL,
+    WAITS,
     BecomeRank,
     ConfigureRanks,
     CopyDoor,
@@ -117,6 +120,7 @@ from .rank_messages import (
     EndRanks,
     FromRanks,
     HeldPart,
+    InterruptRank,
     KeepStates,
     PartCopies,
     PartNotCopied,
@@ -188,11 +192,14 @@ from .worker_messages import (
 )
 
 __all__ = [
+    "ATTEMPTS",
     "MANIFEST_VERSION",
     "NOTHING",
     "OVERFLOW_HEAD",
+    "PAST",
     "PROTOCOL_VERSION",
     "TRACE_SIGNAL",
+    "WAITS",
     "Activity",
     "AgentMessage",
     "AgentStopped",
@@ -232,6 +239,7 @@ __all__ = [
     "Heartbeat",
     "HeldPart",
     "Hello",
+    "InterruptRank",
     "JoinRelay",
     "KeepStates",
     "KillWorker",

@@ -5,6 +5,7 @@ agent  ── RanksReady ──> master         nothing runs there, and a genera
 master ── StartRanks ──> agent ── RanksStarted ──> master
 agent  ── RankFailed ──> master         a rank has failed; the agent has killed the node's others already
 master ── EndRanks ──> agents ── RanksReady ──> master
+                                        ranks that run attempts (`oobleck.attempts`) stay, and wait for the next
 agent  ── RanksFinished ──> master      all ranks of the node have ended well
 agent  ── RanksUnwritten ──> master     why its ranks' output is not in their files
 agent  ── RanksCold ──> master          why later ranks of the node do not start warm
@@ -32,6 +33,11 @@ TRACE_SIGNAL = 59
 
 OVERFLOW_HEAD = struct.Struct(">BIQ")
 """The head of what a rank could not write: the descriptor, the error number, and the file's size by then."""
+
+
+ATTEMPTS, WAITS, PAST = b"a", b"w", b"p"
+"""What a rank says to its agent: it runs attempts (`oobleck.attempts`); it has left one, or come to the first as a
+spare, and waits for its place; it runs none any more."""
 
 
 class ForRanks:
@@ -128,6 +134,9 @@ class EndRanks(ForRanks):
     generation: int
     grace_s: float
     """How long they may take after SIGTERM; 0 kills them at once."""
+    keeps: bool = False
+    """Whether those that run attempts only leave theirs: they keep their processes for the next generation. With
+    `grace_s` they leave after their next save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +159,8 @@ class RanksStarted(FromRanks):
     """In the order of local ranks."""
     is_warm: bool
     """Whether they were forked from a process with the imports of earlier ranks."""
+    num_kept: int = 0
+    """How many of them were there before: survivors of the generation before, and spares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,6 +300,16 @@ class BecomeRank:
     """File names, both."""
     logs_imports: bool
     """Whether it notes its imports, for the process that forks later ranks."""
+    is_spare: bool = False
+    """Whether it only runs up to its attempts, and waits there for a place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterruptRank:
+    """What an agent sends to a rank that is to leave its attempt."""
+
+    after_save: bool
+    """Whether it may go on until its next save."""
 
 
 RanksOrder = ConfigureRanks | StartRanks | EndRanks | TraceRanks | KeepStates | CopyParts

@@ -41,7 +41,7 @@ class _Formed:
     port: int
     address: str
     hang: HangWatch = field(default_factory=HangWatch)
-    warm: dict[str, bool] = field(default_factory=dict)
+    started: dict[str, protocol.RanksStarted] = field(default_factory=dict)
     """Keyed by node whose ranks exist."""
     down: set[int] = field(default_factory=set)
     """Process ids of failed ranks."""
@@ -215,12 +215,17 @@ class RanksCoordinator(BaseCoordinator):
         formed = self._formed_in(message.generation)
         if formed is None:
             return
-        formed.warm[node] = message.is_warm
-        if len(formed.warm) == len(formed.begin.nodes):
-            now_s, is_warm = turn.now_s, all(formed.warm.values())
-            away_s = now_s - formed.since_s
+        formed.started[node] = message
+        if len(formed.started) == len(formed.begin.nodes):
+            started = formed.started.values()
             turn.record(
-                journal.GenerationRuns(t_s=now_s, generation=message.generation, away_s=away_s, is_warm=is_warm)
+                journal.GenerationRuns(
+                    t_s=turn.now_s,
+                    generation=message.generation,
+                    away_s=turn.now_s - formed.since_s,
+                    is_warm=all(each.is_warm for each in started),
+                    num_kept=sum(each.num_kept for each in started),
+                )
             )
 
     def _note_failed(self, turn: Turn, node: str, message: protocol.RankFailed) -> None:
@@ -321,7 +326,7 @@ class RanksCoordinator(BaseCoordinator):
         if formed is not None and isinstance(state, states.Running) and node in state.names:
             turn.send(node, self._orders(formed)[node])
         elif isinstance(state, states.Ending) and node in state.waits_for:
-            turn.send(node, protocol.EndRanks(generation=state.past.generation, grace_s=0.0))
+            turn.send(node, protocol.EndRanks(generation=state.past.generation, grace_s=0.0, keeps=state.keeps))
 
     def node_back(self, turn: Turn, event: events.NodeUp) -> None:
         self._lifecycle.meet(turn, event)
@@ -357,7 +362,7 @@ class RanksCoordinator(BaseCoordinator):
                 candidates.append(states.Candidate(node=member.spec.name, num_ranks=ready.num_ranks))
             else:
                 num_expected += 1
-        return states.Roster(candidates=tuple(candidates), num_expected=num_expected)
+        return states.Roster(candidates=tuple(candidates), num_expected=num_expected, has_saved=self._copies.has_saved)
 
     # --- generations -------------------------------------------------------------------------------------------------
 
@@ -443,7 +448,7 @@ class RanksCoordinator(BaseCoordinator):
             journal.GenerationEnded(t_s=turn.now_s, generation=clear.generation, cause=clear.cause, nodes=clear.about)
         )
         for node in clear.nodes:
-            turn.send(node, protocol.EndRanks(generation=clear.generation, grace_s=clear.grace_s))
+            turn.send(node, protocol.EndRanks(generation=clear.generation, grace_s=clear.grace_s, keeps=clear.keeps))
 
     def _let_go(self, turn: Turn, node: str) -> None:
         if self._members[node].state is MemberState.CONNECTED:

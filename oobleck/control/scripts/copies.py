@@ -180,6 +180,11 @@ class Copies:
         """When `orders` is to be called; infinity for never."""
         return self._next_s if self._is_changed else math.inf
 
+    @property
+    def has_saved(self) -> bool:
+        """Whether all ranks that run have saved a state, as far as they can be told apart from earlier ones."""
+        return self.newest is not None and self._is_current(self.newest)
+
     def is_needed(self, node: str) -> bool:
         """Whether the newest whole state would not be whole without a node that others could relieve of it."""
         newest = self._newest_whole()

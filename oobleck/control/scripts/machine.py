@@ -66,6 +66,8 @@ _CONNECTING_S = 10.0
 _TELL_S = 60.0
 # The stacks of ranks are awaited this long.
 _ANSWERS_S = 5.0
+# After so many generations in a row that got nowhere, all processes start anew: what they keep may be what fails.
+_MOST_FRUITLESS = 2
 
 
 def start(now_s: float) -> states.State:
@@ -185,15 +187,15 @@ def _running(state: Running, given: states.Input, now_s: float, roster: states.R
             # A restart must make the generation larger, and never repeats what ranks have finished.
             if node not in others or num_possible <= len(state.nodes) or state.finished:
                 return state, ()
-            return _end(state, GenerationCause.NODE_JOINED, now_s, rules, about=(node,))
+            return _end(state, GenerationCause.NODE_JOINED, now_s, roster, rules, about=(node,))
         case states.Gone(node=node):
-            return _lose(state, node, now_s, rules)
+            return _lose(state, node, now_s, roster, rules)
         case states.Leave(node=node) if node in state.names:
-            return _end(state, GenerationCause.NODE_DRAINED, now_s, rules, about=(node,))
+            return _end(state, GenerationCause.NODE_DRAINED, now_s, roster, rules, about=(node,))
         case states.Leave(node=node):
             return state, (states.LetGo(node=node),)
         case states.Failed() if given.generation == generation and given.node in state.names:
-            return _fail(state, given, now_s, rules)
+            return _fail(state, given, now_s, roster, rules)
         case states.Finished(node=node) if given.generation == generation and node in state.names:
             finished = state.finished | {node}
             if finished.issuperset(state.names):
@@ -202,7 +204,7 @@ def _running(state: Running, given: states.Input, now_s: float, roster: states.R
         case states.StopAsked(end=end, now=now):
             if now:
                 return _over(state, end)
-            return _end(state, GenerationCause.STOPPED, now_s, rules, then=end)
+            return _end(state, GenerationCause.STOPPED, now_s, roster, rules, then=end)
         case Signal.QUIET if not isinstance(state, Asking):
             asking = Asking(past=state.past, nodes=state.nodes, finished=state.finished, due_s=now_s + _ANSWERS_S)
             return asking, (states.Ask(generation=generation, nodes=state.unfinished),)
@@ -214,17 +216,17 @@ def _running(state: Running, given: states.Input, now_s: float, roster: states.R
             assert_never(given)
 
 
-def _lose(state: Running, node: str, now_s: float, rules: states.Rules) -> Step:
+def _lose(state: Running, node: str, now_s: float, roster: states.Roster, rules: states.Rules) -> Step:
     if node not in state.names or node in state.finished:  # ranks that have ended well are not needed any more
         return state, ()
-    ending, effects = _end(state, GenerationCause.NODE_LOST, now_s, rules, about=(node,), without=node)
+    ending, effects = _end(state, GenerationCause.NODE_LOST, now_s, roster, rules, about=(node,), without=node)
     # The lost node was the only one, so no agent will report that ranks are gone.
     if isinstance(ending, Ending) and not ending.waits_for:
-        return Gathering(past=state.past, cause=GenerationCause.NODE_LOST, since_s=now_s, tells_s=now_s), effects
+        return Gathering(past=ending.past, cause=GenerationCause.NODE_LOST, since_s=now_s, tells_s=now_s), effects
     return ending, effects
 
 
-def _fail(state: Running, given: states.Failed, now_s: float, rules: states.Rules) -> Step:
+def _fail(state: Running, given: states.Failed, now_s: float, roster: states.Roster, rules: states.Rules) -> Step:
     then = None
     if state.past.num_failures >= rules.max_restarts:
         restarts = f"{rules.max_restarts} restart{'' if rules.max_restarts == 1 else 's'}"
@@ -237,13 +239,14 @@ def _fail(state: Running, given: states.Failed, now_s: float, rules: states.Rule
     # Only failures count as restarts: nodes that are lost or join cost none.
     failed = replace(state, past=replace(state.past, num_failures=state.past.num_failures + 1))
     cause = GenerationCause.HANG if given.is_hang else GenerationCause.RANK_FAILED
-    return _end(failed, cause, now_s, rules, about=(given.node,), then=then)
+    return _end(failed, cause, now_s, roster, rules, about=(given.node,), then=then)
 
 
 def _end(
     state: Running,
     cause: GenerationCause,
     now_s: float,
+    roster: states.Roster,
     rules: states.Rules,
     *,
     about: tuple[str, ...] = (),
@@ -254,9 +257,16 @@ def _end(
     nodes = tuple(node for node in state.names if node != without)
     # After a failure the others could only wait for the rank that failed.
     grace_s = 0.0 if cause.is_failure else rules.grace_s
-    clear = states.Clear(generation=state.past.generation, cause=cause, nodes=nodes, about=about, grace_s=grace_s)
+    num_fruitless = state.past.num_fruitless + 1 if cause.is_failure and not roster.has_saved else 0
+    # Ranks that hang may do so because of what their processes keep, too.
+    keeps = then is None and cause is not GenerationCause.HANG and num_fruitless <= _MOST_FRUITLESS
+    past = replace(state.past, num_fruitless=num_fruitless if keeps else 0)
+    clear = states.Clear(
+        generation=past.generation, cause=cause, nodes=nodes, about=about, grace_s=grace_s, keeps=keeps
+    )
     due_s = now_s + grace_s + rules.patience_s
-    return Ending(past=state.past, cause=cause, waits_for=frozenset(nodes), due_s=due_s, then=then), (clear,)
+    waits_for = frozenset(nodes)
+    return Ending(past=past, cause=cause, waits_for=waits_for, due_s=due_s, then=then, keeps=keeps), (clear,)
 
 
 # --- ranks end -------------------------------------------------------------------------------------------------------

@@ -61,6 +61,8 @@ class Roster:
     """In the hostfile's order."""
     num_expected: int = 0
     """Nodes on their way, which cannot take part yet."""
+    has_saved: bool = False
+    """Whether all ranks of the newest generation have saved a state."""
 
 
 # --- states ----------------------------------------------------------------------------------------------------------
@@ -73,6 +75,8 @@ class Past:
     generation: int = 0
     num_failures: int = 0
     """Generations that ended because a rank failed."""
+    num_fruitless: int = 0
+    """How many of the last ones kept processes and ended in a failure before any state was saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +129,8 @@ class Ending:
     """When those nodes are given up."""
     then: EndRun | None = None
     """None: another generation follows."""
+    keeps: bool = False
+    """As in `Clear`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +240,8 @@ class Clear:
     nodes: tuple[str, ...]
     about: tuple[str, ...]
     grace_s: float
+    keeps: bool
+    """Whether ranks that can take part in the next generation keep their processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

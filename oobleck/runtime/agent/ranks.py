@@ -41,6 +41,8 @@ _TAIL_BYTES = 4096
 _TAIL_LINES = 20
 _log = logging.getLogger("oobleck.agent")
 _GPUS = Path("/proc/driver/nvidia/gpus")
+_LOOK_S = 0.2
+_NO_PORT = "1"
 
 
 class _Output:
@@ -129,39 +131,95 @@ class Rank:
         self,
         process: ForkedProcess,
         guard: trio.SocketStream,
+        line: socket.socket,
         overflow: socket.socket,
         logs: Path,
         *,
-        oom_kills: OomKills,
+        host: RankProcesses,
         can_trace: bool,
     ) -> None:
         """Closing `guard`, also by the agent's end, ends the process; `overflow` brings what its files cannot take."""
         self.pid = process.pid
         self.is_warm = process.is_warm
-        self.kill = process.kill
+        self.can_stay = False
         self._process = process
-        self._oom_kills = oom_kills
+        self._host = host
         self._guard = guard
+        self._line = line
         self._overflow = overflow
+        self._can_trace = can_trace
+        self._write_to(logs)
+
+    def _write_to(self, logs: Path) -> None:
         self._problem: str | None = None
         self._error_file = logs / "error.json"
         self._stack_file = logs / "stacks.log"
-        self._can_trace = can_trace
         self._output = {False: _Output(logs / "stdout.log"), True: _Output(logs / "stderr.log")}
 
-    async def wait(self) -> protocol.ProcessEnd:
-        await self._process.ended.wait()
+    async def wait(self) -> protocol.ProcessEnd | None:
+        has_left = False
+        async with trio.open_nursery() as nursery:
+
+            async def hear() -> None:
+                nonlocal has_left
+                has_left = await self._hear()
+                if has_left:
+                    nursery.cancel_scope.cancel()
+
+            nursery.start_soon(hear)
+            await self._process.ended.wait()
+            nursery.cancel_scope.cancel()
+        if has_left and not self._process.ended.is_set():
+            return None
         # The rank's pid is also the id of its process group, which stays reserved while any child in it lives.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._guard.socket.close()
+        self._line.close()
         # What is still in the socket would be lost with it.
         self._take_overflow(is_last=True)
         self._overflow.close()
-        return self._oom_kills.explain(self._process)
+        return self._host.oom_kills.explain(self._process)
+
+    async def _hear(self) -> bool:
+        """Hear what the rank says; return whether it waits for its next place, or False once it is gone."""
+        with suppress(OSError):
+            while True:
+                await trio.lowlevel.wait_readable(self._line)
+                match self._line.recv(1):
+                    case b"":
+                        break
+                    case protocol.WAITS:
+                        return True
+                    case said:
+                        self.can_stay = said == protocol.ATTEMPTS
+        return False
+
+    def kill(self) -> None:
+        self._process.kill()
 
     def ask_to_end(self) -> None:
         self._process.send(signal.SIGTERM)
+
+    def interrupt(self, *, after_save: bool) -> None:
+        with suppress(OSError):  # it has ended
+            self._line.send(encode_frame(protocol.InterruptRank(after_save=after_save)))
+
+    async def place(self, setup: RankSetup) -> bool:
+        if self._process.ended.is_set():
+            await self.wait()
+            return False
+        order, logs = self._host.order_for(setup, self.pid)
+        self._take_overflow()
+        self._overflow.close()
+        self._overflow, theirs = _overflow_pair()
+        self._write_to(logs)
+        # A duplicate, because a stream closes its socket.
+        line = trio.SocketStream(trio.socket.from_stdlib_socket(self._line.dup()))
+        with theirs, suppress(OSError, trio.BrokenResourceError):  # it has ended already, which `wait` reports
+            await _send(line, order, (theirs.fileno(),))
+        await line.aclose()
+        return True
 
     def error(self, end: protocol.ProcessEnd) -> protocol.RankError | None:
         # The script writes this file, so it may be missing or hold anything.
@@ -236,7 +294,7 @@ class RankProcesses:
         self.settle = states.settle
         self.leave = states.leave
         self._logs = logs
-        self._oom_kills = OomKills()
+        self.oom_kills = OomKills()
         self._has_server = trio.Event()
         self._port: socket.socket | None = None
 
@@ -294,25 +352,36 @@ class RankProcesses:
         port: int = sock.getsockname()[1]
         return port
 
-    async def start(self, setup: RankSetup) -> Rank:
+    async def start(self, setup: RankSetup, *, is_spare: bool = False) -> Rank:
         """Fork a rank. Raises WorkersUnavailable, or ConfigError if its files cannot be created."""
-        logs = self._logs / f"attempt_{setup.attempt}" / str(setup.local_rank)
-        _make_logs(logs)
-        self._states.begin(setup.order.start, num_nodes=setup.order.num_groups)
         process, guard = await self._server.fork()
-        self._directory.note_process(f"rank{setup.local_rank}", process.pid)
-        # Packets keep the head of each piece of output with its data.
-        overflow, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        overflow.setblocking(False)
-        with theirs, suppress(OSError, trio.BrokenResourceError):  # it has ended already, which `wait` reports
-            order = encode_frame(self._order(setup, logs))
-            # A descriptor travels only along with data, so it goes with the order's first byte.
-            await send_descriptors(guard.socket, order[:1], (theirs.fileno(),))
-            await guard.send_all(order[1:])
+        try:
+            order, logs = self.order_for(setup, process.pid, is_spare=is_spare)
+        except ConfigError:
+            guard.socket.close()  # which ends the process
+            raise
+        overflow, theirs = _overflow_pair()
+        line, their_line = socket.socketpair()
+        line.setblocking(False)
+        with theirs, their_line, suppress(OSError, trio.BrokenResourceError):  # it has ended, which `wait` reports
+            await _send(guard, order, (theirs.fileno(), their_line.fileno()))
         can_trace = setup.run.entry != "program"
-        return Rank(process, guard, overflow, logs, oom_kills=self._oom_kills, can_trace=can_trace)
+        return Rank(process, guard, line, overflow, logs, host=self, can_trace=can_trace)
 
-    def _order(self, setup: RankSetup, logs: Path) -> protocol.BecomeRank:
+    def order_for(self, setup: RankSetup, pid: int, *, is_spare: bool = False) -> tuple[protocol.BecomeRank, Path]:
+        """Prepare a process's place, and return the order for it, and its directory. Raises ConfigError."""
+        logs = self._logs / f"attempt_{setup.attempt}" / ("spare" if is_spare else str(setup.local_rank))
+        _make_logs(logs)
+        if not is_spare:
+            self._states.begin(setup.order.start, num_nodes=setup.order.num_groups)
+        self._directory.note_process("spare" if is_spare else f"rank{setup.local_rank}", pid)
+        return self._order(setup, logs, is_spare=is_spare), logs
+
+    async def warmed(self) -> None:
+        while not self._directory.fork_warmth.exists():  # noqa: ASYNC110  another process makes the file
+            await trio.sleep(_LOOK_S)
+
+    def _order(self, setup: RankSetup, logs: Path, *, is_spare: bool = False) -> protocol.BecomeRank:
         run = setup.run
         environment = {**os.environ, **rank_environment(setup, os.environ)}
         environment["TORCHELASTIC_ERROR_FILE"] = str(logs / "error.json")
@@ -321,6 +390,9 @@ class RankProcesses:
         environment[COPIES_VARIABLE] = str(run.copies if setup.order.num_groups > 1 else 0)
         if setup.order.saved_step is not None:
             environment[SAVED_VARIABLE] = str(setup.order.saved_step)
+        if is_spare:
+            # A script may choose a file or a device by these before its attempts, but no rank serves others there.
+            environment |= {"RANK": str(setup.order.world_size - 1), "MASTER_PORT": _NO_PORT}
         return protocol.BecomeRank(
             entry=run.entry,
             command=tuple(word.replace("${local_rank}", str(setup.local_rank)) for word in run.command),
@@ -329,7 +401,23 @@ class RankProcesses:
             stdout=str(logs / "stdout.log"),
             stderr=str(logs / "stderr.log"),
             logs_imports=run.is_warmed and setup.local_rank == 0,
+            is_spare=is_spare,
         )
+
+
+def _overflow_pair() -> tuple[socket.socket, socket.socket]:
+    """Return both ends of a line for what a rank's files do not take: the agent's, and the rank's."""
+    # Packets keep the head of each piece of output with its data.
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    return ours, theirs
+
+
+async def _send(stream: trio.SocketStream, order: protocol.BecomeRank, descriptors: tuple[int, ...]) -> None:
+    frame = encode_frame(order)
+    # Descriptors travel only along with data, so they go with the order's first byte.
+    await send_descriptors(stream.socket, frame[:1], descriptors)
+    await stream.send_all(frame[1:])
 
 
 def _remove_attempts(logs: Path) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from oobleck.errors import StatesLost, UsageError
 from oobleck.host.user_path import expand_user
 from oobleck.storage import scripts
+from oobleck.training import attempts
 
 from .loader import Loader, Peers
 from .saver import DiskSaver, MemorySaver
@@ -103,6 +104,15 @@ def _this() -> _Process:
     return _process
 
 
+def _forget() -> None:
+    """Be another rank from now on."""
+    global _process
+    _process = None
+
+
+attempts.on_next_attempt(_forget)
+
+
 def load() -> object | None:
     """Return the newest state that all ranks have saved, or None if there is none.
 
@@ -113,6 +123,7 @@ def load() -> object | None:
     Raises UsageError if the state cannot be laid out on this number of ranks, or is another script's, StatesLost if
     states were saved and none is complete any more, and CorruptCheckpoint if none can be read.
     """
+    attempts.check_attempt()
     this = _this()
     rank, world_size = _place()
     if world_size > 1 and not dist.is_initialized():
@@ -160,6 +171,7 @@ def save(step: int, state: object, *, disk_every: int = _DISK_EVERY) -> None:
         raise UsageError(f"oobleck.checkpoint.save: step {step!r} is not a whole number from 0")
     if disk_every < 1:
         raise UsageError(f"oobleck.checkpoint.save: disk_every={disk_every}; it must be at least 1")
+    attempts.check_attempt()
     this = _this()
     if not this.start:
         this.settle_start_alone()
@@ -167,6 +179,7 @@ def save(step: int, state: object, *, disk_every: int = _DISK_EVERY) -> None:
     is_planned = step // disk_every != this.last_step // disk_every
     this.saver.save(this.note(step, flat, is_planned=is_planned), flat)
     this.last_step = step
+    attempts.note_saved()
 
 
 def _place() -> tuple[int, int]:

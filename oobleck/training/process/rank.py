@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import NoReturn, TextIO
 
 from oobleck.control.protocol import OVERFLOW_HEAD, TRACE_SIGNAL, BecomeRank
+from oobleck.training.attempts import Line, set_line
 from oobleck.training.forking import ENDS, set_command_line, set_name
 from oobleck.wire import FrameDecoder
 
@@ -38,6 +39,7 @@ _PATIENCE_MS = 5000
 _OWN_FRAMES = ("runpy.py", "<frozen runpy>", __file__)
 
 _guard: socket.socket | None = None
+_logs: list[_RankLog] = []
 _stacks: TextIO | None = None
 
 
@@ -50,7 +52,7 @@ def run_rank(sock: socket.socket, *, imports: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # A signal that arrived since the fork takes effect here: the defaults that it meets are in place.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
-    setup, overflow = _receive(sock)
+    setup, overflow, line = _receive(sock)
     _end_with_agent(sock)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python starts; a program gets the default back below
     _redirect(setup.stdout, setup.stderr, overflow)
@@ -71,21 +73,24 @@ def run_rank(sock: socket.socket, *, imports: int) -> NoReturn:
     set_name(os.path.basename(sys.executable))
     _be_fresh()
     _leave_stack_when_asked(os.path.dirname(setup.stdout))
+    set_line(Line(line, _enter, is_spare=setup.is_spare))
     if setup.logs_imports:
         sys.meta_path.insert(0, ImportLog(imports))
     _leave(_run_python(command, is_module=is_module))
 
 
-def _receive(sock: socket.socket) -> tuple[BecomeRank, socket.socket]:
-    """Receive the agent's order, and the socket that takes output which no file takes."""
+def _receive(sock: socket.socket) -> tuple[BecomeRank, socket.socket, socket.socket]:
+    """Receive the agent's order, the socket that takes output which no file takes, and the line to the agent."""
     sock.setblocking(True)
     decoder = FrameDecoder[BecomeRank](BecomeRank)
-    data, descriptors, _, _ = socket.recv_fds(sock, 1 << 16, 1)
-    while data and descriptors:
-        # The descriptor comes with the first bytes; the order itself may take several reads.
+    data, descriptors, _, _ = socket.recv_fds(sock, 1 << 16, 2)
+    while data and len(descriptors) == 2:
+        # The descriptors come with the first bytes; the order itself may take several reads.
         if orders := decoder.feed(data):
-            os.set_inheritable(descriptors[0], False)
-            return orders[0], socket.socket(fileno=descriptors[0])
+            for each in descriptors:
+                os.set_inheritable(each, False)
+            overflow, line = descriptors
+            return orders[0], socket.socket(fileno=overflow), socket.socket(fileno=line)
         data = sock.recv(1 << 16)
     os._exit(1)  # the agent has ended
 
@@ -106,6 +111,14 @@ def _end_with_agent(sock: socket.socket) -> None:
         os._exit(1)
 
 
+def _enter(setup: BecomeRank, overflow: socket.socket) -> None:
+    """Be the rank of another generation, in this process."""
+    for log, path in zip(_logs, (setup.stdout, setup.stderr), strict=True):
+        log.move(path, overflow)
+    _leave_stack_when_asked(os.path.dirname(setup.stdout))
+    os.environ.update(setup.environment)
+
+
 def _redirect(stdout: str, stderr: str, overflow: socket.socket) -> None:
     sys.stdout = sys.__stdout__ = _output(1, stdout, sys.stdout, overflow)  # type: ignore[misc]  # what Python has there
     sys.stderr = sys.__stderr__ = _output(2, stderr, sys.stderr, overflow)  # type: ignore[misc]  # the same
@@ -116,7 +129,8 @@ def _redirect(stdout: str, stderr: str, overflow: socket.socket) -> None:
 
 def _output(number: int, path: str, before: TextIO, overflow: socket.socket) -> io.TextIOWrapper:
     """Make a stream like Python's own, with the encoding and error handling that Python chose, but of a file."""
-    file = io.BufferedWriter(_RankLog(number, path, overflow))  # type: ignore[type-var]  # it writes whatever a buffer has
+    _logs.append(log := _RankLog(number, path, overflow))
+    file = io.BufferedWriter(log)  # type: ignore[type-var]  # it writes whatever a buffer has
     # Buffered by lines, so that output is in the file however the process ends.
     output = io.TextIOWrapper(file, before.encoding, before.errors, newline="\n", line_buffering=True)
     output.mode = "w"  # type: ignore[misc]  # as Python does
@@ -144,6 +158,16 @@ class _RankLog(io.FileIO):
             os.close(null)
         super().__init__(number, "w", closefd=False)
         self.name = "<stdout>" if number == 1 else "<stderr>"
+        with suppress(OSError):
+            self._open()
+
+    def move(self, path: str, overflow: socket.socket) -> None:
+        """Write to another file from now on, and what it does not take to another socket."""
+        self._room.unregister(self._overflow)
+        self._room.register(overflow, select.POLLOUT)
+        self._path, self._overflow, self._num_lost = path, overflow, 0  # the last log to move drops the other socket
+        # What is written before there is room for the file goes to the agent, not to the file of the place before.
+        self._is_open = False
         with suppress(OSError):
             self._open()
 

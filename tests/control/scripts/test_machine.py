@@ -371,3 +371,54 @@ def test_ranks_that_show_no_sign_are_asked_where_they_are_until_one_stirs_or_tim
     assert finishing.unfinished == ("a",)
     ending, _ = step(state, Failed(node="a", generation=1, reason=""), 3.0, roster=there(), rules=RULES)
     assert isinstance(ending, Ending)
+
+
+def after_failures(*has_saved: bool, given_input: Input | None = None) -> tuple[State, Clear]:
+    """What follows failures one after the other, each after all ranks had saved, or before; the last is `given`."""
+    rules = replace(RULES, max_restarts=99)
+    state: State = running("a", "b")
+    for generation, saved in enumerate(has_saved, start=1):
+        now = Roster(has_saved=saved)
+        failed: Input = Failed(node="b", generation=generation, reason="rank 2 failed")
+        if given_input is not None and generation == len(has_saved):
+            failed = given_input
+        state, (clear, *_) = step(state, failed, 5, roster=now, rules=rules)
+        assert isinstance(clear, Clear)
+        for node in ("a", "b"):
+            state, _ = step(state, Ready(node=node, generation=generation), 5, roster=there("a", "b"), rules=rules)
+    return state, clear
+
+
+@pytest.mark.parametrize(
+    ("has_saved", "keeps"),
+    [
+        ((True,), True),
+        ((False,), True),
+        ((False, False), True),
+        ((False, False, False), False),
+        ((False, False, True), True),
+        ((False, False, False, False), True),
+        ((False, True, False, False), True),
+    ],
+)
+def test_ranks_keep_their_processes_until_three_generations_got_nowhere(has_saved: tuple[bool, ...], keeps: bool):
+    assert after_failures(*has_saved)[1].keeps is keeps
+
+
+def test_ranks_that_hang_or_whose_run_ends_keep_nothing():
+    hang = Failed(node="b", generation=1, reason="hangs", is_hang=True)
+    assert not after_failures(True, given_input=hang)[1].keeps
+    final = Failed(node="b", generation=1, reason="lost", is_final=True)
+    _, (clear,) = step(running("a", "b"), final, 5, roster=Roster(has_saved=True), rules=RULES)
+    assert isinstance(clear, Clear)
+    assert not clear.keeps
+    _, (clear,) = step(running("a", "b"), StopAsked(end=STOP, now=False), 5, roster=Roster(), rules=RULES)
+    assert isinstance(clear, Clear)
+    assert not clear.keeps
+
+
+def test_ranks_keep_their_processes_where_a_node_joins_leaves_or_is_lost():
+    for given_input in (Ready(node="c", generation=1), Leave(node="a"), Gone(node="a")):
+        _, (clear,) = step(running("a", "b"), given_input, 5, roster=there("c"), rules=RULES)
+        assert isinstance(clear, Clear)
+        assert clear.keeps

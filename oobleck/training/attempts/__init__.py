@@ -1,0 +1,21 @@
+"""Attempts: a part of a script that its processes enter again when a rank is lost, instead of starting anew.
+
+Nothing here loads torch: a rank whose script has no attempts needs none of it.
+"""
+
+from __future__ import annotations
+
+from .attempts import Attempt, Interrupted, attempts, check_attempt, note_saved, on_next_attempt, resilient
+from .line import Line, set_line
+
+__all__ = [
+    "Attempt",
+    "Interrupted",
+    "Line",
+    "attempts",
+    "check_attempt",
+    "note_saved",
+    "on_next_attempt",
+    "resilient",
+    "set_line",
+]

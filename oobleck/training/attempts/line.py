@@ -1,0 +1,140 @@
+"""A rank's line to its agent: it hears that its attempt is over, and which place it has in the next one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from oobleck.control.protocol import ATTEMPTS, PAST, WAITS, BecomeRank, InterruptRank
+from oobleck.wire import FrameDecoder
+
+from .groups import Groups
+
+Enter = Callable[[BecomeRank, socket.socket], None]
+"""Takes a rank's place, and the socket for output that no file takes."""
+
+_MOST_BYTES = 1 << 16
+_REST_S = 0.2
+_STUCK_S = 2.0
+_LOOK_S = 0.02
+
+
+class Line:
+    """Heard in a thread of its own, once `open` was called."""
+
+    def __init__(self, sock: socket.socket, enter: Enter, *, is_spare: bool) -> None:
+        """`enter` makes this process the rank of a place."""
+        self.is_spare = is_spare
+        self.groups = Groups()
+        self.is_over = False
+        """Whether the attempt has ended for all ranks."""
+        self.ends_after_save = False
+        self._sock = sock
+        self._enter = enter
+        self._changed = threading.Condition()
+        self._has_left = True
+        self._place: tuple[BecomeRank, socket.socket] | None = None
+
+    def open(self) -> None:
+        """Tell the agent that this process can stay, and hear it from now on."""
+        self._has_left = self.is_spare
+        self._main = threading.get_native_id()
+        self._sock.setblocking(True)
+        threading.Thread(target=self._hear, name="oobleck-attempts", daemon=True).start()
+        self._say(ATTEMPTS)
+
+    def close(self) -> None:
+        """Tell the agent that this process runs no attempts any more."""
+        self._has_left = True
+        self._say(PAST)
+
+    def wait_until_over(self, within_s: float) -> bool:
+        """Return whether the attempt has ended for all, or does within some seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.is_over, within_s)
+
+    def take_place(self) -> None:
+        """Wait for the next place, and take it."""
+        self._has_left = True
+        self._say(WAITS)
+        with self._changed:
+            self._changed.wait_for(lambda: self._place is not None)
+            assert self._place is not None
+            (order, overflow), self._place = self._place, None
+            self.is_over = self.ends_after_save = self.is_spare = False
+        self.groups.forget()
+        self._enter(order, overflow)
+        self._has_left = False
+
+    def _say(self, what: bytes) -> None:
+        with suppress(OSError):  # the agent is gone, and this process is about to be killed
+            self._sock.sendall(what)
+
+    # --- in a thread of its own --------------------------------------------------------------------------------------
+
+    def _hear(self) -> None:
+        decoder = FrameDecoder[BecomeRank | InterruptRank](BecomeRank | InterruptRank)
+        descriptors: list[int] = []
+        while True:
+            data, found, _, _ = socket.recv_fds(self._sock, _MOST_BYTES, 1)
+            descriptors += found
+            if not data:
+                return  # the agent is gone, and the kernel ends this process
+            for order in decoder.feed(data):
+                if isinstance(order, InterruptRank):
+                    self._interrupt(after_save=order.after_save)
+                else:
+                    os.set_inheritable(descriptor := descriptors.pop(0), False)
+                    with self._changed:
+                        self._place = order, socket.socket(fileno=descriptor)
+                        self._changed.notify_all()
+
+    def _interrupt(self, *, after_save: bool) -> None:
+        if after_save:
+            self.ends_after_save = True
+            return
+        with self._changed:
+            self.is_over = True
+            self._changed.notify_all()
+        self.groups.interrupt(within_s=_REST_S)
+        if not self._leaves(_STUCK_S):
+            # Nothing can end what this process waits for; another takes its place.
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _leaves(self, within_s: float) -> bool:
+        """Return False once the main thread has done nothing for that time, and has not left the attempt."""
+        used, since_s = self._used(), time.monotonic()
+        while not self._has_left:
+            now_s = time.monotonic()
+            if (now := self._used()) != used:
+                used, since_s = now, now_s
+            elif now_s >= since_s + within_s:
+                return False
+            time.sleep(_LOOK_S)
+        return True
+
+    def _used(self) -> object:
+        """Return what changes while the main thread runs, or waits for a processor."""
+        stat = Path(f"/proc/self/task/{self._main}/stat").read_text(encoding="utf-8")
+        state, *fields = stat.rpartition(")")[2].split()
+        return fields[10:12] if state != "R" else object()
+
+
+_line: Line | None = None
+
+
+def set_line(line: Line) -> None:
+    """Give this process, which an agent runs as a rank, its line."""
+    global _line
+    _line = line
+
+
+def the_line() -> Line | None:
+    """Return this process's line; None if no agent runs it."""
+    return _line
