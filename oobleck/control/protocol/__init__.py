@@ -134,6 +134,7 @@ from .rank_messages import (
     ScriptState,
     StartRanks,
     StatesHeld,
+    StatesKept,
     TraceRanks,
 )
 from .records import NOTHING, CommitRecord, ForWorker, FromWorker, PartialStep, SectionRecord, Segment, WorkerAddress
@@ -324,6 +325,7 @@ __all__ = [
     "StateNotSaved",
     "StateSaved",
     "StatesHeld",
+    "StatesKept",
     "Status",
     "StepCommitted",
     "StepRecords",
