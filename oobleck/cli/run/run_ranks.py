@@ -9,6 +9,8 @@ import os
 import platform
 import sys
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -110,6 +112,22 @@ def _check_states(run: RanksRun, directory: RunDirectory) -> None:
         identity.check_arguments(max(notes, key=lambda note: note.age), str(states))
 
 
+def _open(
+    run: RanksRun, directory: RunDirectory, tell: Callable[[str], None]
+) -> AbstractAsyncContextManager[wiring.RunNodes]:
+    return wiring.open_nodes(
+        run.source,
+        directory,
+        run.spec.control,
+        python=run.python,
+        ssh_config=run.ssh_config,
+        checks=run.check,
+        tell=tell,
+        runs_ranks=True,
+        workdir=run.workdir,
+    )
+
+
 async def _find_past(
     run: RanksRun, directory: RunDirectory, cluster: LiveCluster, launcher: Launcher, books: RunBooks
 ) -> ReplayedRanks | None:
@@ -148,18 +166,7 @@ async def _run(
     def tell(text: str) -> None:
         say(output, f"oobleck run: {text}")
 
-    opened = wiring.open_nodes(
-        run.source,
-        directory,
-        spec.control,
-        python=run.python,
-        ssh_config=run.ssh_config,
-        checks=run.check,
-        tell=tell,
-        runs_ranks=True,
-        workdir=run.workdir,
-    )
-    async with opened as nodes, trio.open_nursery() as nursery:
+    async with _open(run, directory, tell) as nodes, trio.open_nursery() as nursery:
         launcher, cluster = nodes.launcher, nodes.cluster
         replayed = await _find_past(run, directory, cluster, launcher, books)
         is_new = replayed is None
@@ -167,13 +174,10 @@ async def _run(
             tell, waits=is_new, is_check_due=is_new, leaves_out_slow=run.leaves_out_slow
         )
         left: tuple[NodeSpec, ...] = ()
-        elapsed_s = 0.0
         if replayed is None:
             left = await wiring.end_left(cluster, launcher, directory.journal, known)
             set_aside(directory.journal)
             books, place = RunBooks(), 0
-        else:
-            elapsed_s = wiring.elapsed_s(replayed.started.started_at, replayed.last_s)
         with JournalWriter(directory.journal, tell=lambda gap: session.tell_of_gap(gap)) as journal:
             coordinator = RanksCoordinator(
                 spec,
@@ -188,7 +192,7 @@ async def _run(
                 cluster=cluster,
                 journal=journal,
                 profiles=ProfileFiles(directory.profile),
-                clock=RunClock(elapsed_s=elapsed_s, held_up_s=lambda: clock.held_up_s),
+                clock=_clock(replayed, clock),
                 hide=hide,
                 known=[] if replayed is None else [member.spec for member in replayed.members.all],
             )
@@ -207,6 +211,11 @@ async def _run(
                 await wiring.give_memory_back(cluster, [*master.nodes, *left], keeps_only_copies=True)
         nursery.cancel_scope.cancel()
     return end
+
+
+def _clock(replayed: ReplayedRanks | None, clock: PatientClock) -> RunClock:
+    past_s = 0.0 if replayed is None else wiring.elapsed_s(replayed.started.started_at, replayed.last_s)
+    return RunClock(elapsed_s=past_s, held_up_s=lambda: clock.held_up_s)
 
 
 class _Screen:
