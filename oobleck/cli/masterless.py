@@ -64,7 +64,7 @@ def _describe(run: RunDirectory, *, is_named: bool) -> str:
         then = "starts it again" if is_script else "continues from its newest state"
     else:
         state = f"its nodes ({shown}) continue for up to {minutes} without one"
-        then = "ends its processes and starts them again" if is_script else "takes it over"
+        then = "takes it over"
     # `oobleck.launch` starts its runs with this option, by words that are of no use to a person.
     is_a_persons = run.command and "--until-eof" not in run.command
     if not is_a_persons:

@@ -124,6 +124,10 @@ class NodeSigns:
         self._has_shown = False
         self._report: RanksQuiet | None = None
 
+    def repeat(self) -> None:
+        """Report at the next look, changed or not: another master knows nothing yet."""
+        self._report = None
+
     def look(self, now_s: float, *, count: int, used_s: Mapping[int, float]) -> RanksQuiet | None:
         """Return the report for the master if it has changed, else None.
 

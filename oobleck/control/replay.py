@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from oobleck.control import journal
+from oobleck.control.scripts import ReplayedRanks
 from oobleck.control.training import ReplayedRun
 from oobleck.errors import ExitCode, PeerError
 from oobleck.job import JobSpec
@@ -34,13 +35,17 @@ class RunBooks:
     _end: journal.JobEnded | None = None
     _replay: ReplayedRun | None = None
     """The run until it ends; None where nothing that trains has started."""
+    _ranks: ReplayedRanks | None = None
+    """The run of a script, likewise."""
 
     @classmethod
     def of_image(cls, image: BooksImage) -> RunBooks:
         """Continue from an image, which is used up. Raises PeerError for one that is none."""
         books, replay = image.books, image.books._replay
         if replay is None:
-            raise PeerError("an image of a run that never started")
+            if books._ranks is None:
+                raise PeerError("an image of a run that never started")
+            return books
         replay.learn(journal.PlanUnpacker().plans(image.plans))
         # These fields repeat other parts of the image, which is why they are not in it.
         books.account.started, books.account.newest = replay.started, books.newest
@@ -52,9 +57,10 @@ class RunBooks:
 
     def image(self) -> BooksImage | None:
         """Return all that they know, for `of_image`, until the next entry; None where nothing has started."""
-        if self._replay is None:
+        if self._replay is None and self._ranks is None:
             return None
-        return BooksImage(books=self, plans=journal.PlanPacker().plans(self._replay.plans))
+        plans = [] if self._replay is None else self._replay.plans
+        return BooksImage(books=self, plans=journal.PlanPacker().plans(plans))
 
     @property
     def started(self) -> journal.JobStarted | None:
@@ -72,6 +78,9 @@ class RunBooks:
             case journal.JobStarted():
                 self._replay = ReplayedRun.begin(entry)
                 return
+            case journal.ScriptStarted():
+                self._ranks = ReplayedRanks.begin(entry)
+                return
             case journal.StepDone(record=record):
                 self._step = record.step
                 self.furthest_step = max(self.furthest_step, record.step)
@@ -85,8 +94,9 @@ class RunBooks:
                 self._end = entry
             case _:
                 pass
-        if self._replay is not None and self._end is None:
-            self._replay.apply(entry)
+        for replay in (self._replay, self._ranks):
+            if replay is not None and self._end is None:
+                replay.apply(entry)
 
     @property
     def finished(self) -> FinishedRun | None:
@@ -105,6 +115,12 @@ class RunBooks:
         No entry follows.
         """
         return None if self._replay is None or self._end is not None else self._replay.finish()
+
+    @property
+    def ranks(self) -> ReplayedRanks | None:
+        """The run of a script as its journal has left it; None where it has ended, or no rank was ever started."""
+        is_left = self._ranks is not None and self._ranks.formed is not None and self._end is None
+        return self._ranks if is_left else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

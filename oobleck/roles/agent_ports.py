@@ -159,6 +159,9 @@ class RankHost(Protocol):
     def keep_in_memory(self, order: protocol.KeepStates) -> None:
         """Have the ranks overwrite none of these states, and remove copies of older ones."""
 
+    def recall(self) -> protocol.KeepStates | None:
+        """Return the newest order to keep states, and report again what the node holds."""
+
     def copy(self, order: protocol.CopyParts) -> None:
         """Begin to send parts of states to other nodes. Raises trio.WouldBlock for far too many."""
 

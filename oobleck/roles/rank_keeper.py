@@ -81,6 +81,7 @@ class RankKeeper:
         """Ranks that wait for the next generation, keyed by local rank."""
         self._spares: list[RankHandle] = []
         self._num_rehearsing = 0
+        self._signs: NodeSigns | None = None
 
     def take(self, order: protocol.RanksOrder) -> None:
         """Queue an order. Raises trio.WouldBlock for far too many."""
@@ -153,10 +154,17 @@ class RankKeeper:
                 self._say(protocol.AgentStopped(reason=str(error), is_failure=True))
                 return
             self._configured, self._cleared = order, order.generation
+        else:
+            self._say(protocol.StatesKept(door=self._door, order=self._host.recall()))
+            if self._signs is not None:
+                self._signs.repeat()
         if self._current is None:
             self._say_ready()
-        elif self._started is not None:
+            return
+        if self._started is not None:
             self._say(self._started)
+        if self._current.gone.is_set():
+            self._say(protocol.RanksFinished(generation=self._current.number))
 
     def _say_ready(self) -> None:
         port = self._host.reserve_port()
@@ -328,7 +336,7 @@ class RankKeeper:
 
     async def _watch_signs(self, generation: _Generation, timeout_s: float) -> None:
         """Report when ranks have shown no sign of life for too long, and when they show one again."""
-        signs = NodeSigns(timeout_s=timeout_s, generation=generation.number)
+        self._signs = signs = NodeSigns(timeout_s=timeout_s, generation=generation.number)
         while not generation.gone.is_set():
             living = generation.living
             count = self._host.num_saved() + sum(rank.handle.written_bytes() for rank in generation.ranks)

@@ -94,6 +94,26 @@ def test_a_lost_nodes_pieces_come_back_from_its_peer(ranks: Ranks) -> None:
     assert losses(ranks) == pytest.approx(undisturbed(60), abs=TOLERANCE)
 
 
+def test_ranks_train_on_without_a_master_and_the_next_one_handles_a_node_that_was_lost_meanwhile(ranks: Ranks) -> None:
+    """What nodes were told to keep outlives the master, and so do the copies."""
+    options = ("--local", "2", "--max-restarts", "0", "--lease", "60", *nowhere(ranks))
+    command = [SCRIPT, str(ranks.out), "100", "0.1"]
+    with ranks.started(*options, command=command) as first:
+        wait_for_protection(ranks)
+        first.kill()
+        first.wait()
+        before = ranks.notes(0)[-1]["step"]
+        reached = ranks.wait_for_step(before + 15)["step"]
+        lose(ranks, "node1")
+    with ranks.started(*options, command=command) as second:
+        went_on = ranks.wait_for_step(1, restarts=1)
+        assert second.wait(TIMEOUT_S) == 0, ranks.said()
+    assert went_on["step"] > before - 20, (went_on, before, reached)
+    assert "saved by 2 ranks, from memory" in ranks.said()
+    assert len(ranks.entries("MasterResumed")) == 1
+    assert losses(ranks) == pytest.approx(undisturbed(100), abs=TOLERANCE)
+
+
 @pytest.mark.slow
 def test_a_drained_node_hands_its_pieces_on_before_it_leaves(ranks: Ranks) -> None:
     """The node that had their only copy is lost as soon as the drained one is gone."""

@@ -331,7 +331,7 @@ def test_a_disk_that_runs_full_during_a_run_fails_no_rank(ranks: Ranks, tmp_path
     assert "Traceback" not in ranks.said()
 
 
-def test_a_killed_agent_takes_its_ranks_along_and_a_run_of_fewer_nodes_ends_what_a_killed_master_has_left(
+def test_a_killed_agent_takes_its_ranks_along_and_only_the_same_command_takes_over_what_a_killed_master_has_left(
     ranks: Ranks,
 ) -> None:
     """Even ranks that have become another program end with their agent: the kernel sees to it."""
@@ -348,7 +348,11 @@ def test_a_killed_agent_takes_its_ranks_along_and_a_run_of_fewer_nodes_ends_what
         first.kill()
         first.wait()
     assert left_on(ranks, "node1"), "the agent of another node goes on without a master"
-    assert ranks.run("--local", "1", command=ranks.count(3)) == 0, ranks.said()
+    assert ranks.run("--local", "1", command=ranks.count(3)) == 2
+    assert "continues without its master" in ranks.said()
+    assert "entry, command, max_nodes" in ranks.said()
+    with ranks.started("--local", "3", "--no-python", command=[str(script)]):
+        ranks.wait_until(lambda: bool(ranks.entries("MasterResumed") and ranks.entries("NodeLost")))
     assert not left_on(ranks, "node1")
 
 

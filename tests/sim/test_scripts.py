@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.journal import GenerationEnded, GenerationFormed, GenerationRuns, JobEnded, NodeLost, RankDown
+from oobleck.control import journal
 from oobleck.job import ControlSpec
 from oobleck.job.ranks import RanksSpec
 from oobleck.sim.cluster import VirtualScript, run_scripts
@@ -19,6 +20,7 @@ from oobleck.sim.trace import (
     Healed,
     Joined,
     Lost,
+    MasterCrashed,
     MasterFrozen,
     Noticed,
     Partitioned,
@@ -36,10 +38,9 @@ QUIET_S = 200.0
 MAX_RESTARTS = 2
 SCRIPT = VirtualScript()
 STOPPED = "the trace ends"
-# No master follows a crashed one: the user starts the run again.
 FAULTS = (
     Lost, Joined, Frozen, Thawed, WorkerCrashed, ForkServerCrashed, AgentCrashed, AgentFrozen, MasterFrozen,
-    Partitioned, Healed, Noticed,
+    MasterCrashed, Partitioned, Healed, Noticed,
 )  # fmt: skip
 
 gaps = st.one_of(st.just(0.0), st.floats(0, 0.05), st.floats(0, 1.0), st.floats(0, 8.0))
@@ -99,22 +100,24 @@ def check_ranks(played: ScriptsRun, trace: Trace, *, max_restarts: int = MAX_RES
             cluster.apply(event)
     hidden = {event.node for event in trace.events if isinstance(event, AgentFrozen)} | cluster.frozen | cluster.cut
     assert {rank.node for rank in played.left_at_end} <= hidden
-    by_generation: dict[int, dict[int, bool]] = {}
+    by_start: dict[str, dict[int, bool]] = {}
     for rank, setup in ((each, setup) for each in played.ranks for setup in each.places):
-        works = by_generation.setdefault(setup.order.generation, {})
+        works = by_start.setdefault(setup.order.start, {})
         assert setup.rank < setup.order.world_size
         assert setup.rank not in works
         works[setup.rank] = rank.has_worked and setup is rank.setup
-    formed = [entry for entry in played.entries if isinstance(entry, GenerationFormed)]
-    num_failures = sum(isinstance(entry, RankDown) and entry.is_first for entry in played.entries)
+    formed = [entry for entry in played.entries if isinstance(entry, journal.GenerationFormed)]
+    num_failures = sum(isinstance(entry, journal.RankDown) and entry.is_first for entry in played.entries)
     if played.end.exit_code:
-        turns = [entry for entry in played.entries if isinstance(entry, GenerationFormed | GenerationEnded)]
-        assert num_failures > max_restarts or not turns or isinstance(turns[-1], GenerationEnded)
+        turns = [
+            entry for entry in played.entries if isinstance(entry, journal.GenerationFormed | journal.GenerationEnded)
+        ]
+        assert num_failures > max_restarts or not turns or isinstance(turns[-1], journal.GenerationEnded)
     elif not played.end.reason.startswith(STOPPED):
         assert num_failures <= max_restarts
         num_ranks = sum(each.num_ranks for each in formed[-1].nodes)
-        assert by_generation[formed[-1].generation] == dict.fromkeys(range(num_ranks), True)
-    assert isinstance(played.entries[-1], JobEnded)
+        assert by_start[max(by_start)] == dict.fromkeys(range(num_ranks), True)
+    assert isinstance(played.entries[-1], journal.JobEnded)
     assert played.entries[-1].exit_code == played.end.exit_code
 
 
@@ -154,7 +157,7 @@ def test_survivors_keep_their_processes_and_a_spare_takes_a_lost_place() -> None
     played = play(trace, script=VirtualScript(leaves_s=0.05))
     check_ranks(played, trace)
     assert played.end.exit_code == 0
-    kept = [entry.num_kept for entry in played.entries if isinstance(entry, GenerationRuns)]
+    kept = [entry.num_kept for entry in played.entries if isinstance(entry, journal.GenerationRuns)]
     assert kept == [0, 2, 2]
     generations = [[setup.order.generation for setup in rank.places] for rank in played.ranks]
     assert sorted(filter(None, generations)) == [[1], [1, 2], [1, 2, 3], [3]]
@@ -164,7 +167,7 @@ def test_ranks_that_get_nowhere_start_in_new_processes() -> None:
     trace = trace_of(*(WorkerCrashed(t_s=t_s, node="node0") for t_s in (12.0, 20.0, 28.0)))
     played = play(trace, script=VirtualScript(leaves_s=0.05), max_restarts=3)
     check_ranks(played, trace, max_restarts=3)
-    kept = [entry.num_kept for entry in played.entries if isinstance(entry, GenerationRuns)]
+    kept = [entry.num_kept for entry in played.entries if isinstance(entry, journal.GenerationRuns)]
     assert kept == [0, 3, 3, 0]
 
 
@@ -197,7 +200,7 @@ def test_nothing_follows_the_end_of_a_run_in_its_journal() -> None:
     trace = Trace(duration_s=10.0, nodes=nodes, start=("node1",), events=cut_off)
     played = play(trace, script=VirtualScript(ending_s=10.0))
     check_ranks(played, trace)
-    assert {entry.node for entry in played.entries if isinstance(entry, NodeLost)} == {"node1"}
+    assert {entry.node for entry in played.entries if isinstance(entry, journal.NodeLost)} == {"node1"}
 
 
 def test_a_stop_ends_all_ranks_even_those_that_ignore_it() -> None:
@@ -206,3 +209,36 @@ def test_a_stop_ends_all_ranks_even_those_that_ignore_it() -> None:
     assert played.end.reason == STOPPED
     assert not played.left_at_end
     assert not any(rank.has_worked for rank in played.ranks)
+
+
+def test_ranks_run_on_without_a_master_and_the_next_takes_over() -> None:
+    trace = trace_of(MasterCrashed(t_s=6.0, down_s=3.0))
+    played = play(trace)
+    check_ranks(played, trace)
+    assert played.end.exit_code == 0
+    assert len([entry for entry in played.entries if isinstance(entry, journal.MasterResumed)]) == 1
+    assert len(played.ranks) == 3, "none was started again"
+
+
+def test_ranks_that_finish_without_a_master_are_done() -> None:
+    played = play(trace_of(MasterCrashed(t_s=6.0, down_s=12.0)))
+    assert (played.end.exit_code, len(played.ranks)) == (0, 3)
+
+
+@pytest.mark.parametrize("fault", [Lost, AgentCrashed, WorkerCrashed])
+def test_what_happens_while_there_is_no_master_is_handled_by_the_next(fault: type[Lost]) -> None:
+    trace = trace_of(MasterCrashed(t_s=6.0, down_s=3.0), fault(t_s=7.0, node="node1"))
+    played = play(trace)
+    check_ranks(played, trace)
+    assert played.end.exit_code == 0
+    nodes = {"node0", "node2"} | ({"node1"} if fault is WorkerCrashed else set())
+    assert {rank.node for rank in played.ranks if rank.has_worked} == nodes
+
+
+@pytest.mark.parametrize("t_s", [3.9 + 0.05 * number for number in range(24)])
+def test_a_master_that_dies_while_ranks_start_leaves_a_run_that_the_next_one_starts_again(t_s: float) -> None:
+    faults = (WorkerCrashed(t_s=4.5, node="node0"), MasterCrashed(t_s=t_s, down_s=1.0))
+    trace = trace_of(*sorted(faults, key=lambda fault: fault.t_s))
+    played = play(trace)
+    check_ranks(played, trace)
+    assert played.end.exit_code == 0

@@ -9,28 +9,34 @@ import os
 import platform
 import sys
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 import trio
 
 from oobleck.cli import wiring
-from oobleck.cli.inputs import NodeSource, VirtualOnes
+from oobleck.cli.inputs import DialIn, NodeSource, VirtualOnes
 from oobleck.control.events import End
 from oobleck.control.protocol import RankOutput
 from oobleck.control.replay import RunBooks
-from oobleck.control.scripts import RanksCoordinator
-from oobleck.errors import ExitCode
+from oobleck.control.scripts import RanksCoordinator, ReplayedRanks
+from oobleck.errors import ExitCode, UsageError, leaves_of
 from oobleck.host.streams import Output, as_output, lasting
 from oobleck.host.user_path import expand_user
+from oobleck.job import NodeSpec
 from oobleck.job.ranks import RanksSpec
 from oobleck.job.secrets import Hiding
 from oobleck.roles.master import Master, RunClock
+from oobleck.roles.master_ports import LiveCluster
 from oobleck.runtime.descriptors import raise_descriptor_limit, require_descriptors
 from oobleck.runtime.files import RunDirectory
 from oobleck.runtime.journals import JournalWriter, set_aside
+from oobleck.runtime.launchers import Launcher
 from oobleck.runtime.patient_clock import PatientClock
 from oobleck.runtime.profile_files import ProfileFiles
 from oobleck.runtime.workdir import Workdir
@@ -77,7 +83,15 @@ def run_ranks(run: RanksRun) -> int:
         directory.note_owner(run.owner)
         directory.note_command(["oobleck", *sys.argv[1:]])
         clock = PatientClock()
-        end = trio.run(_run, run, directory, output, clock, hide, clock=clock)
+        # A living master would still write the journal, so it is read only with the lock.
+        past = wiring.read_past(directory.journal)
+        try:
+            end = trio.run(_run, run, directory, output, clock, hide, past, clock=clock)
+        except BaseException as error:
+            if not all(isinstance(leaf, wiring.MasterLeaves) for leaf in leaves_of(error)):
+                raise
+            say(output, "oobleck run: SIGTERM: ranks run on without this master, and the next takes over")
+            return ExitCode.RESUMABLE
     if end.exit_code != ExitCode.DONE:
         wiring.complain(end.reason, style="red")
     return end.exit_code
@@ -98,16 +112,13 @@ def _check_states(run: RanksRun, directory: RunDirectory) -> None:
         identity.check_arguments(max(notes, key=lambda note: note.age), str(states))
 
 
-async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: PatientClock, hide: Hiding) -> End:
-    spec = run.spec
-
-    def tell(text: str) -> None:
-        say(output, f"oobleck run: {text}")
-
-    opened = wiring.open_nodes(
+def _open(
+    run: RanksRun, directory: RunDirectory, tell: Callable[[str], None]
+) -> AbstractAsyncContextManager[wiring.RunNodes]:
+    return wiring.open_nodes(
         run.source,
         directory,
-        spec.control,
+        run.spec.control,
         python=run.python,
         ssh_config=run.ssh_config,
         checks=run.check,
@@ -115,18 +126,65 @@ async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: Pa
         runs_ranks=True,
         workdir=run.workdir,
     )
-    async with opened as nodes, trio.open_nursery() as nursery:
+
+
+async def _find_past(
+    run: RanksRun, directory: RunDirectory, cluster: LiveCluster, launcher: Launcher, books: RunBooks
+) -> ReplayedRanks | None:
+    """Return a run that continues without its master. Raises UsageError for one of another command."""
+    ranks = books.ranks
+    if ranks is None:
+        return None
+    specs = {spec.name: spec for spec in launcher.nodes}
+    ranks.members.relocate(specs)
+    if ranks.gap is not None or not await wiring.is_any_alive(cluster, ranks.nodes):
+        return None  # where the journal does not know all that happened, the script starts again
+    ours, theirs = run.spec.without_values(), ranks.started.run
+    if not isinstance(run.source, VirtualOnes):  # nodes may have been listed since
+        ours = replace(ours, min_nodes=theirs.min_nodes, max_nodes=theirs.max_nodes)
+    if ours != theirs:
+        changed = ", ".join(
+            each.name for each in fields(ours) if getattr(ours, each.name) != getattr(theirs, each.name)
+        )
+        raise UsageError(
+            f"the run {run.spec.tag} continues without its master, and this command differs from its own in {changed}; "
+            f"`oobleck resume {run.spec.tag}` takes it over, and `oobleck stop {run.spec.tag}` ends it then"
+        )
+    return ranks
+
+
+async def _run(
+    run: RanksRun,
+    directory: RunDirectory,
+    output: Output,
+    clock: PatientClock,
+    hide: Hiding,
+    past: tuple[RunBooks, int],
+) -> End:
+    spec, (books, place) = run.spec, past
+
+    def tell(text: str) -> None:
+        say(output, f"oobleck run: {text}")
+
+    async with _open(run, directory, tell) as nodes, trio.open_nursery() as nursery:
         launcher, cluster = nodes.launcher, nodes.cluster
-        known, chosen, remarks = await nodes.begin(tell, waits=True, leaves_out_slow=run.leaves_out_slow)
-        # Ranks are not taken over: what an earlier master has left is ended, and the script starts again.
-        left = await wiring.end_left(cluster, launcher, directory.journal, known)
-        set_aside(directory.journal)
+        replayed = await _find_past(run, directory, cluster, launcher, books)
+        is_new = replayed is None
+        known, chosen, remarks = await nodes.begin(
+            tell, waits=is_new, is_check_due=is_new, leaves_out_slow=run.leaves_out_slow
+        )
+        left: tuple[NodeSpec, ...] = ()
+        if replayed is None:
+            left = await wiring.end_left(cluster, launcher, directory.journal, known)
+            set_aside(directory.journal)
+            books, place = RunBooks(), 0
         with JournalWriter(directory.journal, tell=lambda gap: session.tell_of_gap(gap)) as journal:
             coordinator = RanksCoordinator(
                 spec,
                 chosen,
                 started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
                 python_version=platform.python_version(),
+                replayed=replayed,
             )
             master = Master(
                 coordinator,
@@ -134,13 +192,16 @@ async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: Pa
                 cluster=cluster,
                 journal=journal,
                 profiles=ProfileFiles(directory.profile),
-                clock=RunClock(held_up_s=lambda: clock.held_up_s),
+                clock=_clock(replayed, clock),
                 hide=hide,
+                known=[] if replayed is None else [member.spec for member in replayed.members.all],
             )
-            session = wiring.Session(master, cluster, launcher, nursery, kills=(), past=RunBooks())
+            is_replaced = isinstance(run.source, DialIn) and run.source.pods is not None
+            session = wiring.Session(master, cluster, launcher, nursery, kills=(), past=books, is_replaced=is_replaced)
             screen = _Screen()
             master.show_output(screen.take)
             await session.serve(directory.control_socket, remarks)
+            nursery.start_soon(partial(wiring.keep_image, directory.journal, lambda: journal.size_bytes, place=place))
             async with trio.open_nursery() as watching:
                 session.show(output, watching, plain=True)
                 watching.start_soon(screen.run)
@@ -150,6 +211,11 @@ async def _run(run: RanksRun, directory: RunDirectory, output: Output, clock: Pa
                 await wiring.give_memory_back(cluster, [*master.nodes, *left], keeps_only_copies=True)
         nursery.cancel_scope.cancel()
     return end
+
+
+def _clock(replayed: ReplayedRanks | None, clock: PatientClock) -> RunClock:
+    past_s = 0.0 if replayed is None else wiring.elapsed_s(replayed.started.started_at, replayed.last_s)
+    return RunClock(elapsed_s=past_s, held_up_s=lambda: clock.held_up_s)
 
 
 class _Screen:

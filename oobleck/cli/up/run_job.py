@@ -296,9 +296,7 @@ class _Past:
     def elapsed_s(self) -> float:
         if self.replayed is None:
             return 0.0
-        began = datetime.fromisoformat(self.replayed.started.started_at)
-        # The wall clock may have been set back, but a run's time never goes backwards.
-        return max(self.replayed.last_s, (datetime.now(UTC) - began).total_seconds())
+        return wiring.elapsed_s(self.replayed.started.started_at, self.replayed.last_s)
 
 
 async def _find_past(run: Run, directory: RunDirectory, cluster: LiveCluster, launcher: Launcher, past: _Past) -> _Past:

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from .launching import open_launcher
 from .log_output import background_logging
-from .past import end_left, is_any_alive, keep_image, read_past
-from .places import ENDS_WELL, complain, give_memory_back, open_nodes
+from .past import elapsed_s, end_left, is_any_alive, keep_image, read_past
+from .places import ENDS_WELL, RunNodes, complain, give_memory_back, open_nodes
 from .run_dir_watch import watch_run_directory
 from .session import MasterLeaves, Session
 
 __all__ = [
     "ENDS_WELL",
     "MasterLeaves",
+    "RunNodes",
     "Session",
     "background_logging",
     "complain",
+    "elapsed_s",
     "end_left",
     "give_memory_back",
     "is_any_alive",

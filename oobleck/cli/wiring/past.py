@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import trio
@@ -99,6 +100,12 @@ async def keep_image(
         except (OSError, OobleckError, LookupError) as error:
             _log.warning("no image of %s is made: %s", path, error)
             due = size_bytes() + least_bytes
+
+
+def elapsed_s(started_at: str, last_s: float) -> float:
+    """Return how long ago a run began whose journal's last entry is of `last_s`."""
+    # The wall clock may have been set back, but a run's time never goes backwards.
+    return max(last_s, (datetime.now(UTC) - datetime.fromisoformat(started_at)).total_seconds())
 
 
 async def is_any_alive(cluster: LiveCluster, nodes: Sequence[NodeSpec]) -> bool:

@@ -23,6 +23,7 @@ class GenerationCause(Worded):
     NODE_JOINED = "node_joined", "{} joins"
     NODE_DRAINED = "node_drained", "{} leaves"
     STOPPED = "stopped", "a stop was asked for"
+    MASTER_LOST = "master_lost", "its master was lost while it started"
     FINISHED = "finished", "all ranks have finished"
 
     @property

@@ -138,6 +138,7 @@ from .rank_messages import (
     ScriptState,
     StartRanks,
     StatesHeld,
+    StatesKept,
     TraceRanks,
 )
 from .records import NOTHING, CommitRecord, ForWorker, FromWorker, PartialStep, SectionRecord, Segment, WorkerAddress
@@ -332,6 +333,7 @@ __all__ = [
     "StateNotSaved",
     "StateSaved",
     "StatesHeld",
+    "StatesKept",
     "Status",
     "StepCommitted",
     "StepRecords",

@@ -12,6 +12,7 @@ agent  ── RanksCold ──> master          why later ranks of the node do n
 agent  ── RanksQuiet ──> master         whether they have shown no sign of life for long
 master ── TraceRanks ──> agent ── RankStacks ──> master
 agent  ── StatesHeld ──> master         which saved states the node holds
+agent  ── StatesKept ──> master         which it keeps by order, for a master that comes later
 master ── KeepStates ──> agent          which of them to keep
 master ── CopyParts ──> agent ── PartNotCopied ──> master
 """
@@ -258,6 +259,15 @@ class KeepStates(ForRanks):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StatesKept(FromRanks):
+    """What an earlier master had a node keep; sent whenever a master reaches it again, before `StatesHeld`."""
+
+    door: CopyDoor | None
+    order: KeepStates | None
+    """The newest one; None where there was none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CopyParts(ForRanks):
     """Send parts of a state to other nodes."""
 
@@ -323,6 +333,7 @@ RanksReport = (
     | RanksQuiet
     | RankStacks
     | StatesHeld
+    | StatesKept
     | PartNotCopied
     | RankOutput
 )

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from .coordinator import RanksCoordinator
+from .replayed_ranks import ReplayedRanks
 
-__all__ = ["RanksCoordinator"]
+__all__ = ["RanksCoordinator", "ReplayedRanks"]

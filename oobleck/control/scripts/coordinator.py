@@ -13,7 +13,7 @@ from typing import ClassVar, assert_never
 from oobleck import __version__
 from oobleck.control import events, journal, protocol
 from oobleck.control.events import Turn
-from oobleck.control.nodes import BaseCoordinator, Member, Membership, MemberState
+from oobleck.control.nodes import BaseCoordinator, Member, Membership, MemberState, attaching_s
 from oobleck.errors import ExitCode, PeerError
 from oobleck.job import NodeSpec
 from oobleck.job.ranks import RanksSpec
@@ -22,6 +22,7 @@ from . import states
 from .copies import Copies
 from .hang import HangWatch
 from .machine import deadline, start, step
+from .replayed_ranks import ReplayedRanks
 
 # An agent may take this long to kill its ranks: a process may be stuck in the kernel.
 _PATIENCE_S = 30.0
@@ -38,7 +39,8 @@ class _Formed:
     begin: states.Begin
     since_s: float
     """When the one before ended."""
-    port: int
+    port: int | None
+    """None where an earlier master has ordered it: all of its ranks have started."""
     address: str
     hang: HangWatch = field(default_factory=HangWatch)
     started: dict[str, protocol.RanksStarted] = field(default_factory=dict)
@@ -52,12 +54,25 @@ class RanksCoordinator(BaseCoordinator):
 
     work: ClassVar[str] = "connected"
 
-    def __init__(self, run: RanksSpec, nodes: tuple[NodeSpec, ...], *, started_at: str, python_version: str) -> None:
-        super().__init__(run.control, Membership.of(nodes), python_version=python_version, most_kinds=None)
+    def __init__(
+        self,
+        run: RanksSpec,
+        nodes: tuple[NodeSpec, ...],
+        *,
+        started_at: str,
+        python_version: str,
+        replayed: ReplayedRanks | None = None,
+    ) -> None:
+        """Begin a run, or take over the run `replayed`, whose ranks run on without a master."""
+        members = Membership.of(nodes) if replayed is None else replayed.members
+        super().__init__(run.control, members, python_version=python_version, most_kinds=None)
         self._run = run
+        self._replayed = replayed
         self._nodes = nodes
         self._started_at = started_at
-        self._run_digits = "".join(each for each in started_at if each.isdecimal())
+        # A run keeps its name under all of its masters: the states of its ranks have it.
+        began_at = started_at if replayed is None else replayed.started.started_at
+        self._run_digits = "".join(each for each in began_at if each.isdecimal())
         self._rules = states.Rules(
             min_nodes=run.min_nodes,
             max_nodes=run.max_nodes,
@@ -96,6 +111,9 @@ class RanksCoordinator(BaseCoordinator):
         return self._state.past.generation
 
     def begin(self, turn: Turn) -> None:
+        if self._replayed is not None:
+            self._take_over(turn, self._replayed)
+            return
         self._state = start(turn.now_s)
         turn.record(
             journal.ScriptStarted(
@@ -107,6 +125,29 @@ class RanksCoordinator(BaseCoordinator):
             )
         )
         turn.do(events.Connect(node=spec) for spec in self._nodes)
+
+    def _take_over(self, turn: Turn, replayed: ReplayedRanks) -> None:
+        """Continue from the journal, and connect to all agents again, which say what the journal does not know."""
+        now_s, members = turn.now_s, self._members
+        turn.record(journal.MasterResumed(t_s=now_s, away_s=now_s - replayed.last_s))
+        joining = replayed.interrupt_joining()
+        # No lease lapses before this master can have reached all nodes.
+        reaching_s = attaching_s(self._run.control.connect_timeout_s, len(members.living))
+        members.expect_words(now_s + reaching_s)
+        self._state = replayed.state(now_s, self._rules, reaching_s=reaching_s)
+        self._ended_s = now_s if replayed.ended is None else replayed.ended.t_s
+        self._copies.take_over(members.living_names)
+        if (begun := replayed.began) is not None:
+            warm = dict.fromkeys([each.node for each in begun.nodes], True)
+            self._formed = _Formed(begun, self._ended_s, port=None, address="", warm=warm)
+            self._copies.begin(self._start_of(begun.generation), warm)
+        elif replayed.ended is None and isinstance(self._state, states.Ending):
+            cause, generation = self._state.cause, self._state.past.generation
+            turn.record(journal.GenerationEnded(t_s=now_s, generation=generation, cause=cause))
+        turn.do(events.Connect(node=member.spec, attach=True) for member in members.living)
+        listed = (spec for spec in self._nodes if spec.name not in members)  # the user may have since
+        for spec in (*joining, *listed):
+            self._lifecycle.add(turn, spec)
 
     # --- time passes -------------------------------------------------------------------------------------------------
 
@@ -172,6 +213,9 @@ class RanksCoordinator(BaseCoordinator):
     def understand(self, turn: Turn, member: Member, message: protocol.AgentMessage) -> None:
         node = member.spec.name
         match message:
+            case protocol.StatesKept(door=door, order=order):
+                self._copies.meet(node, door)
+                self._copies.recall(node, order)
             case protocol.StatesHeld(parts=parts, kept=kept):
                 self._copies.hold(node, parts, kept=kept)
             case protocol.PartNotCopied():
@@ -213,7 +257,7 @@ class RanksCoordinator(BaseCoordinator):
 
     def _note_started(self, turn: Turn, node: str, message: protocol.RanksStarted) -> None:
         formed = self._formed_in(message.generation)
-        if formed is None:
+        if formed is None or node in formed.warm:  # an agent that is reached again repeats it
             return
         formed.started[node] = message
         if len(formed.started) == len(formed.begin.nodes):
@@ -324,7 +368,8 @@ class RanksCoordinator(BaseCoordinator):
         self._copies.remind(node)
         formed, state = self._formed, self._state
         if formed is not None and isinstance(state, states.Running) and node in state.names:
-            turn.send(node, self._orders(formed)[node])
+            if formed.port is not None:
+                turn.send(node, self._orders(formed)[node])
         elif isinstance(state, states.Ending) and node in state.waits_for:
             turn.send(node, protocol.EndRanks(generation=state.past.generation, grace_s=0.0, keeps=state.keeps))
 
@@ -416,7 +461,8 @@ class RanksCoordinator(BaseCoordinator):
             turn.send(node, order)
 
     def _orders(self, formed: _Formed) -> Mapping[str, protocol.StartRanks]:
-        nodes = formed.begin.nodes
+        nodes, port = formed.begin.nodes, formed.port
+        assert port is not None
         return {
             each.node: protocol.StartRanks(
                 generation=formed.begin.generation,
@@ -426,7 +472,7 @@ class RanksCoordinator(BaseCoordinator):
                 num_ranks=each.num_ranks,
                 world_size=sum(node.num_ranks for node in nodes),
                 master_address=formed.address,
-                master_port=formed.port,
+                master_port=port,
                 start=self._start_of(formed.begin.generation),
                 saved_step=self._saved_step,
             )
@@ -439,7 +485,9 @@ class RanksCoordinator(BaseCoordinator):
 
     @property
     def _saved_step(self) -> int | None:
-        return None if self._copies.newest is None else self._copies.newest.step
+        if self._copies.newest is not None:
+            return self._copies.newest.step
+        return None if self._replayed is None else self._replayed.saved_step
 
     def _clear(self, turn: Turn, clear: states.Clear) -> None:
         self._ended_s = turn.now_s

@@ -94,6 +94,8 @@ class Copies:
         self._heeded: dict[str, int] = {}
         """The number of the one that it reports."""
         self._kept_since: dict[ScriptState, int] = {}
+        self._awaited: dict[str, bool] = {}
+        """Nodes of an earlier master that have not reported yet what they hold, and whether what they keep is known."""
         self._is_changed = False
         self._next_s = 0.0
         self.protection = Protection()
@@ -102,6 +104,18 @@ class Copies:
         """The newest state of the run that was whole once."""
 
     # --- what happens ------------------------------------------------------------------------------------------------
+
+    def take_over(self, nodes: Iterable[str]) -> None:
+        """Follow an earlier master: nothing is ordered before these nodes have reported what they keep and hold."""
+        self._awaited = dict.fromkeys(nodes, False)
+
+    def recall(self, node: str, order: KeepStates | None) -> None:
+        """Note the newest order that a node has to keep states, which may be an earlier master's."""
+        if node in self._awaited:
+            self._awaited[node] = True
+        if order is not None and order.number > self._keep.number:
+            self._keep, self._kept_since = order, dict.fromkeys(order.states, order.number)
+            self._protected = next(iter(order.states), None)
 
     def meet(self, node: str, door: protocol.CopyDoor | None) -> None:
         """Take in a node, which holds what it will report."""
@@ -118,6 +132,8 @@ class Copies:
     def hold(self, node: str, parts: Iterable[HeldPart], *, kept: int) -> None:
         """Note all that a node holds while it heeds the order with the number `kept`."""
         self._is_changed = True
+        if self._awaited.get(node):  # what came before may be a report of long ago
+            del self._awaited[node]
         self._heeded[node] = kept
         held, before = frozenset(parts), self._held.get(node, frozenset())
         for part in before - held:
@@ -150,6 +166,7 @@ class Copies:
     def drop(self, node: str) -> None:
         """Forget a node that is gone, with all that it held."""
         self.hold(node, (), kept=0)
+        self._awaited.pop(node, None)
         self._doors.pop(node, None)
         self._heeded.pop(node, None)
         self._leaving.discard(node)
@@ -178,7 +195,7 @@ class Copies:
     @property
     def due_s(self) -> float:
         """When `orders` is to be called; infinity for never."""
-        return self._next_s if self._is_changed else math.inf
+        return self._next_s if self._is_changed and not self._awaited else math.inf
 
     @property
     def has_saved(self) -> bool:

@@ -39,6 +39,7 @@ class Transition:
 
 
 _ALIVE = (Running, Asking)
+ALL_FINISHED = "all ranks have finished"
 
 TRANSITIONS = (
     Transition((Gathering,), (states.Ready,), (Running, Over), "another node is present: they may be enough now"),
@@ -199,7 +200,7 @@ def _running(state: Running, given: states.Input, now_s: float, roster: states.R
         case states.Finished(node=node) if given.generation == generation and node in state.names:
             finished = state.finished | {node}
             if finished.issuperset(state.names):
-                return _over(state, EndRun(exit_code=ExitCode.DONE, reason="all ranks have finished"))
+                return _over(state, EndRun(exit_code=ExitCode.DONE, reason=ALL_FINISHED))
             return replace(state, finished=finished), ()
         case states.StopAsked(end=end, now=now):
             if now:
@@ -229,17 +230,22 @@ def _lose(state: Running, node: str, now_s: float, roster: states.Roster, rules:
 def _fail(state: Running, given: states.Failed, now_s: float, roster: states.Roster, rules: states.Rules) -> Step:
     then = None
     if state.past.num_failures >= rules.max_restarts:
-        restarts = f"{rules.max_restarts} restart{'' if rules.max_restarts == 1 else 's'}"
-        again = "it hangs again" if given.is_hang else "a rank has failed again"
-        then = EndRun(reason=f"{given.reason}\n{restarts} allowed (--max-restarts), and {again}")
-        if not rules.max_restarts:
-            then = EndRun(reason=f"{given.reason}\nno restart is allowed (--max-restarts)")
+        then = too_many_failures(given.reason, is_hang=given.is_hang, rules=rules)
     if given.is_final:
         then = EndRun(reason=given.reason)
     # Only failures count as restarts: nodes that are lost or join cost none.
     failed = replace(state, past=replace(state.past, num_failures=state.past.num_failures + 1))
     cause = GenerationCause.HANG if given.is_hang else GenerationCause.RANK_FAILED
     return _end(failed, cause, now_s, roster, rules, about=(given.node,), then=then)
+
+
+def too_many_failures(reason: str, *, is_hang: bool, rules: states.Rules) -> EndRun:
+    """Return the end of a run after a failure for `reason`, when no more restart is allowed."""
+    if not rules.max_restarts:
+        return EndRun(reason=f"{reason}\nno restart is allowed (--max-restarts)")
+    restarts = f"{rules.max_restarts} restart{'' if rules.max_restarts == 1 else 's'}"
+    again = "it hangs again" if is_hang else "a rank has failed again"
+    return EndRun(reason=f"{reason}\n{restarts} allowed (--max-restarts), and {again}")
 
 
 def _end(

@@ -54,6 +54,8 @@ class RankStates:
         self._notes: dict[tuple[Path, int], tuple[int, scripts.PartNote | None]] = {}
         self._kept = scripts.Kept()
         self._kept_number = 0
+        self._order: protocol.KeepStates | None = None
+        self._reported: protocol.StatesHeld | None = protocol.StatesHeld(parts=())
         self._leaves = False
         self._unique = ""  # the end of the name of the newest start
         self._num_nodes = 1
@@ -125,7 +127,7 @@ class RankStates:
         self._kept = scripts.Kept(names=names, from_step=order.from_step, start=order.start)
         try:
             scripts.note_kept(self._files.directory, self._kept)
-            self._kept_number = order.number
+            self._kept_number, self._order = order.number, order
         except OSError as error:
             _log.warning("ranks may overwrite states that are to be copied: %s", error)
         starts = {state.start for state in order.states}
@@ -134,21 +136,25 @@ class RankStates:
             if start is not None and start not in starts and not start.endswith(self._unique):
                 path.unlink(missing_ok=True)
 
+    def recall(self) -> protocol.KeepStates | None:
+        """Return the newest order to keep states, and report all held parts again."""
+        self._reported = None
+        return self._order
+
     def copy(self, order: protocol.CopyParts) -> None:
         """Send parts to other nodes, in the background. Raises trio.WouldBlock for far too many."""
         self._orders.send_nowait(order)
 
     async def _report(self) -> None:
-        reported = protocol.StatesHeld(parts=())
         kept = 0
         while True:
             # A rank may have chosen its slot before the newest order, so that counts from the next look on.
             before, kept = kept, self._kept_number
             parts = sorted(self._held_parts(), key=lambda part: (part.state, part.rank))
             held = protocol.StatesHeld(parts=tuple(parts), kept=before)
-            if held != reported:
+            if held != self._reported:
+                self._reported = held
                 await self._reports.send(held)
-                reported = held
             await trio.sleep(max(_REPORT_S, self._num_nodes / _REPORTS_PER_S))
 
     def _held_parts(self) -> set[protocol.HeldPart]:

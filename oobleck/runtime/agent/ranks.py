@@ -289,6 +289,7 @@ class RankProcesses:
         self.num_saved = states.num_saved
         self.keep_states = states.keep
         self.keep_in_memory = states.keep_in_memory
+        self.recall = states.recall
         self.copy = states.copy
         self.next_report = states.next_report
         self.settle = states.settle

@@ -175,6 +175,7 @@ class VirtualRankHost:
 
     def __post_init__(self) -> None:
         self._ranks: list[VirtualRank] = []
+        self._holds_nothing = trio.Event()
         self._port = 1 << 10
         self._send_end, self._server_ends = trio.open_memory_channel[ForkServerEnded](math.inf)
 
@@ -191,12 +192,16 @@ class VirtualRankHost:
     def keep_in_memory(self, order: protocol.KeepStates) -> None:
         """Do nothing: no state is in memory."""
 
+    def recall(self) -> None:
+        self._holds_nothing.set()
+
     def copy(self, order: protocol.CopyParts) -> None:
         raise AssertionError("virtual ranks save nothing")
 
     async def next_report(self) -> protocol.StatesHeld:
-        await trio.sleep_forever()
-        raise AssertionError("virtual ranks save nothing")
+        await self._holds_nothing.wait()
+        self._holds_nothing = trio.Event()
+        return protocol.StatesHeld(parts=())
 
     def num_saved(self) -> int:
         return 0

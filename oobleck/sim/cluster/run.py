@@ -6,13 +6,14 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import assert_never
+from typing import TypeVar, assert_never
 
 import trio
 
 from oobleck.control.events import AddRequested, End, Event, StopRequested
 from oobleck.control.journal import JobEnded, JournalEntry, Summary, summarize
 from oobleck.control.replay import BooksImage, RunBooks
+from oobleck.control.scripts import ReplayedRanks
 from oobleck.control.speed import LINK_KEYS
 from oobleck.control.training import ReplayedRun
 from oobleck.job import JobSpec
@@ -29,6 +30,8 @@ from .ranks import VirtualRank, VirtualRankHost, VirtualScript
 from .recording import Decided, Recording, ScriptsCoordinator, TrainingCoordinator
 from .tempo import Delays
 from .world import World
+
+Replayed = TypeVar("Replayed", ReplayedRun, ReplayedRanks)
 
 _STARTED_AT = "2026-01-01T00:00:00Z"
 # A run ends at most this long after its trace.
@@ -192,6 +195,7 @@ class _Simulation:
         self._master: Master | None = None
         self._life = trio.CancelScope()
         self._down_s = 0.0
+        self._num_starts = 0
         self._waiting: list[Event] = []  # submitted while there was no master, or while it was frozen
         self._coordinator: Recording | None = None
 
@@ -287,16 +291,22 @@ class _Simulation:
         """Return a master that takes over the run, or starts it where no agent is left."""
         job, specs = self._job, tuple(map(self._kinds.spec, self._trace.start))
         coordinator: Recording
+        replayed: ReplayedRun | ReplayedRanks | None
         if isinstance(job, RanksSpec):
-            replayed = None
-            coordinator = ScriptsCoordinator(job, specs, started_at=_STARTED_AT, python_version=PYTHON_VERSION)
+            ranks = replayed = _left(_replay(self.journal.entries).ranks, cluster)
+            self._num_starts += ranks is None
+            coordinator = ScriptsCoordinator(
+                job,
+                specs,
+                # No two runs begin at one time.
+                started_at=_STARTED_AT.replace("00:00:00", f"00:00:{self._num_starts - 1:02d}"),
+                python_version=PYTHON_VERSION,
+                replayed=ranks,
+            )
         else:
-            replayed = _replay(self.journal.entries)
-            # Without an agent there is nothing to take over.
-            if replayed is not None and not any(map(cluster.is_alive, replayed.nodes)):
-                replayed = None
+            trained = replayed = _left(_replay(self.journal.entries).finish(), cluster)
             coordinator = TrainingCoordinator(
-                job, specs, started_at=_STARTED_AT, python_version=PYTHON_VERSION, replayed=replayed
+                job, specs, started_at=_STARTED_AT, python_version=PYTHON_VERSION, replayed=trained
             )
         if replayed is None:
             cluster.end_all()
@@ -347,7 +357,12 @@ class _Simulation:
         self._submit_waiting(self._master)
 
 
-def _replay(entries: Sequence[JournalEntry]) -> ReplayedRun | None:
+def _left(replayed: Replayed | None, cluster: VirtualCluster) -> Replayed | None:
+    """Return a run that lives on; without an agent there is nothing to take over."""
+    return replayed if replayed is not None and any(map(cluster.is_alive, replayed.nodes)) else None
+
+
+def _replay(entries: Sequence[JournalEntry]) -> RunBooks:
     """Read a journal as a real master does: an image of its first half, and the entries after it."""
     books, place = RunBooks(), len(entries) // 2
     for entry in entries[:place]:
@@ -357,4 +372,4 @@ def _replay(entries: Sequence[JournalEntry]) -> ReplayedRun | None:
         books = RunBooks.of_image(decode_json(BooksImage, encode_json(image)))
     for entry in entries[place:]:
         books.apply(entry)
-    return books.finish()
+    return books
