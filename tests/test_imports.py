@@ -39,7 +39,8 @@ MAY_IMPORT = {
     "ui": _PURE | {"host", "sim"},
     "cli": _WORLD | {"host", "storage", "runtime", "sim", "ui"},
     "__main__": {"cli"},
-    "__init__": {"cli", "host"},  # cli once a run is started: a test below holds that nothing of it is loaded before
+    # Once a run is started, or a script comes to its attempts: a test below holds that nothing is loaded before.
+    "__init__": {"cli", "host", "training"},
 }
 
 MOST_LINES, MOST_LINES_OF_A_COMMAND = 80, 60

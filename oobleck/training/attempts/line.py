@@ -82,7 +82,10 @@ class Line:
         decoder = FrameDecoder[BecomeRank | InterruptRank](BecomeRank | InterruptRank)
         descriptors: list[int] = []
         while True:
-            data, found, _, _ = socket.recv_fds(self._sock, _MOST_BYTES, 1)
+            try:
+                data, found, _, _ = socket.recv_fds(self._sock, _MOST_BYTES, 1)
+            except OSError:
+                return
             descriptors += found
             if not data:
                 return  # the agent is gone, and the kernel ends this process

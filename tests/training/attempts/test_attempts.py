@@ -73,6 +73,10 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     set_line(Line(theirs, enter, is_spare=False))
     ours.settimeout(60)
     yield Agent(ours)
+    ours.shutdown(socket.SHUT_RDWR)
+    for each in threading.enumerate():
+        if each.name == "oobleck-attempts":
+            each.join(60)
     ours.close()
     theirs.close()
 
@@ -126,7 +130,7 @@ def test_an_error_of_the_scripts_own_is_raised_at_once(agent: Agent, kind: type[
 def test_an_error_that_may_be_of_a_collective_is_raised_if_no_rank_is_lost(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("oobleck.training.attempts.attempts._HEARS_WITHIN_S", 0.1)
+    monkeypatch.setattr("oobleck.training.attempts.loop._HEARS_WITHIN_S", 0.1)
 
     @oobleck.resilient
     def train() -> None:
