@@ -43,8 +43,8 @@ class _Formed:
     """None where an earlier master has ordered it: all of its ranks have started."""
     address: str
     hang: HangWatch = field(default_factory=HangWatch)
-    started: dict[str, protocol.RanksStarted] = field(default_factory=dict)
-    """Keyed by node whose ranks exist."""
+    started: dict[str, protocol.RanksStarted | None] = field(default_factory=dict)
+    """Keyed by node whose ranks exist; None where they told an earlier master."""
     down: set[int] = field(default_factory=set)
     """Process ids of failed ranks."""
 
@@ -138,9 +138,9 @@ class RanksCoordinator(BaseCoordinator):
         self._ended_s = now_s if replayed.ended is None else replayed.ended.t_s
         self._copies.take_over(members.living_names)
         if (begun := replayed.began) is not None:
-            warm = dict.fromkeys([each.node for each in begun.nodes], True)
-            self._formed = _Formed(begun, self._ended_s, port=None, address="", warm=warm)
-            self._copies.begin(self._start_of(begun.generation), warm)
+            started = dict.fromkeys(each.node for each in begun.nodes)
+            self._formed = _Formed(begun, self._ended_s, port=None, address="", started=started)
+            self._copies.begin(self._start_of(begun.generation), started)
         elif replayed.ended is None and isinstance(self._state, states.Ending):
             cause, generation = self._state.cause, self._state.past.generation
             turn.record(journal.GenerationEnded(t_s=now_s, generation=generation, cause=cause))
@@ -257,11 +257,11 @@ class RanksCoordinator(BaseCoordinator):
 
     def _note_started(self, turn: Turn, node: str, message: protocol.RanksStarted) -> None:
         formed = self._formed_in(message.generation)
-        if formed is None or node in formed.warm:  # an agent that is reached again repeats it
+        if formed is None or node in formed.started:  # an agent that is reached again repeats it
             return
         formed.started[node] = message
         if len(formed.started) == len(formed.begin.nodes):
-            started = formed.started.values()
+            started = [each for each in formed.started.values() if each is not None]
             turn.record(
                 journal.GenerationRuns(
                     t_s=turn.now_s,
