@@ -187,8 +187,7 @@ class ChunkedLoss:
         return computed[0]
 
     def _by_chunks(self, hidden: torch.Tensor, labels: torch.Tensor, num_items: int, scale: float) -> torch.Tensor:
-        # Cast here, autocast has nothing to cast below, and keep until the end of the step with what it casts: the parts
-        # are leaves, as weights are.
+        # A part is a leaf, as a weight is: autocast would cast it, and keep it with its cast until the end of the step.
         head, share, rows = self._head, self._share, cast_by_autocast(hidden.reshape(-1, hidden.shape[-1]))
         targets = functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:].reshape(-1)
         trained = [each for each in (head.weight, head.bias) if each is not None and each.requires_grad]
