@@ -13,6 +13,7 @@ from oobleck.plan import ExecutionPlan, LayerTransfer, Pipeline, PipelineTemplat
 from .profiles import (
     KNOWN_DEVICES,
     KNOWN_MODELS,
+    MAX_LOGITS,
     DeviceProfile,
     DeviceSheet,
     LayerProfile,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "KNOWN_DEVICES",
     "KNOWN_MODELS",
+    "MAX_LOGITS",
     "Cutter",
     "Decision",
     "DeviceProfile",

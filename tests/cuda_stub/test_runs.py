@@ -71,23 +71,30 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Nodes of one device each, on the stub."""
+    """Nodes on the stub."""
 
     runner: Runner
     nodes: Nodes
     control: stub.Control
+    job: Path
+    devices_per_node: int = 1
+
+    @property
+    def num_nodes(self) -> int:
+        return _DEVICES // self.devices_per_node
 
     @contextmanager
     def up(self, *options: str) -> Iterator[Up]:
-        job = str(_job_file(self.runner))
         control = (f"control.lease_s={_LEASE_S}", f"control.start_timeout_s={10 * _BUSY_S}")
-        given = ("--job", job, "--no-check", *options)
+        given = ("--job", str(self.job), "--no-check", *options)
         for setting in ("device=cuda", *control):
             given += ("--set", setting)
-        with self.runner.up(*given, nodes=("--dial-in", "127.0.0.1:0", "--nodes", str(_DEVICES))) as up:
+        with self.runner.up(*given, nodes=("--dial-in", "127.0.0.1:0", "--nodes", str(self.num_nodes))) as up:
             file = shlex.split(up.wait_for(": oobleck node ").split(": oobleck node ")[1])[0]
-            for device in range(_DEVICES):
-                self.nodes.start(_node(device), file, f"{_node(device)} devices={device}")
+            for node in range(self.num_nodes):
+                first = node * self.devices_per_node
+                devices = ",".join(map(str, range(first, first + self.devices_per_node)))
+                self.nodes.start(_node(node), file, f"{_node(node)} devices={devices}")
             yield up
         self.nodes.close()
 
@@ -113,18 +120,18 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
 @pytest.fixture
 def cluster(runner: Runner, tmp_path: Path) -> Iterator[Cluster]:
     nodes = Nodes(runner, tmp_path)
-    yield Cluster(runner, nodes, stub.Control(runner.directory))
+    yield Cluster(runner, nodes, stub.Control(runner.directory), job_file(runner))
     nodes.close()
 
 
 @pytest.fixture(scope="module")
 def reference(runner: Runner) -> Reference:
     """Losses of one process, on the CPU."""
-    return each_loss(_job_file(runner), runner.directory / "cache")
+    return each_loss(job_file(runner), runner.directory / "cache")
 
 
-def _job_file(runner: Runner) -> Path:
-    path = runner.job_file(_JOB)
+def job_file(runner: Runner, head: str = _JOB) -> Path:
+    path = runner.job_file(head)
     text = path.read_text()
     assert _RATES[0] in text
     path.write_text(text.replace(*_RATES))
@@ -195,7 +202,7 @@ def _suffer(cluster: Cluster, up: Up, loss: Loss) -> None:
     # Broken links cost nobody's worker: groups are formed again.
     replaced = touched if loss.act != "break_links" else touched - {_node(loss.device)}
     _wait_until(lambda: all(_workers(cluster)[node] != before[node] for node in replaced), within_s=2 * _LEASE_S)
-    _wait_until(lambda: _trains_again(cluster, since=told), within_s=2 * _LEASE_S)
+    _wait_until(lambda: trains_again(cluster, since=told), within_s=2 * _LEASE_S)
     up.wait_for_step(_num_steps(cluster))  # reads what it has said, for which there is little room
     lost = {node for node, pid in _workers(cluster).items() if before[node] != pid}
     assert lost <= touched, (loss, lost)
@@ -209,7 +216,7 @@ def _workers(cluster: Cluster) -> dict[str, int]:
     return worker_pids(cluster.runner)
 
 
-def _trains_again(cluster: Cluster, *, since: int) -> bool:
+def trains_again(cluster: Cluster, *, since: int) -> bool:
     """Return whether all nodes have committed steps under a plan, after the first entries."""
     journal = cluster.runner.journal()
     newest = max(at for at, entry in enumerate(journal) if entry["@type"] in ("PlanAdopted", "RecoveryStarted"))
@@ -217,7 +224,7 @@ def _trains_again(cluster: Cluster, *, since: int) -> bool:
         return False  # a recovery is under way
     in_plan = {node for pipeline in plan["pipelines"] for node in pipeline["nodes"]}
     num_steps = sum(entry["@type"] == "StepDone" for entry in journal[max(since, newest) :])
-    return len(in_plan) == _DEVICES and num_steps >= 2
+    return len(in_plan) == cluster.num_nodes and num_steps >= 2
 
 
 def _num_steps(cluster: Cluster) -> int:

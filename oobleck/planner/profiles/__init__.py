@@ -10,7 +10,7 @@ from .devices import (
     device_sheet_from_json,
     sheet_of_product,
 )
-from .estimate import estimate_profile
+from .estimate import MAX_LOGITS, estimate_profile
 from .links import LINKS, LINKS_IN_WORDS, LinkSpeed, fit_link, link_from_json, link_to_json, median_link
 from .profile import (
     DeviceProfile,
@@ -31,6 +31,7 @@ __all__ = [
     "KNOWN_MODELS",
     "LINKS",
     "LINKS_IN_WORDS",
+    "MAX_LOGITS",
     "DeviceProfile",
     "DeviceSheet",
     "LayerProfile",

@@ -19,6 +19,9 @@ from .shapes import ModelShape
 ASSUMED_SHARE_OF_PEAK = 0.45
 """The share of the data sheet's operations a second: Narayanan et al. 2021 report 44 to 52 % on A100s."""
 
+MAX_LOGITS = 1 << 27
+"""The most logits that a language model has at once: 512 MiB in float32."""
+
 # Parameters, gradients and both moments of Adam are float32: 16 bytes a parameter, with bfloat16 as autocast.
 _PARAM_BYTES = 4
 _OPTIMIZER_BYTES = 8
@@ -35,6 +38,7 @@ class _Setting:
     is_half: bool
     recompute: bool
     device_counts: tuple[int, ...]
+    max_logits: int
 
     @property
     def tokens(self) -> int:
@@ -69,8 +73,12 @@ def estimate_profile(
     activation_checkpointing: bool = False,
     device_counts: Sequence[int] = (1,),
     network: NetworkProfile | None = None,
+    max_logits: int = MAX_LOGITS,
 ) -> Profile:
-    """Return an estimated profile, labelled as such; `network` overrides the data sheet's usual links."""
+    """Return an estimated profile, labelled as such; `network` overrides the data sheet's usual links.
+
+    The standard loss of language models has at most `max_logits` at once.
+    """
     if precision not in ("float32", "bfloat16"):
         raise ConfigError(f"precision {precision!r} is not possible; it must be 'float32' or 'bfloat16'")
     if shape.num_positions and sequence_length > shape.num_positions:
@@ -86,6 +94,7 @@ def estimate_profile(
         is_half=precision == "bfloat16",
         recompute=activation_checkpointing,
         device_counts=tuple(device_counts),
+        max_logits=max_logits,
     )
     block = _block(setting)
     blocks = [replace(block, name=f"block.{index}") for index in range(shape.num_blocks)]
@@ -168,17 +177,22 @@ def _head(setting: _Setting) -> LayerProfile:
     logits = 4 * tokens * shape.vocab_size
     forward = {count: _seconds(setting, flops / count, 2 * logits / count) for count in setting.device_counts}
     backward = {count: 2 * seconds for count, seconds in forward.items()}
-    return _layer(
-        setting,
-        "head",
-        forward,
-        backward,
-        shape.head_params,
+    weight_gradient = setting.gradient_bytes * shape.vocab_size * shape.hidden_size
+    if tokens * shape.vocab_size <= setting.max_logits or shape.changes_logits:
         # Kept: the log-probabilities, in float32, and the inputs of the norm and the matrix.
-        logits + setting.hidden_bytes + setting.output_bytes,
+        kept = logits + setting.hidden_bytes + setting.output_bytes
         # The loss has gradients of the log-probabilities and of the logits at once.
-        transient_bytes=2 * logits + setting.gradient_bytes * shape.vocab_size * shape.hidden_size,
-        last=True,
+        transient_bytes = 2 * logits + weight_gradient
+    else:
+        # Head and loss take chunks of tokens in both directions. Kept: the gradients of the matrix and of its input,
+        # and what an RMS norm has normalized.
+        kept = _PARAM_BYTES * shape.vocab_size * shape.hidden_size + setting.output_bytes
+        kept += setting.hidden_bytes if shape.is_gated else 0
+        # A chunk has logits, log-probabilities and the gradients of both, and then a gradient of the matrix of its own.
+        chunk = max(1, setting.max_logits // shape.vocab_size) * shape.vocab_size
+        transient_bytes = max(16 * chunk, weight_gradient + 2 * setting.value_bytes * chunk)
+    return _layer(
+        setting, "head", forward, backward, shape.head_params, kept, transient_bytes=transient_bytes, last=True
     )
 
 

@@ -10,6 +10,8 @@ from difflib import get_close_matches
 from oobleck.errors import ConfigError
 from oobleck.job import Scalar, check_model_numbers
 
+_ON_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -28,6 +30,8 @@ class ModelShape:
     """The feed-forward part has three matrices (Llama and its kin) rather than two."""
     is_tied: bool = True
     """The head shares the embedding's matrix; where they are on different stages, both hold it."""
+    changes_logits: bool = False
+    """The model caps or scales what its head returns, for which it has all logits of a microbatch at once."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -159,6 +163,7 @@ def shape_from_config(config: Mapping[str, Scalar]) -> ModelShape:
         num_kv_heads=numbers["num_kv_heads"] or num_heads,
         is_gated=not has_table and config.get("hidden_act", "silu") in ("silu", "gelu_pytorch_tanh"),
         is_tied=bool(config.get("tie_word_embeddings", True)),
+        changes_logits=any(config.get(key) is not None for key in _ON_LOGITS),
     )
 
 

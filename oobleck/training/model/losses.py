@@ -37,9 +37,6 @@ _OF_LOGITS = (0.01, 8.0)
 _SMALL_LOSSES = (0.5, 0.02)
 """Losses of a token that a model reaches once it has learned its samples."""
 
-MAX_LOGITS = 1 << 27
-"""The most logits that a language model has at once: 512 MiB in float32."""
-
 # What a model's own code may raise where it meets another output than that of its own trunk.
 _MISFITS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
@@ -144,7 +141,9 @@ class ChunkedLoss:
         self._head: Any = head
         self._share = share
         self._shared_forward = None if share is None else vars(head)["forward"]
-        self._chunk = max(1, max_logits // head.weight.shape[0])  # tokens
+        self._chunk = max(
+            1, max_logits // head.out_features
+        )  # tokens, also for a device that has a share of their logits
 
     @classmethod
     def of(cls, model: nn.Module, *, max_logits: int, share: VocabularyShare | None = None) -> ChunkedLoss | None:
@@ -188,9 +187,8 @@ class ChunkedLoss:
         return computed[0]
 
     def _by_chunks(self, hidden: torch.Tensor, labels: torch.Tensor, num_items: int, scale: float) -> torch.Tensor:
-        head, share, rows = self._head, self._share, hidden.reshape(-1, hidden.shape[-1])
-        if share is not None:
-            rows = cast_by_autocast(rows)  # so that the gradient is summed in the short type
+        # A part is a leaf, as a weight is: autocast would cast it, and keep it with its cast until the end of the step.
+        head, share, rows = self._head, self._share, cast_by_autocast(hidden.reshape(-1, hidden.shape[-1]))
         targets = functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:].reshape(-1)
         trained = [each for each in (head.weight, head.bias) if each is not None and each.requires_grad]
         wanted = torch.is_grad_enabled() and (hidden.requires_grad or bool(trained))
@@ -223,7 +221,7 @@ class ChunkedLoss:
             return total
         if of_rows is not None and share is not None:
             of_rows = share.sum_up(of_rows)
-        of_hidden = None if of_rows is None else of_rows.view(hidden.shape).to(hidden.dtype)
+        of_hidden = None if of_rows is None else of_rows.view(hidden.shape)
         return _Computed.apply(total, scale, [of_hidden, *sums], hidden, *trained)  # type: ignore[no-any-return,no-untyped-call]
 
     def _loss_of(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -306,6 +304,7 @@ class _Computed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         factor = gradients[0] / ctx.scale
         known, ctx.gradients = ctx.gradients, None
+        # Autograd casts that of hidden states, which is in the type that is computed in.
         return None, None, None, *(each if each is None else each.mul_(factor) for each in known)
 
 

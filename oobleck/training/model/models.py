@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from oobleck.errors import ConfigError
+from oobleck.planner import MAX_LOGITS
 from oobleck.training.data import Batch, WholeBatch, mapped_tensors
 from oobleck.training.dropout import turn_off_dropout
 from oobleck.training.randomness import MicrobatchKey, derive_seed, drawing_alike, generators_of
@@ -59,7 +60,7 @@ class StageModel:
         activation_checkpointing: bool = False,
         compiles: bool = False,
         attention: str | None = None,
-        max_logits: int = losses.MAX_LOGITS,
+        max_logits: int = MAX_LOGITS,
     ) -> None:
         """`attention` is an implementation by transformers' name. Raises ConfigError where the model has none such.
 

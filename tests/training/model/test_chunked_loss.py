@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from oobleck.job import ModelSpec
+from oobleck.planner import device_sheet, estimate_profile, shape_from_config
 from oobleck.training.data import IGNORED_LABEL, Batch
 from oobleck.training.model import MicrobatchKey, ModelStructure, StageModel
 
@@ -144,3 +146,82 @@ def test_an_evaluation_computes_no_gradients() -> None:
         loss = loss_of(stage)
     assert not loss.requires_grad
     assert loss.item() == pytest.approx(loss_of(stage_of("llama", max_logits=1 << 27)).item(), rel=1e-6)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes that are made while it is entered and still in memory, and the most at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def _forget(self, at: int, size: int) -> None:
+        self._known.discard(at)
+        self.now -= size
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {
+            each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
+        }
+        out = op(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            storage = each.untyped_storage() if isinstance(each, torch.Tensor) else None
+            if storage is None or not storage.nbytes() or storage.data_ptr() in self._known | given:
+                continue
+            self._known.add(storage.data_ptr())
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._forget, storage.data_ptr(), storage.nbytes())
+        return out
+
+
+@pytest.mark.parametrize(
+    ("model", "hidden", "autocast"),
+    [("llama", 64, None), ("llama", 64, torch.bfloat16), ("llama", 16, torch.bfloat16), ("gpt2", 64, None)],
+)
+def test_a_head_keeps_and_takes_what_estimates_say_and_no_microbatch_leaves_anything(
+    model: str, hidden: int, autocast: torch.dtype | None
+) -> None:
+    """The wider head takes most for its gradient, the narrower one for the logits of a chunk."""
+    vocabulary, max_logits, length = 4000, 160_000, 64
+    size: dict[str, Any] = {"n_embd": hidden} if model == "gpt2" else {"hidden_size": hidden}
+    config = {**(_GPT2 if model == "gpt2" else _LLAMA), **size, "tie_word_embeddings": False}
+    structure = ModelStructure.from_spec(
+        ModelSpec(type=model, config=config), vocab_size=vocabulary, sequence_length=length
+    )
+    stage = StageModel(structure, dtype=torch.float32, device="cpu", autocast=autocast, max_logits=max_logits)
+    head = structure.num_layers - 1
+    stage.adopt(head, head + 1, {})
+    stage.initialize([head], seed=0)
+    tokens = torch.randint(0, vocabulary, (BATCH, length), generator=torch.Generator().manual_seed(1))
+    inputs = torch.randn(BATCH, length, hidden)
+
+    def forward(number: int) -> torch.Tensor:
+        key = MicrobatchKey(seed=0, step=1, microbatch=number)
+        taken = inputs.to(stage.hidden_dtype).requires_grad_()
+        return stage.forward(Batch(input_ids=tokens, labels=tokens), taken, num_items=NUM_ITEMS, key=key)
+
+    with stage.casting_once():
+        forward(0).backward()
+        with LiveBytes() as live:
+            loss = forward(1)
+            kept, peak = live.now, live.peak
+            loss.backward()
+            del loss
+            left = live.now
+            forward(2).backward()
+            assert live.now <= left + 1000, "whatever a microbatch leaves is there as often as there are microbatches"
+    shape = shape_from_config(
+        {"model_type": model, "vocab_size": vocabulary, "max_position_embeddings": length, **config}
+    )
+    layer = estimate_profile(
+        shape,
+        device_sheet("H100"),
+        microbatch_size=BATCH,
+        sequence_length=length,
+        precision="float32" if autocast is None else "bfloat16",
+        max_logits=max_logits,
+    ).layers[-1]
+    assert layer.activation_bytes == pytest.approx(kept, rel=0.1)
+    assert layer.transient_bytes == pytest.approx(peak - kept, rel=0.12)

@@ -12,8 +12,8 @@ import torch
 
 from oobleck.errors import ConfigError
 from oobleck.job import ModelSpec
+from oobleck.planner import MAX_LOGITS
 from oobleck.training.data.batches import IGNORED_LABEL, Batch
-from oobleck.training.model import losses
 from oobleck.training.model.models import StageModel
 from oobleck.training.model.structure import ModelStructure
 from oobleck.training.model.tensor_parallel import Share, initialize_share, install, share_of
@@ -50,7 +50,7 @@ def gradients(stage: StageModel, batch: Batch | None = None) -> tuple[float, dic
 
 
 def shared_stage(
-    family: str | ModelStructure, rank: int, sums: Sums, *, max_logits: int = losses.MAX_LOGITS
+    family: str | ModelStructure, rank: int, sums: Sums, *, max_logits: int = MAX_LOGITS
 ) -> tuple[Share, StageModel]:
     whole = structure_of(family) if isinstance(family, str) else family
     share = share_of(whole, rank=rank, degree=DEGREE)
