@@ -22,7 +22,9 @@ def test_one_of_two_racks_is_lost_and_comes_back(runner: Runner, endless_referen
         nodes.start("alpha", file, "alpha domain=left")
         nodes.start("beta", file, "beta", OOBLECK_DOMAIN="right")
         nodes.start("gamma", file, "gamma domain=left", OOBLECK_DOMAIN="right")
-        nodes.start("delta", file, "delta domain=right")
+        nodes.start(
+            "delta", file, "delta", SLURM_TOPOLOGY_ADDR="right.delta", SLURM_TOPOLOGY_ADDR_PATTERN="switch.node"
+        )
         up.wait_for_step(5)
         (plan,) = [entry for entry in runner.journal() if entry["@type"] == "PlanAdopted"]
         assert {frozenset(pipeline["nodes"]) for pipeline in plan["plan"]["pipelines"]} == {
