@@ -55,7 +55,7 @@ def test_no_step_is_lost_with_one_of_two_racks(mode: Literal["sweep", "cluster"]
     assert known.exit_code == 0
     # It goes back to a checkpoint, or ends where there is none.
     assert unknown.steps_lost > 0 or unknown.exit_code > 0
-    assert [recovery.action for recovery in known.recoveries if recovery.loss is not None] == [
+    assert [recovery.action for recovery in known.recoveries if recovery.cause == "connection_lost"] == [
         "reinstantiate",
         "reinstantiate",
     ]
