@@ -45,7 +45,8 @@ def list_checkpoints(
 ) -> None:
     """Show the checkpoints of a run, or of all runs, newest first."""
     directories = [_directory(where, base_dir)] if where is not None else _all_directories(base_dir)
-    found, unreached = [], []
+    found: list[tuple[CheckpointDirectory, FoundManifest]] = []
+    unreached: list[remote.StoreError] = []
     for directory in directories:
         try:
             found += [(directory, entry) for entry in directory.find()]
