@@ -64,8 +64,8 @@ def list_checkpoints(
     else:
         for directory, entry in found:
             typer.echo(_line(directory, entry))
-    for error in unreached:
-        typer.echo(f"oobleck: {error}", err=True)
+    for refusal in unreached:
+        typer.echo(f"oobleck: {refusal}", err=True)
     if unreached:
         raise SystemExit(ExitCode.FAILED)
 
