@@ -17,10 +17,8 @@ from oobleck.host.places import place_of
 from oobleck.runtime.files import RunDirectory
 from oobleck.runtime.journals import read_journal
 from oobleck.runtime.processes import convert, find_tokenizer, write_tokenizer
-from oobleck.storage import CheckpointDirectory, FileFault, FoundManifest, Manifest, read_layer_file
-from oobleck.storage.directory import MANIFEST_NAME
+from oobleck.storage import CheckpointDirectory, FileFault, FoundManifest, Manifest, read_layer_file, remote
 from oobleck.storage.layer_file import write_file
-from oobleck.storage.remote import is_here
 from oobleck.wire import to_builtins
 
 from .common_options import BaseDirOption, JsonOption, base_dir_of, complete_tags
@@ -47,17 +45,29 @@ def list_checkpoints(
 ) -> None:
     """Show the checkpoints of a run, or of all runs, newest first."""
     directories = [_directory(where, base_dir)] if where is not None else _all_directories(base_dir)
-    found = [(directory, entry) for directory in directories for entry in directory.find()]
+    found: list[tuple[CheckpointDirectory, FoundManifest]] = []
+    unreached: list[remote.StoreError] = []
+    for directory in directories:
+        try:
+            found += [(directory, entry) for entry in directory.find()]
+        except remote.StoreError as error:
+            if where is not None:
+                raise
+            unreached.append(error)  # and those of other runs are shown all the same
     # Each directory is in order already. Several runs know nothing of each other, so the time of the save decides.
     if len(directories) > 1:
         found.sort(key=lambda each: each[1].manifest.saved_at if each[1].manifest is not None else "", reverse=True)
     if as_json:
         typer.echo(json.dumps([_listed(directory, entry) for directory, entry in found], indent=2))
-        return
-    if not found:
+    elif not found:
         typer.echo("no checkpoints")
-    for directory, entry in found:
-        typer.echo(_line(directory, entry))
+    else:
+        for directory, entry in found:
+            typer.echo(_line(directory, entry))
+    for refusal in unreached:
+        typer.echo(f"oobleck: {refusal}", err=True)
+    if unreached:
+        raise SystemExit(ExitCode.FAILED)
 
 
 def inspect_checkpoint(where: WhereArgument, *, as_json: JsonOption = False, base_dir: BaseDirOption = None) -> None:
@@ -123,7 +133,7 @@ def export_checkpoint(
         raise UsageError(f"--format: {form} is not known; it is hf or peft")
     directory, manifest = _one(where, base_dir)
     place = place_of(target, "TARGET")
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+    if _is_taken(place):
         raise UsageError(f"{target} exists already; name a directory that is new or empty")
     with _written_to(place) as path:
         convert(form, directory.path / manifest.name, path)
@@ -135,10 +145,17 @@ def export_checkpoint(
     typer.echo(f"step {manifest.step} exported to {target}{with_it}")
 
 
+def _is_taken(place: Path) -> bool:
+    """Whether something is there that an export would mix with or replace. Raises StoreError."""
+    if not remote.is_here(place):
+        return bool(remote.listed(place))
+    return place.exists() and (not place.is_dir() or any(place.iterdir()))
+
+
 @contextmanager
 def _written_to(place: Path) -> Iterator[Path]:
     """Give a directory to write into, whose files are copied to a place that is no path here. Raises ConfigError."""
-    if is_here(place):
+    if remote.is_here(place):
         yield place.absolute()
         return
     with tempfile.TemporaryDirectory(prefix="oobleck-export-") as made:
@@ -162,12 +179,15 @@ def import_checkpoint(
 def _directory(where: str, base_dir: Path | None) -> CheckpointDirectory:
     """Return the directory that a path or a run's tag names. Raises UsageError."""
     path = place_of(where, "WHERE")
-    here = CheckpointDirectory(path) if path.is_dir() else None
+    here = CheckpointDirectory(path) if remote.is_directory(path) else None
     run = RunDirectory(base_dir=base_dir_of(base_dir), tag=where)
     of_run = _of_run(run) if "/" not in where and run.path.is_dir() else None
-    if of_run is None or not of_run.path.is_dir():
+    if of_run is None or not remote.is_directory(of_run.path):
         if here is None:
-            where_else = f"; its job has them in {of_run.path}, which is not on this machine" if of_run else ""
+            why = (
+                "which is not on this machine" if of_run and remote.is_here(of_run.path) else "where there are none yet"
+            )
+            where_else = f"; its job has them in {of_run.path}, {why}" if of_run else ""
             raise UsageError(f"{where}: neither a directory nor the tag of a run that has checkpoints{where_else}")
         return here
     if here is not None and here.names() and here.path.absolute() != of_run.path.absolute():
@@ -204,8 +224,9 @@ def _one(where: str, base_dir: Path | None) -> tuple[CheckpointDirectory, Manife
     """Return the checkpoint at a path, or else the newest complete one. Raises UsageError or ConfigError."""
     try:
         path = place_of(where, "WHERE").absolute()
-        if (path / MANIFEST_NAME).exists():
-            return CheckpointDirectory(path.parent), CheckpointDirectory(path.parent).manifest(path.name)
+        whole = CheckpointDirectory(path.parent)
+        if not whole.is_unfinished(path.name):
+            return whole, whole.manifest(path.name)
         directory = _directory(where, base_dir)
         complete = [entry.manifest for entry in directory.find() if entry.manifest is not None]
     except CorruptCheckpoint as error:

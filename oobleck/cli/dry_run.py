@@ -26,7 +26,7 @@ from oobleck.planner.profiles import device_sheet, estimate_profile, in_one_laye
 from oobleck.runtime.files import MAX_DATA_BYTES, RunDirectory, read_input
 from oobleck.runtime.processes import LayerOutline, ModelOutline, outline_of
 from oobleck.runtime.profile_files import ProfileFiles
-from oobleck.storage.directory import MANIFEST_NAME, CheckpointDirectory
+from oobleck.storage import CheckpointDirectory
 
 from .inputs import NodeSource, VirtualOnes
 from .make_report import make_report, show_report
@@ -103,8 +103,8 @@ def _check_paths(job: JobSpec, resume: str) -> None:
 
 
 def _holds_checkpoint(path: Path) -> bool:
-    if (path / MANIFEST_NAME).exists():
-        return any(entry.manifest and entry.name == path.name for entry in CheckpointDirectory(path.parent).find())
+    if not (directory := CheckpointDirectory(path.parent)).is_unfinished(path.name):
+        return any(entry.manifest and entry.name == path.name for entry in directory.find())
     return any(entry.manifest for entry in CheckpointDirectory(path).find())
 
 

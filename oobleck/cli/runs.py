@@ -16,7 +16,7 @@ import typer
 
 from oobleck.errors import ExitCode, UsageError
 from oobleck.runtime import control_client
-from oobleck.runtime.files import BASE_DIR_VARIABLE, RunDirectory, remove_states
+from oobleck.runtime.files import BASE_DIR_VARIABLE, RunDirectory, end_here, remove_states
 from oobleck.runtime.journals import has_end
 from oobleck.runtime.python_process import module_command
 from oobleck.ui.formatting import bytes_text, duration_text
@@ -116,7 +116,7 @@ def rm(
     force: Annotated[bool, typer.Option("--force", help="Remove runs too whose nodes may still train.")] = False,
     base_dir: BaseDirOption = None,
 ) -> None:
-    """Remove runs with all that they have left here: journals, logs and checkpoints. Nodes keep their own files."""
+    """Remove runs with all that they have left here: journals, logs, checkpoints, processes. Nodes keep theirs."""
     directory = base_dir_of(base_dir)
     runs = [_existing(directory, tag) for tag in dict.fromkeys(tags)]
     for run in runs:
@@ -229,8 +229,14 @@ def _remove(run: RunDirectory, *, force: bool) -> None:
                 "it over; --force removes it all the same"
             )
         size, run_id = _size(run.path), run.run_id
+        end_here(run_id, run.pin_temporary_directory())
+        # Renamed first: no command finds half a run, and a new one of the tag begins in a directory of its own.
+        aside = run.path.with_name(f".removed-{run.tag}-{os.getpid()}")
         try:
-            shutil.rmtree(run.path)
+            if run.path.is_symlink():
+                raise OSError(f"{run.path} is a link")
+            run.path.rename(aside)
+            shutil.rmtree(aside)
         except OSError as error:
             raise UsageError(f"run {run.tag} cannot be removed as a whole: {error}") from error
         remove_states(run_id)

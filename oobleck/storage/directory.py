@@ -167,7 +167,7 @@ class CheckpointDirectory:
             return FoundManifest(name=name, manifest=None, problem=str(error), is_damaged=not self.is_unfinished(name))
 
     def manifest(self, name: str) -> Manifest:
-        """Read a checkpoint's manifest. Raises CorruptCheckpoint, which names the file."""
+        """Read a checkpoint's manifest. Raises CorruptCheckpoint, which names the file, and StoreError."""
         path = self.path / name / MANIFEST_NAME
         try:
             raw = load_json(path.read_bytes() if remote.is_here(path) else bytes(remote.read(path)))
@@ -177,6 +177,8 @@ class CheckpointDirectory:
             manifest = from_builtins(Manifest, raw)
         except FileNotFoundError:
             raise CorruptCheckpoint(f"{path}: missing; the checkpoint was never finished") from None
+        except remote.StoreError:
+            raise  # it may be whole: an older one must not be used in its place
         except (OSError, ValueError, PeerError) as error:
             raise CorruptCheckpoint(f"{path}: damaged: it cannot be read ({error})") from error
         if manifest.name != name:

@@ -4,6 +4,7 @@ renewed, answers soon. Every try reads the credentials again.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import sys
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
 
 from oobleck.errors import CorruptCheckpoint
 
@@ -27,9 +29,21 @@ _FOREIGN = (
 )
 
 
+class StoreError(OSError):
+    """A store that refuses, however often it is asked; `filename` is the URL without its password."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
 def is_here(place: Path) -> bool:
     """Whether a place is a path of this machine, and no URL with a path's methods (`oobleck.host.places`)."""
     return isinstance(place, Path)
+
+
+def is_directory(place: Path) -> bool:
+    """Whether there is a directory, here or at a URL. Raises StoreError."""
+    return place.is_dir() if is_here(place) else _try(place, lambda url: bool(url.is_dir()))
 
 
 def write(path: Path, parts: Sequence[memoryview]) -> tuple[int, str]:
@@ -125,12 +139,18 @@ def _try(path: Path, act: Callable[[Any], Answer]) -> Answer:
             raise
         except _errors() as error:
             if wait_s is None:
-                raise OSError(f"{path}: {type(error).__name__}: {error}") from error
+                raise _failure(path, error) from error
             time.sleep(wait_s)
             # The next one has a client of its own, which reads its credentials again.
             type(place.fs).clear_instance_cache()
             place = type(place)(str(path), **place.storage_options)
     raise AssertionError("the last try returns or raises")
+
+
+def _failure(path: Path, error: Exception) -> StoreError:
+    login, _, _ = urlsplit(str(path)).netloc.rpartition("@")
+    url, why = (text.replace(login, "***") if login else text for text in (str(path), " ".join(str(error).split())))
+    return StoreError(errno.EIO, f"{type(error).__name__}: {why}", url)
 
 
 def _errors() -> tuple[type[Exception], ...]:

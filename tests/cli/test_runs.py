@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -118,6 +119,40 @@ def test_a_removed_run_leaves_no_state_from_which_a_new_one_would_continue(tmp_p
     finally:
         for memory in memories:
             shutil.rmtree(memory.parent, ignore_errors=True)
+
+
+def test_what_a_masterless_run_has_left_here_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    run = left(tmp_path, "mine", ends=False)
+    (tmp_path / "mine" / "temporary").write_text(str(tmp_path))
+    directory = AgentDir(run.run_id, "node0")
+    directory.create()
+    with subprocess.Popen(["sleep", "600"]) as agent:
+        directory.note_process("agent", agent.pid)
+        assert main(["rm", "mine", "--base-dir", str(tmp_path)]) == 2
+        assert agent.poll() is None
+        assert main(["rm", "mine", "--force", "--base-dir", str(tmp_path)]) == 0
+        assert agent.wait(timeout=10) == -signal.SIGKILL
+    assert not directory.path.exists()
+    assert not list(tmp_path.glob(".removed-*"))
+
+
+def test_a_detached_run_takes_its_output_by_itself(tmp_path: Path) -> None:
+    """The command that started it may have been killed."""
+    run = left(tmp_path, "mine")
+    program = f"""if True:
+        from pathlib import Path
+        from oobleck.cli.up.detached import take_output
+        from oobleck.runtime.files import RunDirectory
+        print("before", flush=True)
+        take_output(RunDirectory(base_dir=Path({str(tmp_path)!r}), tag="mine"))
+        print("after", flush=True)
+    """
+    for name, is_taken in ((".detached-1.log", True), ("mine.log", False)):
+        with (tmp_path / name).open("w") as output:
+            subprocess.run([sys.executable, "-c", program], stdout=output, check=True, timeout=60)
+        assert (tmp_path / name).exists() is not is_taken
+    assert (run.path / "output.log").read_text() == "before\nafter\n"
 
 
 def test_a_run_that_cannot_be_removed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

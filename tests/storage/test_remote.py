@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from oobleck.cli.main import main
 from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.host.places import place_of
-from oobleck.storage import CheckpointDirectory, Manifest
+from oobleck.storage import CheckpointDirectory, Manifest, remote
 from oobleck.training.checkpoint.state import StateReader
 from tests.s3_server import Store, serve_s3
 
@@ -39,6 +40,12 @@ def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
 @pytest.fixture
 def directory(store: Store, request: pytest.FixtureRequest) -> CheckpointDirectory:
     return CheckpointDirectory(place_of(f"s3://bucket/{abs(hash(request.node.name))}", "checkpoint.directory"))
+
+
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let neither Oobleck nor s3fs try again."""
+    monkeypatch.setattr(remote, "_WAITS_S", ())
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
 
 
 def assert_whole(directory: CheckpointDirectory, manifest: Manifest) -> None:
@@ -74,6 +81,41 @@ def test_refused_requests_cost_tries_and_no_checkpoint(
     store.refuses = {error: 2}
     assert_whole(directory, manifest)
     assert store.answered == [error] * 5
+
+
+def test_a_manifest_that_cannot_be_had_is_not_taken_for_a_damaged_one(
+    directory: CheckpointDirectory, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a run would go back to an older checkpoint because a store was busy."""
+    manifest = save_step(directory, tmp_path, 10, NUM_LAYERS)
+    at_once(monkeypatch)
+    store.refuses = {"SlowDown": 1000}
+    try:
+        with pytest.raises(remote.StoreError, match=r"manifest\.json: "):
+            directory.manifest(manifest.name)
+    finally:
+        store.refuses = {}
+    assert directory.find()[0].manifest == manifest
+
+
+def test_commands_name_a_store_that_refuses_and_hide_its_password(
+    directory: CheckpointDirectory,
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    save_step(CheckpointDirectory(tmp_path / "base" / "mine" / "checkpoints"), tmp_path, 10, NUM_LAYERS)
+    at_once(monkeypatch)
+    base = ("--base-dir", str(tmp_path / "base"))
+    for url in (str(directory.path), "s3://me:hunter2@bucket/x"):
+        for words in (["list", url], ["inspect", url], ["export", "mine", url, *base]):
+            store.refuses = {"SlowDown": 1000}
+            assert main(["checkpoint", *words]) == 78
+            said = capsys.readouterr().err
+            assert "s3://" in said
+            assert ("hunter2" in said, said.count("\n")) == (False, 1)
+    store.refuses = {}
 
 
 def test_half_a_write_is_written_again(directory: CheckpointDirectory, store: Store, tmp_path: Path) -> None:

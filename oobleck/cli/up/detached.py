@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import typer
@@ -16,6 +17,7 @@ from oobleck.runtime.python_process import module_command
 
 _POLL_S = 0.1
 _OUTPUT = "output.log"
+_UNTIL_THEN = ".detached-"
 
 
 def start_detached(base_dir: Path) -> int:
@@ -23,10 +25,10 @@ def start_detached(base_dir: Path) -> int:
     words = [word for word in _own_words(sys.argv[1:]) if word not in ("-d", "--detach")]
     words += ["--plain"] if "--plain" not in words else []
     split = sys.argv[1:].index("--") if "--" in sys.argv[1:] else len(sys.argv)
-    log = base_dir / f".detached-{os.getpid()}.log"
+    log = base_dir / f"{_UNTIL_THEN}{os.getpid()}.log"
     try:
         base_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        output = os.open(log, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
     except OSError as error:
         raise ConfigError(f"{log}: {error.strerror}") from error
     process = subprocess.Popen(
@@ -36,12 +38,10 @@ def start_detached(base_dir: Path) -> int:
         stderr=output,
         start_new_session=True,
     )
-    os.close(output)
     mine = ProcessId.of(process.pid)
     while process.poll() is None:
         held = next((run for run in _runs(base_dir) if mine is not None and run.master == mine), None)
-        if held is not None:
-            log.rename(held.path / _OUTPUT)
+        if held is not None and not log.exists():
             typer.echo(
                 f"run {held.tag} goes on as process {process.pid}: `oobleck attach {held.tag}` shows it, "
                 f"`oobleck stop {held.tag}` ends it; its output is in {held.path / _OUTPUT}"
@@ -49,10 +49,23 @@ def start_detached(base_dir: Path) -> int:
             process.returncode = 0  # else this object would warn that the process still runs
             return 0
         time.sleep(_POLL_S)
-    # It has ended before it had a run: its words say why.
-    typer.echo(log.read_text(errors="replace").rstrip("\n"), err=True)
-    log.unlink()
+    # It has ended before it had a run, or at once: its words say why.
+    with open(output, errors="replace") as said:
+        said.seek(0)
+        typer.echo(said.read().rstrip("\n"), err=True)
+    log.unlink(missing_ok=True)
     return process.returncode
+
+
+def take_output(run: RunDirectory) -> None:
+    """Move this process's output into the run's directory, if it was started detached; it keeps writing to it.
+
+    The process does that itself: the one that has started it may have been killed.
+    """
+    with suppress(OSError):
+        log = Path(os.readlink("/proc/self/fd/1"))
+        if log.name.startswith(_UNTIL_THEN) and log.parent == run.base_dir.resolve():
+            log.rename(run.path / _OUTPUT)
 
 
 def _own_words(words: list[str]) -> list[str]:

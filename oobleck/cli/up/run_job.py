@@ -49,6 +49,7 @@ from oobleck.storage import CheckpointDirectory
 from oobleck.ui.live import console_on, say
 from oobleck.ui.summary_table import summary_table
 
+from .detached import take_output
 from .options import UpOptions
 
 _log = logging.getLogger("oobleck.up")
@@ -107,6 +108,7 @@ def _run_job(run: Run) -> int:
             say(output, f"oobleck up: {finished_text(finished.name, finished.step)}")
             summary = books.account.summary(read_losses(directory.journal))
             return ExitCode.DONE if _hand_out(run, summary, stdout) else ExitCode.FAILED
+        take_output(directory)
         files = (directory.journal, directory.metrics)
         before = {path: aside_of(path) for path in files}
         with wiring.background_logging(Hiding(run.job, os.environ)):

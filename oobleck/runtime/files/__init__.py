@@ -8,6 +8,7 @@ from .agent_dir import (
     RUN_ENVIRONMENT,
     AgentCommands,
     AgentDir,
+    end_here,
     remove_states,
 )
 from .input_file import MAX_DATA_BYTES, read_input
@@ -42,6 +43,7 @@ __all__ = [
     "agent_log",
     "default_base_dir",
     "default_tag",
+    "end_here",
     "parse_list",
     "path_in_shell",
     "private_directory",

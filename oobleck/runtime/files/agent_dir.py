@@ -13,6 +13,7 @@ import hashlib
 import os
 import shlex
 import shutil
+import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,6 +185,13 @@ class AgentCommands:
     def _remove_memory(self, remove: str) -> str:
         remove_all = f'{remove}; rmdir {shlex.quote(self.run_id)}; cd / && rmdir "$base"'
         return f"base={_MEMORY}/oobleck-$(id -u); {_ENTER_BASE} && {{ {remove_all}; }}"
+
+
+def end_here(run_id: str, temporary: Path) -> None:
+    """End what a run without a master has left of its nodes on this machine, whose sockets are below `temporary`."""
+    for node in (temporary / f"oobleck-{os.getuid()}" / run_id).glob("*/"):
+        command = ["/bin/sh", "-c", AgentCommands(run_id, node.name).clean()]
+        subprocess.run(command, env={**os.environ, "TMPDIR": str(temporary)}, check=False)
 
 
 # --- pieces of commands for a POSIX shell -----------------------------------------------------------------------

@@ -209,11 +209,14 @@ class RunDirectory:
 
         Raises UsageError if another process holds it, ConfigError if it cannot be written.
         """
-        # The file outlives the run: if it were removed, two processes could hold the locks of two files with this name.
-        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        path = self.path / "lock"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The run may have been removed since: then another process could hold the lock of a new file.
+                if not path.exists() or not os.path.samestat(os.fstat(descriptor), path.stat()):
+                    raise UsageError(f"run {self.tag} was just removed by `oobleck rm`; give the command again")
             except BlockingIOError:
                 holder = os.read(descriptor, 100).decode(errors="replace").split()[:1]
                 raise UsageError(
@@ -224,7 +227,7 @@ class RunDirectory:
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"{ProcessId.of(os.getpid())}\n".encode(), 0)
             except OSError as error:
-                raise ConfigError(f"{self.path / 'lock'}: {error.strerror}") from error
+                raise ConfigError(f"{path}: {error.strerror}") from error
             yield
         finally:
             os.close(descriptor)

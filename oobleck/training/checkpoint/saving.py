@@ -231,10 +231,9 @@ class LayerSaver:
         except ConfigError as error:
             findings.problems.append(str(error))
             return
-        if (path / "manifest.json").exists():
+        directory, only = path, None
+        if not storage.CheckpointDirectory(path.parent).is_unfinished(path.name):
             directory, only = path.parent, path.name
-        else:
-            directory, only = path, None
         self._look_into(storage.CheckpointDirectory(directory), findings, elsewhere=str(directory), only=only)
 
     def _look_into(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import socket
@@ -129,6 +130,26 @@ def test_the_lock_can_be_taken_again_after_it_was_given_back(tmp_path):
     for _ in range(2):
         with run.lock():
             assert run.master == ProcessId.of(os.getpid())
+
+
+def test_the_lock_of_a_run_that_is_removed_meanwhile_is_not_taken(tmp_path, monkeypatch):
+    """Else a run of this lock and one of a new directory's would have the same tag."""
+    run = run_in(tmp_path)
+    run.create()
+    take = fcntl.flock
+
+    def removed_before(descriptor, operation):
+        shutil.rmtree(run.path)
+        run.create()
+        (run.path / "lock").touch()
+        take(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", removed_before)
+    with pytest.raises(UsageError, match="just removed"), run.lock():
+        pass
+    monkeypatch.undo()
+    with run.lock():
+        pass
 
 
 def test_an_existing_base_directory_keeps_its_mode(tmp_path):
