@@ -86,10 +86,10 @@ def _sharding_of(tensor: DTensor, path: str) -> Sharding:
     cut = []
     are_late = []
     for index, placement in enumerate(tensor.placements):
-        # A subclass may lay its rows out in another way.
-        is_late = type(placement) is _StridedShard and placement.split_factor == _num_cuts_after(tensor, index)
+        is_late = isinstance(placement, _StridedShard) and placement.split_factor == _num_cuts_after(tensor, index)
         are_late.append(is_late)
-        if type(placement) is Shard or is_late:
+        # Another subclass may lay its rows out in another way.
+        if isinstance(placement, Shard | _StridedShard) and (is_late or type(placement) is Shard):
             cut.append(placement.dim % tensor.ndim)  # it may count from the end
         elif type(placement) is Replicate:
             cut.append(-1)
