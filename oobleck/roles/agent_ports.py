@@ -192,8 +192,8 @@ class RankHost(Protocol):
         Raises WorkersUnavailable if that fails, ConfigError for a bad place for logs.
         """
 
-    async def warmed(self) -> None:
-        """Wait until later ranks start warm."""
+    def is_warm(self) -> bool:
+        """Whether later ranks start warm."""
 
     async def server_ended(self) -> protocol.ForkServerEnded | protocol.RanksCold:
         """Wait until the process that forks ranks ends, or its imports are lost; return which."""

@@ -276,11 +276,12 @@ class RankKeeper:
 
     async def _rehearse(self, generation: _Generation, setup: RankSetup) -> None:
         """Have spares run up to their attempts, once the generation's ranks have come to theirs."""
-        while not all(rank.handle.can_stay for rank in generation.ranks):
+        while not (
+            all(rank.handle.can_stay for rank in generation.ranks) and (self._host.is_warm() or not setup.run.is_warmed)
+        ):
             if generation.is_ending or generation.gone.is_set():
                 return
             await trio.sleep(_LOOK_S)
-        await self._host.warmed()
         while len(self._spares) + self._num_rehearsing < setup.run.spares and not generation.is_ending:
             self._num_rehearsing += 1
             try:

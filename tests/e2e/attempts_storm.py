@@ -55,7 +55,16 @@ class Storm:
         """Take `kills` kills, of which `nodes` are of whole nodes; returns what came of them."""
         # Meshes of two dimensions need all nodes; else the others go on until the lost one is back.
         fewest = NUM_NODES if self._kind in ("hsdp", "tp") else 1
-        options = ["--local", str(NUM_NODES), "--nnodes", f"{fewest}:{NUM_NODES}", "--max-restarts", str(_ALL)]
+        options = [
+            "--lease",
+            "20",
+            "--local",
+            str(NUM_NODES),
+            "--nnodes",
+            f"{fewest}:{NUM_NODES}",
+            "--max-restarts",
+            str(_ALL),
+        ]
         command = [str(SCRIPT), self._kind, str(self.ranks.out), str(_ALL), "0.02"]
         order = ["node"] * nodes + ["rank"] * (kills - nodes)
         self._random.shuffle(order)

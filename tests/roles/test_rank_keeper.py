@@ -125,7 +125,8 @@ class FakeHost:
     def reserve_port(self) -> int:
         return 1
 
-    async def warmed(self) -> None: ...
+    def is_warm(self) -> bool:
+        return True
 
     async def start(self, setup: RankSetup, *, is_spare: bool = False) -> FakeRank:
         self.ranks.append(FakeRank(pid=100 + len(self.ranks)))

@@ -42,7 +42,7 @@ from tools.smoke import parse_arguments
 
 _TAG = "bench-restart"
 _JOB = Path(__file__).with_name("restart_job.py")
-_TIMEOUT_S = 150.0
+_TIMEOUT_S = 300.0
 _SAVES = ("itself", "flash", "attempts")
 _AGAIN_AFTER = 8
 """Steps between two kills."""

@@ -152,7 +152,6 @@ def parse_command_line(words: Sequence[str], environment: Mapping[str, str]) -> 
     hostfile, command = _split_command(rest, entry, values)
     own = {name: str(values[name]) for name in LAUNCHER_OPTIONS if name in values and name not in _REPEATED}
     flags = frozenset(name for name in (*LAUNCHER_FLAGS, *_FLAGS) if name in values)
-    max_restarts = whole("--max-restarts", values)
     spec = RanksSpec(
         tag=own.get("--tag", _tag_of(command[0])),
         is_tag_given="--tag" in own,
@@ -161,7 +160,7 @@ def parse_command_line(words: Sequence[str], environment: Mapping[str, str]) -> 
         directory=str(expand_user(Path(own.get("--directory", "."))).absolute()),
         ranks_per_node=str(values.get("--nproc-per-node", "slots")),
         max_nodes=MAX_NODES,
-        max_restarts=DEFAULT_RESTARTS if max_restarts is None else max_restarts,
+        max_restarts=DEFAULT_RESTARTS if (restarts := whole("--max-restarts", values)) is None else restarts,
         run_id=str(values.get("--rdzv-id", "none")),
         role=str(values.get("--role", "default")),
         environment=_variables(values, environment),

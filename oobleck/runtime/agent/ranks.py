@@ -41,7 +41,6 @@ _TAIL_BYTES = 4096
 _TAIL_LINES = 20
 _log = logging.getLogger("oobleck.agent")
 _GPUS = Path("/proc/driver/nvidia/gpus")
-_LOOK_S = 0.2
 _NO_PORT = "1"
 
 
@@ -378,9 +377,8 @@ class RankProcesses:
         self._directory.note_process("spare" if is_spare else f"rank{setup.local_rank}", pid)
         return self._order(setup, logs, is_spare=is_spare), logs
 
-    async def warmed(self) -> None:
-        while not self._directory.fork_warmth.exists():  # noqa: ASYNC110  another process makes the file
-            await trio.sleep(_LOOK_S)
+    def is_warm(self) -> bool:
+        return self._directory.fork_warmth.exists()
 
     def _order(self, setup: RankSetup, logs: Path, *, is_spare: bool = False) -> protocol.BecomeRank:
         run = setup.run

@@ -191,7 +191,10 @@ def _read_note(raw: bytes) -> _PartFile:
         part = load_json(raw)
         if isinstance(part, dict) and isinstance(part.get("note"), dict):
             # Parts that older versions saved lack these fields, and the decoder requires all of them.
-            part["note"] = {"script": "", "arguments": "", **part["note"]}
+            part["note"] = note = {"script": "", "arguments": "", **part["note"]}
+            shardings = note.get("shardings")
+            if isinstance(shardings, list):
+                note["shardings"] = [{"is_late": [], **each} if isinstance(each, dict) else each for each in shardings]
         text = json.dumps(part)
     except ValueError as error:
         raise PeerError(f"it is not JSON: {error}") from error

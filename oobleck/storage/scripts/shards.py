@@ -38,9 +38,14 @@ class Sharding:
     names: tuple[str, ...] = ()
     cut: tuple[int, ...]
     """The tensor's dimension that each mesh dimension cuts, or -1 if it replicates the tensor."""
+    is_late: tuple[bool, ...] = ()
+    """Whether a mesh dimension cuts only after all that are not late, as FSDP2 does beside tensor parallelism; empty
+    if none is."""
 
     def __post_init__(self) -> None:
-        is_known = len(self.cut) == len(self.mesh) and len(self.names) in (0, len(self.mesh))
+        is_known = len(self.cut) == len(self.mesh) and all(
+            len(each) in (0, len(self.mesh)) for each in (self.names, self.is_late)
+        )
         if not is_known or not all(1 <= size <= _MOST_RANKS for size in self.mesh) or min(self.cut, default=0) < -1:
             raise CorruptCheckpoint(f"a mesh of {self.mesh} with the names {self.names}, cut along {self.cut}")
 
@@ -58,7 +63,9 @@ class Sharding:
     def box(self, rank: int, shape: tuple[int, ...]) -> Box:
         starts, sizes = [0] * len(shape), list(shape)
         # Several mesh dimensions may cut one dimension of the tensor: each cuts the piece that the one before left.
-        for place, parts, cut in zip(self.place(rank), self.mesh, self.cut, strict=True):
+        are_late = self.is_late or (False,) * len(self.mesh)
+        cuts = zip(are_late, self.place(rank), self.mesh, self.cut, strict=True)
+        for _, place, parts, cut in sorted(cuts, key=lambda each: each[0]):
             if cut >= 0:
                 chunk = -(-sizes[cut] // parts)
                 skipped = min(place * chunk, sizes[cut])

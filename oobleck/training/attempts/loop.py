@@ -62,9 +62,10 @@ class Attempt:
         if line is None or not (error is None or isinstance(error, Exception)):
             return False
         # Only collectives fail before their rank hears why.
-        if not line.is_over and not line.groups.may_have_raised(error):
+        if not line.is_over and not isinstance(error, Interrupted) and not line.groups.may_have_raised(error):
             return False
-        if not line.wait_until_over(_HEARS_WITHIN_S):
+        # Where nodes change, it has heard why.
+        if not line.ends_after_save and not line.wait_until_over(_HEARS_WITHIN_S):
             return False
         self.is_interrupted = True
         if error is not None:
@@ -110,6 +111,8 @@ def attempts() -> Iterator[Attempt]:
             number += 1
             _old_threads.update(set(threading.enumerate()) - threads)
             line.groups.leave(within_s=_REST_S)
+            if not line.is_over:  # others that go on after their save wait for this rank, until its connections end
+                line.groups.forget()
             del attempt
             gc.collect()
             sys.excepthook = hook  # `init_process_group` puts another one around it each time

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from oobleck.errors import CorruptCheckpoint, UsageError
 from oobleck.storage.scripts import Sharding, TreeNode, from_tree, to_tree
@@ -82,16 +84,28 @@ def _sharding_of(tensor: DTensor, path: str) -> Sharding:
             "of a larger mesh: such shards cannot be saved"
         )
     cut = []
-    for placement in tensor.placements:
-        # A subclass may lay its rows out in another way.
-        if type(placement) is Shard:
+    are_late = []
+    for index, placement in enumerate(tensor.placements):
+        is_late = isinstance(placement, _StridedShard) and placement.split_factor == _num_cuts_after(tensor, index)
+        are_late.append(is_late)
+        # Another subclass may lay its rows out in another way.
+        if isinstance(placement, Shard | _StridedShard) and (is_late or type(placement) is Shard):
             cut.append(placement.dim % tensor.ndim)  # it may count from the end
         elif type(placement) is Replicate:
             cut.append(-1)
         else:
             raise UsageError(f"oobleck.checkpoint.save: {path} is placed as {placement}; it can be Shard or Replicate")
     names = tuple(mesh.mesh_dim_names or ())
-    return Sharding(device=mesh.device_type, mesh=tuple(mesh.mesh.shape), names=names, cut=tuple(cut))
+    late = tuple(are_late) if any(are_late) else ()
+    return Sharding(device=mesh.device_type, mesh=tuple(mesh.mesh.shape), names=names, cut=tuple(cut), is_late=late)
+
+
+def _num_cuts_after(tensor: DTensor, index: int) -> int:
+    """Return the number of pieces that later mesh dimensions cut the same dimension of a tensor into."""
+    sizes, placements = tensor.device_mesh.mesh.shape, tensor.placements
+    own = placements[index]
+    later = range(index + 1, len(placements))
+    return math.prod(sizes[each] for each in later if placements[each].is_shard(getattr(own, "dim", None)))
 
 
 def leaves(tree: TreeNode) -> tuple[Leaf, ...]:
@@ -121,7 +135,7 @@ def put_together(tree: TreeNode, tensors: Mapping[str, torch.Tensor], shardings:
         if leaf.sharding is None:
             return local
         sharding = shardings[leaf.sharding]
-        placements = [Replicate() if cut < 0 else Shard(cut) for cut in sharding.cut]
+        placements = _placements(sharding)
         # The strides are those of the whole tensor, which no rank has.
         strides = torch.empty(leaf.shape, device="meta").stride()
         on_device = local.to(sharding.device)
@@ -131,6 +145,18 @@ def put_together(tree: TreeNode, tensors: Mapping[str, torch.Tensor], shardings:
         )
 
     return from_tree(tree, tensor_of)
+
+
+def _placements(sharding: Sharding) -> list[Placement]:
+    placements: list[Placement] = []
+    are_late = sharding.is_late or (False,) * len(sharding.cut)
+    for index, (cut, is_late) in enumerate(zip(sharding.cut, are_late, strict=True)):
+        later = range(index + 1, len(sharding.cut))
+        num_before = math.prod(sharding.mesh[each] for each in later if sharding.cut[each] == cut)
+        placements.append(
+            Replicate() if cut < 0 else _StridedShard(cut, split_factor=num_before) if is_late else Shard(cut)
+        )
+    return placements
 
 
 def _meshes(shardings: tuple[Sharding, ...]) -> Callable[[Sharding], DeviceMesh]:

@@ -25,6 +25,7 @@ def elements(box: Box) -> set[tuple[int, ...]]:
 MESHES = st.sampled_from(
     [sharding((n,), (cut,)) for n in (1, 2, 3, 5) for cut in (0, 1)]
     + [sharding((2, 3), cut) for cut in ((-1, 0), (0, 1), (0, 0), (1, -1), (-1, -1))]
+    + [Sharding(device="cpu", mesh=(2, 3), cut=(0, 0), is_late=(True, False))]
 )
 
 
@@ -53,6 +54,11 @@ def test_chunks_are_as_torch_cuts_them() -> None:
     assert [of.box(rank, (10,)).sizes[0] for rank in range(4)] == [3, 3, 3, 1]
     assert [of.box(rank, (5,)).sizes[0] for rank in range(4)] == [2, 2, 1, 0]
     assert of.box(1, (10,)).within(of.box(1, (10,))) == (slice(0, 3),)
+
+
+def test_a_late_cut_cuts_what_the_others_have_left() -> None:
+    of = Sharding(device="cpu", mesh=(2, 2), cut=(0, 0), is_late=(True, False))
+    assert [of.box(rank, (8,)).starts[0] for rank in range(4)] == [0, 4, 2, 6]
 
 
 def test_replicas_stand_in_for_each_other() -> None:
