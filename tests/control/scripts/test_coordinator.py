@@ -91,8 +91,6 @@ class World:
         self.specs = specs
         required = {"tag": "t", "entry": "script", "command": ("train.py",), "directory": "/"}
         self.run = run = RanksSpec(**{**required, **choices})
-            **{"tag": "t", "entry": "script", "command": ("train.py",), "directory": "/", **choices}
-        )
         self.coordinator = RanksCoordinator(run, specs, started_at="2026-01-01", python_version="3.11.7")
         self.now_s = 0.0
         self.commands = self.coordinator.start(0.0)
