@@ -9,7 +9,6 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control import protocol
 from oobleck.control.protocol import CopyDoor, CopyParts, HeldPart, KeepStates, PartNotCopied, ScriptState, StatesHeld
 from oobleck.control.scripts.copies import Copies
 from tests.examples import examples
@@ -24,7 +23,7 @@ class Node:
     own: list[tuple[ScriptState, HeldPart]] = field(default_factory=list)
     copies: dict[tuple[int, str], list[HeldPart]] = field(default_factory=dict)
     kept: KeepStates = field(default_factory=lambda: KeepStates(number=0, states=(), from_step=None))
-    up: deque[StatesHeld | protocol.StatesKept | PartNotCopied] = field(default_factory=deque)
+    up: deque[StatesHeld | PartNotCopied] = field(default_factory=deque)
     down: deque[KeepStates | CopyParts] = field(default_factory=deque)
 
     def held(self) -> set[HeldPart]:
@@ -70,7 +69,6 @@ class Cluster:
     def __init__(self, num_nodes: int, num_copies: int, random: Random, num_slots: int = 4) -> None:
         self.random = random
         self.num_slots = num_slots
-        self.num_copies = num_copies
         self.master = Copies(num_copies)
         self.nodes = {f"node{number}": Node() for number in range(num_nodes)}
         self.sending: list[tuple[str, ScriptState, int, str]] = []
@@ -128,9 +126,6 @@ class Cluster:
                     self.master.hold(name, parts, kept=kept)
                 case PartNotCopied() as failed:
                     self.master.fail(name, failed, 0.0)
-                case protocol.StatesKept(door=door, order=order):
-                    self.master.meet(name, door)
-                    self.master.recall(name, order)
         self.decide()
 
     def decide(self) -> None:
@@ -172,18 +167,6 @@ class Cluster:
                 what(name)
         self.send()
 
-    def succeed(self) -> None:
-        """Have another master take over; nodes repeat what the one before may not have processed."""
-        self.master = Copies(self.num_copies)
-        self.master.take_over(self.nodes)
-        self.master.begin(self.start.partition("-")[2], self.nodes)
-        for name, node in self.nodes.items():
-            node.down.clear()
-            order = node.kept if node.kept.number else None
-            door = CopyDoor(node=name, host="", port=1, ticket=b"")
-            node.up.append(protocol.StatesKept(door=door, order=order))
-            self.report(name)
-
     def lose(self, name: str) -> None:
         self.nodes.pop(name)
         self.master.end()
@@ -217,24 +200,6 @@ def test_what_is_called_protected_survives_the_loss_of_any_node_at_any_moment(
             cluster.lose(cluster.random.choice(list(cluster.nodes)))
             if protection.protected is not None:
                 assert cluster.step >= protection.protected
-
-
-@examples(100)
-@given(clusters, st.integers(1, 12), st.lists(st.integers(0, 60), min_size=1, max_size=4))
-def test_what_was_protected_under_the_master_before_stays_until_something_newer_is(
-    cluster: Cluster, saves_per_round: int, waits: list[int]
-) -> None:
-    protected = 0
-    for wait in waits:
-        for _ in range(wait):
-            cluster.act(saves_per_round)
-            now = cluster.master.protection
-            if now.protected is not None and not now.num_missing:
-                protected = now.protected
-            for lost in cluster.nodes:
-                left = [name for name in cluster.nodes if name != lost]
-                assert max((state.step for state in cluster.whole(left)), default=0) >= protected, lost
-        cluster.succeed()
 
 
 @examples(50)
