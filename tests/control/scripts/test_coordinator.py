@@ -73,6 +73,7 @@ from oobleck.control.scripts import RanksCoordinator
 from oobleck.errors import ExitCode
 from oobleck.job import ControlSpec, NodeSpec
 from oobleck.job.ranks import RanksSpec
+from tests.control.journals import books_of
 
 NODES = ("a", "b", "c")
 T = TypeVar("T")
@@ -87,10 +88,24 @@ class World:
         )
         specs = specs[:num_nodes]
         choices = {"min_nodes": 1, "max_nodes": 3, "max_restarts": 1, "control": ControlSpec(), **options}
-        run = RanksSpec(**{"tag": "t", "entry": "script", "command": ("train.py",), "directory": "/", **choices})
+        self.specs = specs
+        required = {"tag": "t", "entry": "script", "command": ("train.py",), "directory": "/"}
+        self.run = run = RanksSpec(**{**required, **choices})
         self.coordinator = RanksCoordinator(run, specs, started_at="2026-01-01", python_version="3.11.7")
         self.now_s = 0.0
         self.commands = self.coordinator.start(0.0)
+
+    def succeed(self) -> list[Command]:
+        """Have another master take over from the journal."""
+        books = books_of(command.entry for command in self.commands if isinstance(command, Record))
+        assert books.ranks is not None
+        self.now_s += 5
+        self.coordinator = RanksCoordinator(
+            self.run, self.specs, started_at="2027-02-02", python_version="3.11.7", replayed=books.ranks
+        )
+        new = self.coordinator.start(self.now_s)
+        self.commands += new
+        return new
 
     def give(self, event: Event) -> list[Command]:
         self.now_s += 0.01
@@ -183,6 +198,82 @@ def test_a_failed_rank_ends_the_others_and_the_next_generation_is_counted():
     world.ready("c", 1)
     assert {order.generation for order in sent(world.ready("a", 1), StartRanks).values()} == {2}
     assert [formed.num_failures for formed in world.entries(GenerationFormed)] == [0, 1]
+
+
+def test_another_master_lets_ranks_run_on_and_hears_again_what_the_one_before_knew():
+    world = World()
+    world.begin(*NODES)
+    assert {each.node.name: each.attach for each in world.succeed() if isinstance(each, Connect)} == dict.fromkeys(
+        NODES, True
+    )
+    for node in NODES:
+        commands = world.come(node)
+        assert sent(commands, ConfigureRanks)
+        assert not sent(commands, StartRanks)
+        world.say(node, RanksStarted(generation=1, pids=(1, 2), is_warm=False))
+    assert len(world.entries(GenerationRuns)) == 1
+    for node in NODES:
+        world.say(node, RanksFinished(generation=1))
+    assert world.end.exit_code == ExitCode.DONE
+
+
+def test_states_keep_the_runs_name_under_another_master():
+    world = World(max_restarts=5)
+    world.begin(*NODES)
+    world.succeed()
+    for node in NODES:
+        world.come(node)
+    world.say("b", failed())
+    orders = {}
+    for node in NODES:
+        orders |= sent(world.ready(node, 1), StartRanks)
+    assert {(order.generation, order.start) for order in orders.values()} == {(2, "20260101-000002")}
+
+
+def test_a_node_whose_agent_is_gone_when_another_master_comes_is_left_out():
+    world = World()
+    world.begin(*NODES)
+    world.succeed()
+    world.come("a")
+    world.come("c")
+    ends = sent(world.give(NodeFailed(node="b", loss=ConnectionLost())), EndRanks)
+    assert set(ends) == {"a", "c"}
+    world.ready("a", 1)
+    assert set(sent(world.ready("c", 1), StartRanks)) == {"a", "c"}
+
+
+@pytest.mark.parametrize("is_failure", [False, True])
+def test_what_a_master_had_begun_to_start_or_to_end_is_ended_by_the_next_one(is_failure: bool):
+    """Orders to start may be lost, and with them the port at which ranks meet."""
+    world = World()
+    if is_failure:
+        world.begin(*NODES)
+        world.say("b", failed())
+    else:
+        for node in NODES:
+            world.come(node)
+        for node in NODES:
+            world.ready(node)
+    world.succeed()
+    for node in NODES:
+        assert sent(world.come(node), EndRanks)[node].generation == 1
+    orders = {}
+    for node in NODES:
+        orders |= sent(world.ready(node, 1), StartRanks)
+    assert {order.generation for order in orders.values()} == {2}
+    assert world.entries(GenerationFormed)[-1].num_failures == is_failure
+
+
+def test_failures_count_under_all_masters():
+    world = World(max_restarts=0)
+    world.begin(*NODES)
+    world.say("b", failed())
+    world.succeed()
+    for node in NODES:
+        world.come(node)
+        world.ready(node, 1)
+    assert world.end.exit_code == ExitCode.FAILED
+    assert "no restart is allowed (--max-restarts)" in world.end.reason
 
 
 def test_a_report_that_is_repeated_is_one_failure():
