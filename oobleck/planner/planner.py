@@ -30,6 +30,7 @@ class Planner:
         kind_of: Mapping[str, str] | None = None,
         *,
         tensor_parallel: int = 1,
+        is_sharded: bool = False,
         make_cutter: Callable[[Profile], Cutter] | None = None,
         mixes: bool = True,
     ) -> None:
@@ -37,25 +38,32 @@ class Planner:
 
         With several kinds, `kind_of` names the kind of each node and may grow; stages have one device and one chunk;
         `mixes=False` keeps each pipeline to one kind. With one kind, each `tensor_parallel` devices hold the same
-        layers, and `make_cutter`, called with the planner's profile, cuts pipelines into chunks. Raises PlanningError.
+        layers, each with all weights and some of the optimizer's state if `is_sharded`; `make_cutter`, called with the
+        planner's profile, cuts pipelines into chunks. Raises PlanningError.
         """
         if isinstance(kinds, Profile):
             kinds = [NodeKind(name=kinds.device.name, profile=kinds, devices_per_node=settings.devices_per_node)]
         self.kinds, self.settings, self._degree = tuple(kinds), settings, tensor_parallel
         self._remade = partial(
-            Planner, self.kinds, kind_of=kind_of, tensor_parallel=tensor_parallel, make_cutter=make_cutter
+            Planner,
+            self.kinds,
+            kind_of=kind_of,
+            tensor_parallel=tensor_parallel,
+            is_sharded=is_sharded,
+            make_cutter=make_cutter,
         )
         self._profiles: tuple[Profile, ...]
         self._catalog: Catalog
         self._propose: Propose
         if len(self.kinds) == 1:
             (kind,) = self.kinds
+            profile = groups.with_sharded_state(kind.profile, self._degree) if is_sharded else kind.profile
             alike = one_kind.OneKindCatalog(
-                *groups.grouped(kind.profile, replace(settings, devices_per_node=kind.devices_per_node), self._degree),
+                *groups.grouped(profile, replace(settings, devices_per_node=kind.devices_per_node), self._degree),
                 make_cutter=make_cutter,
             )
             # Reports and forecasts see single devices; only the catalog takes a group for one.
-            self._profiles = (groups.with_times_of_groups(kind.profile, self._degree),)
+            self._profiles = (groups.with_times_of_groups(profile, self._degree),)
             self._catalog, self._propose = alike, partial(one_kind.propose_moves, alike)
         else:
             if self._degree > 1:

@@ -233,6 +233,7 @@ def job_specs(draw: st.DrawFn) -> JobSpec:
     schedule = draw(
         st.sampled_from(["1f1b", "gpipe", "interleaved", "auto", *(["zero-bubble"] if degree == 1 else [])])
     )
+    lanes = draw(st.sampled_from([1, 2, 3])) if degree == 1 else 1
     return draw(
         built(
             JobSpec,
@@ -240,10 +241,12 @@ def job_specs(draw: st.DrawFn) -> JobSpec:
             env=st.dictionaries(WHOLE, WHOLE, max_size=3),
             attn_implementation=st.sampled_from([None, "eager", "sdpa"]),
             microbatch_size=st.just(microbatch_size),
-            global_batch_size=st.just(microbatch_size * num_microbatches),
+            global_batch_size=st.just(microbatch_size * num_microbatches * lanes),
             schedule=st.just(schedule),
             compile=st.booleans() if degree == 1 and schedule != "zero-bubble" else st.just(False),
             tensor_parallel=st.just(degree),
+            sharding=st.just("none" if lanes == 1 else "optimizer"),
+            sharding_devices=st.just(lanes),
             initial_loss_scale=_LOSS_SCALES,
             num_pipelines=st.none() | st.integers(1, num_microbatches),
         )

@@ -35,7 +35,14 @@ def planner_for(job: JobSpec, kinds: Sequence[NodeKind], kind_of: Mapping[str, s
     # The planner takes the first of equally fast plans, which must not depend on which profile was known first.
     by_name = sorted(kinds, key=lambda kind: kind.name)
     cutter = make_cutter(fixed_schedule(job), job.num_chunks)
-    return Planner(by_name, settings, kind_of, tensor_parallel=job.devices_per_stage, make_cutter=cutter)
+    return Planner(
+        by_name,
+        settings,
+        kind_of,
+        tensor_parallel=job.devices_per_stage,
+        is_sharded=job.sharding != "none",
+        make_cutter=cutter,
+    )
 
 
 def check_possible(job: JobSpec, *, kinds: Collection[str] = (), num_layers: int | None = None) -> None:

@@ -70,10 +70,15 @@ class StageState:
             return
         cut = share.cut_dimensions.keys()
         self.model.adopt_chunks(chunks, {name: value for name, value in state.items() if name not in cut})
-        self._parameters = {
-            name: (before.get(name) or self._new_share(name, state.get(name), whole)) if name in cut else whole
-            for name, whole in self.model.parameters.items()
-        }
+        self._parameters = {}
+        for name, whole in self.model.parameters.items():
+            if name not in cut:
+                self._parameters[name] = whole
+            # As in the model, what is held already stays the same object.
+            elif name in before:
+                self._parameters[name] = before[name]
+            else:
+                self._parameters[name] = self._new_share(name, state.get(name), whole)
 
     def initialize(self, layers: Iterable[int], *, seed: int) -> None:
         """Set held layers to their share of the initial values."""
