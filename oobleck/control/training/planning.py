@@ -76,7 +76,7 @@ def fixed_schedule(job: JobSpec) -> ScheduleKind | None:
     if job.schedule != "auto":
         return ScheduleKind(job.schedule)
     # Devices that share stages, and compiled blocks, take a backward pass whole, which leaves no choice.
-    return ScheduleKind.ONE_F_ONE_B if job.tensor_parallel > 1 or job.compile else None
+    return ScheduleKind.ONE_F_ONE_B if job.devices_per_stage > 1 or job.compile else None
 
 
 def schedules_for(

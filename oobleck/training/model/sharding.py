@@ -16,6 +16,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from oobleck.errors import ConfigError
+
 from .models import StageModel
 from .structure import ModelStructure
 from .tensor_parallel import Share, initialize_share, rows_of
@@ -25,8 +27,10 @@ def sharded(structure: ModelStructure, *, rank: int, degree: int) -> Share:
     """Cut the state of all trained parameters by their first dimension.
 
     Frozen parameters and buffers, which have no optimizer state, stay whole. So do trained single numbers, of which
-    each device has a gradient of its own microbatches.
+    each device has a gradient of its own microbatches. Raises ConfigError for a model that is kept whole.
     """
+    if structure.is_whole:
+        raise ConfigError("sharding: devices cannot share out a model that is kept whole; leave it out")
     trained = {name: shape for name, shape in structure.shapes.items() if name not in structure.frozen}
     cut = {
         name: torch.Size([len(rows_of(shape[0], rank=rank, degree=degree)), *shape[1:]])

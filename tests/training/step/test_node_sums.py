@@ -11,8 +11,20 @@ import pytest
 import torch
 
 from oobleck.control.steps import Interrupted
+from oobleck.control.steps.groups import Committee
 from oobleck.job import JobSpec, OptimizerSpec
-from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, PlannerSettings, Profile, WorkerId
+from oobleck.planner import (
+    DeviceProfile,
+    ExecutionPlan,
+    LayerProfile,
+    NetworkProfile,
+    Pipeline,
+    PipelineTemplate,
+    PlannerSettings,
+    Profile,
+    StageTemplate,
+    WorkerId,
+)
 from oobleck.planner.costs import footprint
 from oobleck.planner.tensor_parallel import grouped, with_sharded_state
 from oobleck.training.model.models import StageModel
@@ -21,6 +33,7 @@ from oobleck.training.model.structure import ModelStructure
 from oobleck.training.optim import Optimizer
 from oobleck.training.step.layer_store import LayerStore
 from oobleck.training.step.node_sums import NodeSums
+from oobleck.training.step.reduction import make_buckets
 from tests.training.model.test_frozen import frozen_structure
 from tests.training.model.test_tensor_parallel import Sums
 from tests.training.step.test_step import RECORD
@@ -140,6 +153,22 @@ def test_a_step_is_applied_without_a_word_to_other_devices() -> None:
         assert device.calls == 0
         changed = [name for name, share in device.state.parameters.items() if not torch.equal(share, before[name])]
         assert changed == [name for name, share in before.items() if share.numel()]
+
+
+def test_shares_are_summed_with_those_of_the_same_rank_alone() -> None:
+    structure = structure_of("gpt2")
+    stage = StageTemplate(first_layer=0, stop_layer=structure.num_layers, node_index=0, num_devices=DEGREE)
+    pipelines = tuple(
+        Pipeline(template=PipelineTemplate(stages=(stage,)), nodes=(node,), num_microbatches=1) for node in ("a", "b")
+    )
+    committee = Committee(ExecutionPlan(pipelines=pipelines), 1)
+    for worker_id in committee.plan.worker_ids:
+        share = sharded(structure, rank=worker_id.device, degree=DEGREE)
+        buckets = make_buckets(committee.plan, worker_id, share, key_of=committee.key_of)
+        assert {name for bucket in buckets for name in bucket.parameters} == set(structure.shapes)
+        for bucket in buckets:
+            assert bucket.key.members == tuple(WorkerId(node, worker_id.device) for node in ("a", "b"))
+            assert bucket.is_counted, "each rank's part of the norm counts"
 
 
 def test_shares_that_a_new_plan_leaves_here_stay_with_their_state() -> None:
