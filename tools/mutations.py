@@ -732,7 +732,7 @@ MUTATIONS = (
     Mutation(
         name="fenced_node_sum",
         what="a fence ends the sums within a node of a whole pipeline",
-        file="oobleck/sim/cluster/node_sums.py",
+        file="oobleck/sim/cluster/groups.py",
         old="commit_state.is_pipeline_stopped\n",
         new="commit_state.is_fenced\n",
         caught_by=SHARED_OUT,

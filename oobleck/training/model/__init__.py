@@ -11,9 +11,8 @@ from .layer_trial import try_layers
 from .live_model import LiveModel
 from .loss_trial import BatchSizes, CapturedHead, made_up_weights, with_tried_loss
 from .models import StageModel, separates_documents
-from .sharding import StageState, sharded
 from .structure import LossOfInputs, ModelStructure
-from .tensor_parallel import AllReduce, Share, install, share_of
+from .tensor_parallel import AllReduce, Share, initialize_share, install, sharded, share_of
 from .weight_gradients import WeightGradients
 
 __all__ = [
@@ -28,11 +27,11 @@ __all__ = [
     "Precision",
     "Share",
     "StageModel",
-    "StageState",
     "WeightGradients",
     "add_adapters",
     "build_model",
     "check_attention",
+    "initialize_share",
     "install",
     "made_up_weights",
     "plain_name",

@@ -28,12 +28,13 @@ from oobleck.planner import (
 from oobleck.planner.costs import footprint
 from oobleck.planner.tensor_parallel import grouped, with_sharded_state
 from oobleck.training.model.models import StageModel
-from oobleck.training.model.sharding import StageState, sharded
 from oobleck.training.model.structure import ModelStructure
+from oobleck.training.model.tensor_parallel import sharded
 from oobleck.training.optim import Optimizer
 from oobleck.training.step.layer_store import LayerStore
 from oobleck.training.step.node_sums import NodeSums
 from oobleck.training.step.reduction import make_buckets
+from oobleck.training.step.stage_state import StageState
 from tests.training.model.test_frozen import frozen_structure
 from tests.training.model.test_tensor_parallel import Sums
 from tests.training.step.test_step import RECORD
@@ -51,7 +52,7 @@ class Device:
         share = sharded(structure, rank=rank, degree=DEGREE)
         model = StageModel(structure, dtype=torch.float64, device="cpu")
         self.state = StageState(model, share)
-        self._sums = sums
+        self.sums = sums
         self.calls = 0
         self.fails_at: int | None = None
         self.node_sums = NodeSums(self.state, self._sum_up, max_elements=max_elements)
@@ -63,7 +64,7 @@ class Device:
         self.calls += 1
         if self.calls == self.fails_at:
             raise Interrupted
-        return self._sums(tensor)
+        return self.sums(tensor)
 
 
 def devices_of(structure: ModelStructure, *, max_elements: int = 5000) -> list[Device]:
@@ -133,13 +134,13 @@ def test_what_a_device_posts_does_not_depend_on_where_it_was_interrupted(what: s
     once = devices[0].calls
     devices[0].calls, devices[0].fails_at = 0, fails_at
     # The others' parts do not matter here: what this one has by then is of no use to it.
-    devices[0]._sums = cast("Sums", lambda tensor: tensor)
+    devices[0].sums = cast("Sums", lambda tensor: tensor)
     with pytest.raises(Interrupted):
         getattr(devices[0].node_sums, what)()
     sums = Sums(DEGREE)
     for device in devices:
         device.state.forget_gradients()
-        device.calls, device.fails_at, device._sums = 0, None, sums
+        device.calls, device.fails_at, device.sums = 0, None, sums
     on_all(devices, lambda device: getattr(device.node_sums, what)())
     assert {device.calls for device in devices} == {once}
 
