@@ -42,6 +42,8 @@ FORGOTTEN = (
 ANSWERS = "tests/control/steps/test_follower.py::test_an_answer_stays_true_wherever_the_worker_is_interrupted"
 CLAIMS = "tests/control/steps/test_follower.py::test_who_has_not_applied_a_step_that_others_have_catches_up_first"
 SECTIONS = "tests/control/test_commit.py::test_sections_of_a_step_break_no_promise"
+SHARED_OUT = "tests/control/test_commit.py::test_devices_that_share_out_a_stage_break_no_promise"
+SHARED_WEIGHTS = "tests/training/step/test_node_sums.py::test_whole_weights_are_those_of_all_shares_to_the_last_bit"
 STACK = "tests/sim/test_promises.py::test_faults_of_all_kinds_break_no_promise"
 SAVES = "tests/control/test_commit.py::test_no_run_waits_for_a_save_that_nobody_makes"
 RELAYED = "tests/sim/cluster/test_relays.py::test_what_a_frozen_relay_did_not_pass_on_is_said_again"
@@ -677,6 +679,80 @@ MUTATIONS = (
         old="        if not self.partial_commit.before:  # In",
         new="        if True:  # In",
         caught_by=SECTIONS,
+    ),
+    Mutation(
+        name="lost_rows",
+        what="the devices of a sharded stage leave out the rows that do not divide by their number",
+        file="oobleck/training/model/tensor_parallel.py",
+        old="    each = -(-count // degree)\n",
+        new="    each = count // degree\n",
+        caught_by=SHARED_WEIGHTS,
+    ),
+    Mutation(
+        name="rounded_weights",
+        what="whole weights of a sharded stage are sums with zeros, which change the sign of a zero",
+        file="oobleck/training/step/node_sums.py",
+        old="torch.full((self._degree, own.numel()), ABSENT,",
+        new="torch.full((self._degree, own.numel()), 0.0,",
+        caught_by=SHARED_WEIGHTS,
+    ),
+    Mutation(
+        name="gather_in_apply",
+        what="a device of a sharded stage waits for the others before a committed step is applied",
+        file="oobleck/sim/cluster/step.py",
+        old="        self._layers.apply(self.reduced, record)\n",
+        new=(
+            "        self._layers.apply(self.reduced, record)\n"
+            "        if self.seat is not None:\n"
+            "            yield from self._node_sums.gather(self.seat.stage_key, record.step)\n"
+        ),
+        caught_by=SHARED_OUT,
+    ),
+    Mutation(
+        name="full_cache",
+        what="a device whose weights are whole does not take part in gathering them",
+        file="oobleck/training/step/node_sums.py",
+        old="        shares, wholes = self._state.parameters, self._state.model.parameters\n",
+        new=(
+            "        shares, wholes = self._state.parameters, self._state.model.parameters\n"
+            "        if not any(bool(whole.isnan().any()) for whole in wholes.values()):\n"
+            "            return\n"
+        ),
+        caught_by="tests/training/step/test_node_sums.py"
+        "::test_what_a_device_posts_does_not_depend_on_where_it_was_interrupted",
+    ),
+    Mutation(
+        name="kept_stage_group",
+        what="the group of a stage's devices outlives a step that was interrupted",
+        file="oobleck/control/steps/groups.py",
+        old='stage_key=GroupKey("stage", generation,',
+        new='stage_key=GroupKey("stage", 0,',
+        caught_by=SHARED_OUT,
+    ),
+    Mutation(
+        name="fenced_node_sum",
+        what="a fence ends the sums within a node of a whole pipeline",
+        file="oobleck/sim/cluster/groups.py",
+        old="commit_state.is_pipeline_stopped\n",
+        new="commit_state.is_fenced\n",
+        caught_by=SHARED_OUT,
+    ),
+    Mutation(
+        name="unlike_ranks",
+        what="shares of parameters are summed with those of other ranks",
+        file="oobleck/training/step/reduction.py",
+        old="(name in share.summed or owner.device % share.degree == share.rank)",
+        new="True",
+        caught_by="tests/training/step/test_node_sums.py::test_shares_are_summed_with_those_of_the_same_rank_alone",
+    ),
+    Mutation(
+        name="whole_parameter_optimizer",
+        what="optimizers that go by all of a parameter train rows of it",
+        file="oobleck/training/optim/optimizer.py",
+        old="                if self._is_sharded:\n",
+        new="                if False:\n",
+        caught_by="tests/training/optim/test_optimizer.py"
+        "::test_an_optimizer_that_goes_by_all_of_a_parameter_is_refused_where_devices_have_some_rows",
     ),
 )
 

@@ -401,16 +401,16 @@ class JobSpec:
         must("initial_loss_scale", is_power, "a power of two, as 65536.0")
         is_power = self.tensor_parallel & (self.tensor_parallel - 1) == 0
         must("tensor_parallel", is_power, "a power of two: 1, 2, 4, 8, …")
-        is_alone, is_split = self.tensor_parallel == 1, self.schedule == "zero-bubble"
+        is_alone, is_split = self.devices_per_stage == 1, self.schedule == "zero-bubble"
         must(
             "schedule",
             is_alone or not is_split,
-            "1f1b, gpipe, interleaved or auto where devices share stages (tensor_parallel)",
+            "1f1b, gpipe, interleaved or auto where devices share stages (tensor_parallel, sharding)",
         )
         must(
             "compile",
             not self.compile or (is_alone and not is_split),
-            "false where devices share stages (tensor_parallel) or backward passes are split (zero-bubble)",
+            "false where devices share stages (tensor_parallel, sharding) or backward passes are split (zero-bubble)",
         )
         self._check_sharding(must)
         is_short = self.device == "cuda" and self.dtype in ("bfloat16", "float16")
@@ -457,7 +457,7 @@ class JobSpec:
     @property
     def may_split_backward(self) -> bool:
         """Whether backward passes may be split in two parts."""
-        is_whole = self.tensor_parallel > 1 or self.compile
+        is_whole = self.devices_per_stage > 1 or self.compile
         return self.schedule == "zero-bubble" or (self.schedule == "auto" and not is_whole)
 
     def is_evaluated(self, step: int) -> bool:

@@ -31,6 +31,7 @@ class Planner:
         *,
         domain_of: Mapping[str, str] | None = None,
         tensor_parallel: int = 1,
+        is_sharded: bool = False,
         make_cutter: Callable[[Profile], Cutter] | None = None,
         mixes: bool = True,
     ) -> None:
@@ -38,9 +39,9 @@ class Planner:
 
         With several kinds, `kind_of` names the kind of each node and may grow; stages have one device and one chunk;
         `mixes=False` keeps each pipeline to one kind. With one kind, each `tensor_parallel` devices hold the same
-        layers, and `make_cutter`, called with the planner's profile, cuts pipelines into chunks. `domain_of` names the
-        failure domain of nodes, and may grow: f counts domains, and a node that it leaves out is one by itself. Raises
-        PlanningError.
+        layers, each with all weights and some of the optimizer's state if `is_sharded`; `make_cutter`, called with the
+        planner's profile, cuts pipelines into chunks. `domain_of` names the failure domain of nodes, and may grow: f
+        counts domains, and a node that it leaves out is one by itself. Raises PlanningError.
         """
         if isinstance(kinds, Profile):
             kinds = [NodeKind(name=kinds.device.name, profile=kinds, devices_per_node=settings.devices_per_node)]
@@ -51,6 +52,7 @@ class Planner:
             kind_of=kind_of,
             domain_of=domain_of,
             tensor_parallel=tensor_parallel,
+            is_sharded=is_sharded,
             make_cutter=make_cutter,
         )
         self._domain_of = {} if domain_of is None else domain_of
@@ -60,12 +62,13 @@ class Planner:
         self._propose: Propose
         if len(self.kinds) == 1:
             (kind,) = self.kinds
+            profile = groups.with_sharded_state(kind.profile, self._degree) if is_sharded else kind.profile
             alike = one_kind.OneKindCatalog(
-                *groups.grouped(kind.profile, replace(settings, devices_per_node=kind.devices_per_node), self._degree),
+                *groups.grouped(profile, replace(settings, devices_per_node=kind.devices_per_node), self._degree),
                 make_cutter=make_cutter,
             )
             # Reports and forecasts see single devices; only the catalog takes a group for one.
-            self._profiles = (groups.with_times_of_groups(kind.profile, self._degree),)
+            self._profiles = (groups.with_times_of_groups(profile, self._degree),)
             self._catalog, self._propose = alike, partial(one_kind.propose_moves, alike)
         else:
             if self._degree > 1:

@@ -1,4 +1,4 @@
-"""Tensor parallelism as the planner sees it: groups of a node's devices that act as one device.
+"""Devices that share stages as the planner sees them: groups of a node's devices that act as one device.
 
 With a degree of t, each t devices of a node hold the same layers, each its share. The planner plans for nodes with a
 t-th of the devices and expands the result; a layer moves as t transfers, between devices of equal rank in their groups.
@@ -36,6 +36,30 @@ def grouped(profile: Profile, settings: PlannerSettings, degree: int) -> tuple[P
         devices_per_node=settings.devices_per_node // degree,
         reserved_memory_bytes=settings.reserved_memory_bytes * degree,
     )
+
+
+def with_sharded_state(profile: Profile, degree: int) -> Profile:
+    """Return the profile of `degree` devices that hold a stage with sharded optimizer state, in bytes of all of them.
+
+    Each computes a microbatch of its own, with whole weights and whole gradients. Once, the devices hold shares of
+    trained weights and their sums beside the optimizer's state, and sums with other nodes. Microbatches of all devices
+    take the time of one.
+    """
+    if degree == 1:
+        return profile
+    # `StageCosts` counts weights, gradients and optimizer state once, as of a stage that one device holds.
+    layers = (
+        replace(
+            layer,
+            activation_bytes=degree * layer.activation_bytes,
+            transient_bytes=degree * layer.transient_bytes,
+            copy_bytes=degree * layer.copy_bytes
+            + (degree - 1) * layer.param_bytes
+            + (degree + 1) * layer.trained_bytes,
+        )
+        for layer in profile.layers
+    )
+    return replace(profile, layers=tuple(layers))
 
 
 def with_times_of_groups(profile: Profile, degree: int) -> Profile:

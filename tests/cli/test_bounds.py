@@ -98,6 +98,13 @@ def test_a_number_of_layers_that_no_model_has_is_refused_by_its_key(key: str, va
         ),
         ("global_batch_size: 100000", "at most 65,536 microbatches of 1; raise microbatch_size"),
         ("tensor_parallel: 3", "tensor_parallel: 3 is not possible; it must be a power of two"),
+        ("sharding: optimizer", "sharding_devices: 1 is not possible; it must be the number of a node's devices, 2 or"),
+        ("sharding_devices: 2", "sharding_devices: 2 is not possible; it must be 1 with sharding: none"),
+        ("{sharding: optimizer, sharding_devices: 3}", "global_batch_size: 8 .* a multiple of microbatch_size × shar"),
+        (
+            "{sharding: optimizer, sharding_devices: 2, tensor_parallel: 2}",
+            "tensor_parallel: 2 is not possible; it must be 1 with sharding: optimizer",
+        ),
         ("torch_threads: 100000", "torch_threads: 100000 is not possible; it must be from 1 to 1,024"),
         ('checkpoint: {directory: "\\0"}', "checkpoint.directory: '.x00' is not possible; .* null characters"),
         ('data: {paths: [a, "b\\ud800"]}', r"data.paths: 'b.ud800' is not possible; .* whole characters"),

@@ -161,8 +161,10 @@ def test_a_master_that_dies_in_the_middle_of_a_step_is_succeeded_and_learns_what
 
 
 @pytest.mark.slow
-def test_devices_that_share_stages_commit_their_shares(runner: Runner) -> None:
-    with runner.up(*options(runner, WIDE), "--set", "tensor_parallel=2") as up:
+@pytest.mark.parametrize("sharing", [("tensor_parallel=2",), ("sharding=optimizer", "sharding_devices=2")])
+def test_devices_that_share_stages_commit_their_shares(runner: Runner, sharing: tuple[str, ...]) -> None:
+    sets = [word for setting in sharing for word in ("--set", setting)]
+    with runner.up(*options(runner, WIDE), *sets) as up:
         wait_for_middle_of_step(runner, up, 3)
         kill(runner, ("node0", "node3"))
         outcome = up.finish()

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
-from .elastic import ENDLESS, Reference, assert_all_is_right, each_loss, stopped
-from .harness import GPT2, Runner
+from oobleck.storage import CheckpointDirectory
+
+from .elastic import (
+    ENDLESS,
+    LLAMA_TOLERANCE,
+    Reference,
+    assert_all_is_right,
+    assert_losses,
+    each_loss,
+    run_without_a_kill,
+    stopped,
+)
+from .harness import GPT2, LLAMA, Runner, kill_everything, worker_pids
+from .test_checkpoints import first_step_of, steps_of
 from .test_losses import KILL_STEP
 from .test_tensor_parallel import SHARED, assert_evaluated
 
@@ -51,3 +66,51 @@ def test_sharded_stages_compute_what_one_process_computes(
     ]
     assert set(devices) == {2}
     assert not [entry for entry in runner.journal() if entry["@type"] == "ReplicasDiffer"]
+
+
+@pytest.mark.slow
+def test_what_devices_saved_in_shares_is_gone_on_from_without_shares_and_the_other_way_round(
+    runner: Runner, path: Path, tmp_path: Path, reference: tuple[Reference, list[float]]
+) -> None:
+    """Everything is killed twice. In the first run one of the workers of a stage is killed before, and comes back."""
+    directory = CheckpointDirectory(tmp_path / "checkpoints")
+    options = ("--job", str(path), "--set", f"checkpoint={{enabled: true, save_steps: 5, directory: {directory.path}}}")
+    losses: dict[int, float] = {}
+    begins = 1
+    for number, sharing in enumerate((OPTIMIZER, (), OPTIMIZER)):
+        with runner.up(*options, *sharing, nodes=("--local", "2")) as up:
+            if not number:
+                up.wait_for_step(4)
+                os.kill(worker_pids(runner)["node1"], signal.SIGKILL)
+                up.wait_for("the node's workers are started again")
+            up.wait_for_checkpoint(begins + 9)
+            kill_everything(runner, up)
+        assert first_step_of(runner) == begins
+        losses |= {
+            entry["record"]["step"]: entry["record"]["loss"]
+            for entry in runner.journal()
+            if entry["@type"] == "StepDone"
+        }
+        newest, *_ = steps_of(directory)
+        begins = newest + 1
+        shutil.rmtree(runner.memory)
+    assert sorted(losses) == list(range(1, len(losses) + 1))
+    assert_losses([loss for _, loss in sorted(losses.items())], reference[0])
+
+
+@pytest.mark.slow
+def test_interleaved_sharded_stages_of_frozen_layers_and_adapters_lose_no_step(runner: Runner) -> None:
+    """With adapters most weights are frozen: the losses are those of the same run without sharding."""
+    path = runner.job_file(LLAMA)
+    adapted = path.read_text(encoding="utf-8").replace(
+        "num_key_value_heads: 1}", "num_key_value_heads: 1, lora: {r: 4}}"
+    )
+    path.write_text(adapted.replace("max_steps: 24", f"max_steps: {ENDLESS}"), encoding="utf-8")
+    options = ("--job", str(path), "--set", "schedule=interleaved")
+    with runner.up(*options, *OPTIMIZER, "--kill", f"node2@{KILL_STEP}") as up:
+        up.wait_for("no step lost")
+        up.wait_for_steps(4)
+        outcome = stopped(runner, up)
+    assert [recovery["nodes"] for recovery in outcome.recoveries] == [["node2"]]
+    alone = run_without_a_kill(runner, *options, steps=len(outcome.losses))
+    assert_losses(outcome.losses, lambda count: alone.losses[:count], tolerance=LLAMA_TOLERANCE)

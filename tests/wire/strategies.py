@@ -229,9 +229,9 @@ _LOSS_SCALES = st.integers(-24, 100).map(lambda exponent: 2.0**exponent)
 @st.composite
 def job_specs(draw: st.DrawFn) -> JobSpec:
     microbatch_size, num_microbatches = draw(st.integers(1, 99)), draw(st.integers(1, 99))
-    degree = draw(st.sampled_from([1, 1, 2, 8]))
+    degree, lanes = draw(st.sampled_from([(1, 1), (1, 1), (2, 1), (8, 1), (1, 3)]))
     schedule = draw(
-        st.sampled_from(["1f1b", "gpipe", "interleaved", "auto", *(["zero-bubble"] if degree == 1 else [])])
+        st.sampled_from(["1f1b", "gpipe", "interleaved", "auto", *(["zero-bubble"] if degree == lanes else [])])
     )
     return draw(
         built(
@@ -240,10 +240,12 @@ def job_specs(draw: st.DrawFn) -> JobSpec:
             env=st.dictionaries(WHOLE, WHOLE, max_size=3),
             attn_implementation=st.sampled_from([None, "eager", "sdpa"]),
             microbatch_size=st.just(microbatch_size),
-            global_batch_size=st.just(microbatch_size * num_microbatches),
+            global_batch_size=st.just(microbatch_size * num_microbatches * lanes),
             schedule=st.just(schedule),
-            compile=st.booleans() if degree == 1 and schedule != "zero-bubble" else st.just(False),
+            compile=st.booleans() if degree == lanes and schedule != "zero-bubble" else st.just(False),
             tensor_parallel=st.just(degree),
+            sharding=st.just("none" if lanes == 1 else "optimizer"),
+            sharding_devices=st.just(lanes),
             initial_loss_scale=_LOSS_SCALES,
             num_pipelines=st.none() | st.integers(1, num_microbatches),
         )

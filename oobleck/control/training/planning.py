@@ -43,7 +43,13 @@ def planner_for(
     by_name = sorted(kinds, key=lambda kind: kind.name)
     cutter = make_cutter(fixed_schedule(job), job.num_chunks)
     return Planner(
-        by_name, settings, kind_of, domain_of=domain_of, tensor_parallel=job.devices_per_stage, make_cutter=cutter
+        by_name,
+        settings,
+        kind_of,
+        domain_of=domain_of,
+        tensor_parallel=job.devices_per_stage,
+        is_sharded=job.sharding != "none",
+        make_cutter=cutter,
     )
 
 
@@ -78,7 +84,7 @@ def fixed_schedule(job: JobSpec) -> ScheduleKind | None:
     if job.schedule != "auto":
         return ScheduleKind(job.schedule)
     # Devices that share stages, and compiled blocks, take a backward pass whole, which leaves no choice.
-    return ScheduleKind.ONE_F_ONE_B if job.tensor_parallel > 1 or job.compile else None
+    return ScheduleKind.ONE_F_ONE_B if job.devices_per_stage > 1 or job.compile else None
 
 
 def schedules_for(

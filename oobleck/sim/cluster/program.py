@@ -12,7 +12,7 @@ from oobleck.control.speed import PaceMeter
 from oobleck.schedule import section_stops
 
 from .fabric import Violation, Wait, label
-from .node_sums import NodeSums
+from .groups import NodeSums
 from .ports import Moves, WorkerPorts
 from .tempo import ProgramTimes
 

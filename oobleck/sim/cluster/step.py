@@ -12,9 +12,8 @@ from oobleck.planner import ExecutionPlan
 
 from .agreements import VirtualAgreements
 from .fabric import Contribution, Violation, Wait
-from .groups import Bucket, GroupTable, buckets_of
+from .groups import Bucket, GroupTable, NodeSums, buckets_of
 from .layers import HeldLayers
-from .node_sums import NodeSums
 from .ports import Moves, WorkerPorts, pause
 from .program import Programs, Work
 from .records import Records

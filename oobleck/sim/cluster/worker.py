@@ -17,9 +17,8 @@ from oobleck.planner import WorkerId
 
 from .agreements import VirtualAgreements
 from .fabric import Violation, Wait
-from .groups import GroupTable
+from .groups import GroupTable, NodeSums
 from .layers import HeldLayers, Version
-from .node_sums import NodeSums
 from .ports import Moves, WorkerPorts, pause
 from .program import Programs
 from .records import Records, VirtualShards

@@ -24,10 +24,9 @@ from .parcels import (
     size_of,
     unpacked,
 )
-from .sharding import StageState, sharded
 from .stage_flow import prove_cuts
 from .structure import LossOfInputs, ModelStructure
-from .tensor_parallel import AllReduce, Share, install, share_of
+from .tensor_parallel import AllReduce, Share, initialize_share, install, sharded, share_of
 from .weight_gradients import WeightGradients
 
 __all__ = [
@@ -45,13 +44,13 @@ __all__ = [
     "Precision",
     "Share",
     "StageModel",
-    "StageState",
     "WeightGradients",
     "add_adapters",
     "build_model",
     "check_attention",
     "gradients_of",
     "header_length",
+    "initialize_share",
     "install",
     "leaf_of",
     "made_up_weights",

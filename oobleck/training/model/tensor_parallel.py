@@ -59,7 +59,7 @@ class Share:
     structure: ModelStructure
     """With the shapes of the shares."""
     is_sharded: bool = False
-    """Whether devices compute with whole parameters, and share their state alone (`sharding.py`)."""
+    """Whether devices compute with whole parameters, and share its state alone (`sharded`)."""
     styles: Mapping[str, Style]
     """Keyed by module."""
     cut_dimensions: Mapping[str, int]
@@ -113,6 +113,32 @@ def share_of(structure: ModelStructure, *, rank: int, degree: int) -> Share:
         styles=styles,
         cut_dimensions=cut,
         summed=frozenset(summed),
+    )
+
+
+def sharded(structure: ModelStructure, *, rank: int, degree: int) -> Share:
+    """Cut the state of all trained parameters by their first dimension, for a stage that is sharded.
+
+    Frozen parameters and buffers, which have no optimizer state, stay whole. So do trained single numbers, of which
+    each device has a gradient of its own microbatches. Raises ConfigError for a model that is kept whole.
+    """
+    if structure.is_whole:
+        raise ConfigError("sharding: devices cannot share out a model that is kept whole; leave it out")
+    trained = {name: shape for name, shape in structure.shapes.items() if name not in structure.frozen}
+    cut = {
+        name: torch.Size([len(rows_of(shape[0], rank=rank, degree=degree)), *shape[1:]])
+        for name, shape in trained.items()
+        if shape
+    }
+    return Share(
+        rank=rank,
+        degree=degree,
+        whole=structure,
+        structure=replace(structure, shapes={**structure.shapes, **cut}),
+        is_sharded=True,
+        styles={},
+        cut_dimensions=dict.fromkeys(cut, 0),
+        summed=frozenset(trained.keys() - cut.keys()),
     )
 
 

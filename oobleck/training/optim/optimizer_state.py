@@ -278,11 +278,11 @@ def require_elementwise(make: _Make, device: torch.device) -> None:
         for own, probe, optimizer in zip(rows, probes, optimizers, strict=True):
             probe.grad = scale * start.flip(1)[own].clone()
             optimizer.step()
-    expected, found = whole.detach() - start, torch.cat(parts).detach() - start
+    expected, found = whole.detach() - start, torch.cat([part.detach() for part in parts]) - start
     if not _are_near(found, expected, size=expected.abs().max()):
         raise ConfigError(
-            f"optimizer.optim: {type(optimizers[0]).__name__} goes by all of a parameter, and with sharding each device "
-            "has some of its rows; choose one that goes by each number alone, as adamw or sgd, or set sharding: none"
+            f"optimizer.optim: {type(optimizers[0]).__name__} goes by all of a parameter, and with sharding each "
+            "device has some of its rows; choose one that goes by each number alone, as adamw, or set sharding: none"
         )
 
 

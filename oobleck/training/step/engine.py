@@ -20,7 +20,7 @@ from oobleck.training.assembly import Assembly
 from oobleck.training.checkpoint import LayerSaver
 from oobleck.training.comm import DeviceWork, GroupTable, PeerAgreements, StageSums
 from oobleck.training.likeness import EpochThings
-from oobleck.training.model import Precision, Share, StageModel, StageState, install
+from oobleck.training.model import Precision, Share, StageModel, install
 from oobleck.training.worker_log import WorkerLog
 
 from .effect_log import logged, update_text
@@ -29,6 +29,7 @@ from .layer_store import LayerStore
 from .node_sums import NodeSums
 from .reduction import Reducers, squared_norm
 from .sections import SectionSums
+from .stage_state import StageState
 from .step import StepInFlight
 from .step_timer import StepTimer
 from .step_work import PipelineRank, item_share_of

@@ -16,10 +16,11 @@ from oobleck.job import JobSpec
 from oobleck.planner import LayerTransfer, WorkerId
 from oobleck.training.checkpoint import LayerSaver, digest_of
 from oobleck.training.comm import Group, LayerState, Waiter, exchange_layers, fill_state
-from oobleck.training.model import Precision, StageState
+from oobleck.training.model import Precision
 from oobleck.training.optim import LossScale, Optimizer
 
 from .reduction import are_absent
+from .stage_state import StageState
 
 Sums = Mapping[str, torch.Tensor]
 """The committed sums of gradients of the step in flight, keyed by parameter."""

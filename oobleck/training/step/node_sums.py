@@ -16,9 +16,10 @@ from torch import nn
 from torch.nn import functional
 
 from oobleck.training.comm import LARGE_SUM
-from oobleck.training.model import AllReduce, StageState
+from oobleck.training.model import AllReduce
 
 from .reduction import ABSENT, are_absent
+from .stage_state import StageState
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,9 @@ from torch import nn
 from oobleck.control.steps import Committee, Interrupted, PeerLost
 from oobleck.planner import ExecutionPlan, WorkerId
 from oobleck.training.comm import LARGE_SUM, Group, GroupKey, GroupTable, Reduction
-from oobleck.training.model import ModelStructure, Share, StageState
+from oobleck.training.model import ModelStructure, Share
+
+from .stage_state import StageState
 
 # The neutral element of floating-point addition: -0.0 + -0.0 is -0.0, and -0.0 + x is x, also for 0.0. A gradient that
 # no worker has is this number throughout, and the first number of any other gradient never is. So sums tell the two

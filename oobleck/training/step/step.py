@@ -14,13 +14,14 @@ from oobleck.job import JobSpec
 from oobleck.schedule import compile_schedule
 from oobleck.training.comm import DeviceWork, StageSums, Waiter
 from oobleck.training.data import Dataset
-from oobleck.training.model import StageModel, StageState, WeightGradients
+from oobleck.training.model import StageModel, WeightGradients
 
 from .executor import Execution
 from .node_sums import NodeSums
 from .reading import BatchReader
 from .reduction import GradientReducer
 from .sections import SectionSums
+from .stage_state import StageState
 from .step_timer import StepTimer
 from .step_work import GlobalBatch, PipelineRank, StepWork
 

@@ -18,7 +18,6 @@ from oobleck.planner import ExecutionPlan, LayerTransfer, Pipeline, PipelineTemp
 from oobleck.planner.costs import footprint
 from oobleck.schedule import ScheduleKind
 from oobleck.training.model.models import StageModel
-from oobleck.training.model.sharding import StageState
 from oobleck.training.model.structure import ModelStructure
 from oobleck.training.model.tensor_parallel import share_of
 from oobleck.training.model.weight_gradients import WeightGradients
@@ -26,6 +25,7 @@ from oobleck.training.optim.optimizer import Optimizer
 from oobleck.training.process.profiler import measure_profile
 from oobleck.training.step.layer_store import LayerStore
 from oobleck.training.step.reduction import make_buckets
+from oobleck.training.step.stage_state import StageState
 from tests.training.table import LinkedTable, acquaint
 from tests.training.zoo import (
     KEY,

@@ -739,3 +739,25 @@ def test_a_rate_that_makes_numbers_none_is_left_to_the_run_which_reports_its_los
     _layout_with(torch.optim.AdamW, lr=rate)
     _layout_with(torch.optim.SGD, lr=rate, momentum=0.9)
     Optimizer(OptimizerSpec(learning_rate=1e200), max_steps=9).layout()
+
+
+def test_an_optimizer_that_goes_by_all_of_a_parameter_is_refused_where_devices_have_some_rows() -> None:
+    class Trusting(torch.optim.SGD):
+        """As in LARS, each parameter's rate goes by the norm of its gradient."""
+
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad.div_(1.0 + parameter.grad.norm())
+            super().step(closure)
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return Trusting(groups, lr=0.1)
+
+    Optimizer(OptimizerSpec(), max_steps=10, factory=make).layout()
+    with pytest.raises(ConfigError, match=r"optimizer.optim: Trusting goes by all of a parameter"):
+        Optimizer(OptimizerSpec(), max_steps=10, factory=make, is_sharded=True).layout()
+    with pytest.raises(ConfigError, match=r"optimizer.optim: Muon goes by all of a parameter"):
+        check_optimizer(JobSpec(optimizer=OptimizerSpec(optim="muon"), sharding="optimizer", sharding_devices=2))
+    for kind in ("adamw", "sgd", "adagrad", "rmsprop"):
+        Optimizer(OptimizerSpec(optim=kind), max_steps=10, is_sharded=True).layout()

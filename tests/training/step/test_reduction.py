@@ -14,10 +14,10 @@ from torch import nn
 from oobleck.control.steps.groups import Committee, GroupKey
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate, WorkerId
 from oobleck.training.comm import GroupTable
-from oobleck.training.model.sharding import StageState
 from oobleck.training.model.structure import ModelStructure
 from oobleck.training.model.tensor_parallel import share_of
 from oobleck.training.step.reduction import Bucket, GradientReducer, Reducers, make_buckets
+from oobleck.training.step.stage_state import StageState
 from tests.examples import examples
 from tests.training.zoo import structure_of
 

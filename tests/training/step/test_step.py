@@ -32,13 +32,13 @@ from oobleck.training.data.data import Dataset
 from oobleck.training.data.samples import ModelInputs
 from oobleck.training.data.script_data import ScriptSamples
 from oobleck.training.model.models import StageModel
-from oobleck.training.model.sharding import StageState
 from oobleck.training.model.tensor_parallel import share_of
 from oobleck.training.optim.optimizer import Optimizer
 from oobleck.training.step.evaluation import Evaluator
 from oobleck.training.step.layer_store import LayerStore
 from oobleck.training.step.reduction import Bucket, GradientReducer, squared_norm
 from oobleck.training.step.sections import SectionSums
+from oobleck.training.step.stage_state import StageState
 from oobleck.training.step.step import StepInFlight
 from oobleck.training.step.step_timer import StepTimer
 from oobleck.training.step.step_work import PipelineRank, item_share_of

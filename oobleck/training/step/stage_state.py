@@ -1,48 +1,19 @@
-"""Sharded stages: the devices of a node hold a stage together, and each keeps the state of its rows alone.
+"""What a worker trains, saves and moves of its stage: the model's own parameters, or shares of them.
 
-State is shares, and whole weights are a cache that follows from them (Rajbhandari et al., "ZeRO: Memory Optimizations
-Toward Training Trillion Parameter Models", SC 2020, its first stage, inside a node). A node is lost with all of its
-devices, so shares within it cost no redundancy: devices of the same rank on other nodes have the same rows.
-
-Each device computes microbatches of its own with the whole weights. `step/node_sums.py` fills the cache from the shares
-of all devices, and sums their gradients.
+In a sharded stage state is shares, and whole weights are a cache that follows from them (Rajbhandari et al., "ZeRO:
+Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, its first stage, inside a node). A node is
+lost with all of its devices, so shares within it cost no redundancy: devices of the same rank on other nodes have the
+same rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
 
-from .models import StageModel
-from .structure import ModelStructure
-from .tensor_parallel import Share, initialize_share, rows_of
-
-
-def sharded(structure: ModelStructure, *, rank: int, degree: int) -> Share:
-    """Cut the state of all trained parameters by their first dimension.
-
-    Frozen parameters and buffers, which have no optimizer state, stay whole. So do trained single numbers, of which
-    each device has a gradient of its own microbatches.
-    """
-    trained = {name: shape for name, shape in structure.shapes.items() if name not in structure.frozen}
-    cut = {
-        name: torch.Size([len(rows_of(shape[0], rank=rank, degree=degree)), *shape[1:]])
-        for name, shape in trained.items()
-        if shape
-    }
-    return Share(
-        rank=rank,
-        degree=degree,
-        whole=structure,
-        structure=replace(structure, shapes={**structure.shapes, **cut}),
-        is_sharded=True,
-        styles={},
-        cut_dimensions=dict.fromkeys(cut, 0),
-        summed=frozenset(trained.keys() - cut.keys()),
-    )
+from oobleck.training.model import Share, StageModel, initialize_share
 
 
 class StageState:
@@ -70,10 +41,15 @@ class StageState:
             return
         cut = share.cut_dimensions.keys()
         self.model.adopt_chunks(chunks, {name: value for name, value in state.items() if name not in cut})
-        self._parameters = {
-            name: (before.get(name) or self._new_share(name, state.get(name), whole)) if name in cut else whole
-            for name, whole in self.model.parameters.items()
-        }
+        self._parameters = {}
+        for name, whole in self.model.parameters.items():
+            if name not in cut:
+                self._parameters[name] = whole
+            # As in the model, what is held already stays the same object.
+            elif name in before:
+                self._parameters[name] = before[name]
+            else:
+                self._parameters[name] = self._new_share(name, state.get(name), whole)
 
     def initialize(self, layers: Iterable[int], *, seed: int) -> None:
         """Set held layers to their share of the initial values."""
