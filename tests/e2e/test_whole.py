@@ -32,7 +32,7 @@ CUT = [
         "reward",
         "llama",
     ),
-    *("weighted", "contrastive"),
+    *("module", "weighted", "contrastive"),
 ]
 
 
@@ -47,7 +47,7 @@ def plain(directory: Path, case: str) -> dict[str, Any]:
 
 
 def test_a_whole_model_survives_the_loss_of_a_node(runner: Runner, tmp_path: Path) -> None:
-    outcome = run(runner, tmp_path, "module", "2")
+    outcome = run(runner, tmp_path, "single", "2")
     assert " is kept whole on each node" in outcome.output
 
 
