@@ -126,6 +126,30 @@ class Pairs(Stack):
         return hidden.square().mean()
 
 
+class Routed(nn.Module):
+    def __init__(self, heard: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.router, self.inner = nn.Linear(SIZE, 2), nn.Linear(SIZE, SIZE)
+        self.router.register_forward_hook(lambda _module, _args, output: heard.append(output))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden) * self.router(hidden).softmax(-1)[..., :1]
+
+
+class Hearing(Stack):
+    """Its loss reads what hooks hear of the routers within its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[torch.Tensor] = []
+        self.blocks = nn.ModuleList(Routed(self.heard) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.heard.clear()
+        loss = super().forward(x)
+        return loss + torch.stack(self.heard).square().mean()
+
+
 def data() -> torch.Tensor:
     return torch.randn(3, SIZE, generator=torch.Generator().manual_seed(1))
 
@@ -157,7 +181,7 @@ def cut(model: nn.Module, flow: Flow, directory: Path) -> Callable[..., list[Sta
     return stages
 
 
-@pytest.mark.parametrize("kind", [Stack, Skipping, ReadingWeights, InPlace, Deciding, Again, Pairs])
+@pytest.mark.parametrize("kind", [Stack, Skipping, ReadingWeights, InPlace, Deciding, Again, Pairs, Hearing])
 def test_every_cut_has_the_gradients_of_the_uncut_model(kind: type[Stack], tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = kind()
@@ -200,24 +224,31 @@ def test_a_parameter_belongs_to_every_layer_that_the_models_own_code_reads_it_fo
     assert readers == {"scale": (2, 4), "first.weight": (0, 4)}
 
 
-class Whispering(Stack):
+class Keeping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(SIZE, SIZE)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.kept = self.inner(hidden) * 2
+        return self.kept.tanh()
+
+
+class Reading(Stack):
     """Reads within a block, past what that returns."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.heard: list[torch.Tensor] = []
-        self.blocks[1] = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh())
-        self.blocks[1][0].register_forward_hook(lambda _module, _args, output: self.heard.append(output))  # type: ignore[operator]
+        self.blocks[1] = Keeping()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.heard.clear()
         loss = super().forward(x)
-        return loss + self.heard[0].mean()
+        return loss + self.blocks[1].kept.mean()
 
 
 def test_what_passes_the_results_of_blocks_by_is_named() -> None:
     with pytest.raises(UncutModel, match=r"reads within blocks\.1, past what it returns"):
-        traced(Whispering())
+        traced(Reading())
 
 
 class Sometimes(Stack):
