@@ -126,11 +126,15 @@ class Pairs(Stack):
         return hidden.square().mean()
 
 
+HEARD: list[torch.Tensor] = []
+"""Of all models, as the collectors of transformers' own hooks."""
+
+
 class Routed(nn.Module):
-    def __init__(self, heard: list[torch.Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.router, self.inner = nn.Linear(SIZE, 2), nn.Linear(SIZE, SIZE)
-        self.router.register_forward_hook(lambda _module, _args, output: heard.append(output))
+        self.router.register_forward_hook(lambda _module, _args, output: HEARD.append(output))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.inner(hidden) * self.router(hidden).softmax(-1)[..., :1]
@@ -141,13 +145,12 @@ class Hearing(Stack):
 
     def __init__(self) -> None:
         super().__init__()
-        self.heard: list[torch.Tensor] = []
-        self.blocks = nn.ModuleList(Routed(self.heard) for _ in range(4))
+        self.blocks = nn.ModuleList(Routed() for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.heard.clear()
+        HEARD.clear()
         loss = super().forward(x)
-        return loss + torch.stack(self.heard).square().mean()
+        return loss + torch.stack(HEARD).square().mean()
 
 
 def data() -> torch.Tensor:
