@@ -18,20 +18,10 @@ import torch
 
 from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, SplitBackward
 from oobleck.planner.profiles import ASSUMED_COMMUNICATION_BYTES, LINKS
+from oobleck.training import model as models
 from oobleck.training.assembly import Assembly
 from oobleck.training.data import Batch
-from oobleck.training.model import (
-    Carried,
-    MicrobatchKey,
-    ModelStructure,
-    Parcel,
-    Precision,
-    StageModel,
-    WeightGradients,
-    leaf_of,
-    num_bytes,
-    run_backward,
-)
+from oobleck.training.model import MicrobatchKey, ModelStructure, Precision, StageModel, WeightGradients
 
 _ASSUMED_NETWORK = NetworkProfile(
     inter_node_bytes_per_s=1e9,
@@ -95,7 +85,7 @@ def measure_profile(
     on_gpu = stage.device.type == "cuda"
     batch = _batch(structure, microbatch_size, stage.device) if whole is None else whole.to(stage.device)
     splits = splits and structure.whole_loss is None
-    received: Carried | None = None
+    received: models.Carried | None = None
     hidden_bytes = microbatch_size * structure.sequence_length * structure.hidden_size * stage.hidden_dtype.itemsize
     measured: dict[object, _Cost] = {}
     layers = []
@@ -184,7 +174,9 @@ def _batch(structure: ModelStructure, batch_size: int, device: torch.device) -> 
     return Batch(input_ids=ids, labels=labels, is_causal=structure.task == "causal_lm")
 
 
-def _passed_on(stage: StageModel, layer: int, batch: Batch, received: Carried | None) -> tuple[Carried | None, int]:
+def _passed_on(
+    stage: StageModel, layer: int, batch: Batch, received: models.Carried | None
+) -> tuple[models.Carried | None, int]:
     """Return what a layer of a traced model sends to the next, and its bytes."""
     if layer == stage.structure.num_layers - 1:
         return None, 0
@@ -193,8 +185,8 @@ def _passed_on(stage: StageModel, layer: int, batch: Batch, received: Carried | 
     with torch.no_grad():
         parcel = stage.carry(batch, received, num_items=max(1, batch.num_items), key=_KEY)
     stage.adopt(0, 0, {})
-    assert isinstance(parcel, Parcel)
-    return parcel, num_bytes(parcel.tensors)
+    assert isinstance(parcel, models.Parcel)
+    return parcel, models.num_bytes(parcel.tensors)
 
 
 def _hidden_states(structure: ModelStructure, batch: Batch, stage: StageModel) -> torch.Tensor:
@@ -205,7 +197,7 @@ def _hidden_states(structure: ModelStructure, batch: Batch, stage: StageModel) -
 
 
 def _measure(
-    stage: StageModel, layer: int, batch: Batch, received: Carried | None, *, compiles: bool, splits: bool
+    stage: StageModel, layer: int, batch: Batch, received: models.Carried | None, *, compiles: bool, splits: bool
 ) -> _Cost:
     """Measure a layer on what it receives, if it is not the first."""
     stage.adopt(layer, layer + 1, {})
@@ -244,7 +236,9 @@ def _measure(
     )
 
 
-def _run_split(stage: StageModel, batch: Batch, received: Carried | None, put_off: WeightGradients) -> SplitBackward:
+def _run_split(
+    stage: StageModel, batch: Batch, received: models.Carried | None, put_off: WeightGradients
+) -> SplitBackward:
     put_off.engage(is_on=True)
     put_off.begin(0)
     forward_s, backward_input_s = _run(stage, batch, received)
@@ -261,19 +255,19 @@ def _run_split(stage: StageModel, batch: Batch, received: Carried | None, put_of
     )
 
 
-def _run(stage: StageModel, batch: Batch, received: Carried | None) -> tuple[float, float]:
+def _run(stage: StageModel, batch: Batch, received: models.Carried | None) -> tuple[float, float]:
     """Return the seconds of one forward and of one backward pass."""
-    leaf = None if received is None else leaf_of(received)
+    leaf = None if received is None else models.leaf_of(received)
     with _timed_layer(stage) as forward_s:
         output = stage.carry(batch, leaf, num_items=max(1, batch.num_items), key=_KEY)
     # What the stage after would send back.
     given = None if stage.is_last else [torch.full_like(each, 1 / each.numel()) for each in _carrying(output)]
     start_s = _now_s(stage.device)
-    run_backward(output, given)
+    models.run_backward(output, given)
     return forward_s(), _now_s(stage.device) - start_s
 
 
-def _carrying(output: Carried) -> tuple[torch.Tensor, ...]:
+def _carrying(output: models.Carried) -> tuple[torch.Tensor, ...]:
     return (output,) if isinstance(output, torch.Tensor) else output.carrying
 
 
@@ -305,11 +299,13 @@ def _timed_layer(stage: StageModel) -> Iterator[Callable[[], float]]:
             handle.remove()
 
 
-def _memory(stage: StageModel, batch: Batch, received: Carried | None, *, compiles: bool) -> tuple[int, int, int]:
+def _memory(
+    stage: StageModel, batch: Batch, received: models.Carried | None, *, compiles: bool
+) -> tuple[int, int, int]:
     """Return the bytes of a microbatch's activations, of weights that autocast casts once, and of transient memory."""
     received_bytes = batch.input_ids.numel() * stage.structure.hidden_size * stage.dtype.itemsize
-    if isinstance(received, Parcel):
-        received_bytes = num_bytes(received.tensors)
+    if isinstance(received, models.Parcel):
+        received_bytes = models.num_bytes(received.tensors)
     with stage.casting_once():
         # Compiled code casts weights itself, for each microbatch.
         cast = {} if compiles else _cast_weights(stage, batch, received)
@@ -324,7 +320,7 @@ def _memory(stage: StageModel, batch: Batch, received: Carried | None, *, compil
         return activation_bytes, cast_bytes, peak(activation_bytes) if on_gpu else 0
 
 
-def _cast_weights(stage: StageModel, batch: Batch, received: Carried | None) -> dict[int, torch.Tensor]:
+def _cast_weights(stage: StageModel, batch: Batch, received: models.Carried | None) -> dict[int, torch.Tensor]:
     """Return the copies of weights that autocast makes once, which two microbatches in flight share, by address."""
     if stage.autocast is None:
         return {}
@@ -339,7 +335,7 @@ def _cast_weights(stage: StageModel, batch: Batch, received: Carried | None) -> 
     return {address: each for address, each in first.items() if address in second and each.dtype == stage.autocast}
 
 
-def _kept(stage: StageModel, batch: Batch, received: Carried | None) -> dict[int, torch.Tensor]:
+def _kept(stage: StageModel, batch: Batch, received: models.Carried | None) -> dict[int, torch.Tensor]:
     """Return what autograd keeps of one microbatch except parameters, by address: one tensor for all views."""
     known = {parameter.untyped_storage().data_ptr() for parameter in stage.parameters.values()}
     kept: dict[int, torch.Tensor] = {}
@@ -349,13 +345,13 @@ def _kept(stage: StageModel, batch: Batch, received: Carried | None) -> dict[int
             kept[address] = tensor.detach()  # holds the memory, so that no later tensor gets the same address
         return tensor
 
-    leaf = None if received is None else leaf_of(received)
+    leaf = None if received is None else models.leaf_of(received)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         stage.carry(batch, leaf, num_items=max(1, batch.num_items), key=_KEY)
     return kept
 
 
-def _transient_bytes(stage: StageModel, batch: Batch, received: Carried | None, activation_bytes: int) -> int:
+def _transient_bytes(stage: StageModel, batch: Batch, received: models.Carried | None, activation_bytes: int) -> int:
     """Return the GPU memory that the passes of one microbatch take at their peak, on top of its activations."""
     _run(stage, batch, received)  # allocates gradients, copies of weights and the libraries' workspaces, which stay
     before = torch.cuda.memory_allocated(stage.device)
