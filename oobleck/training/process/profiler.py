@@ -23,6 +23,8 @@ from oobleck.training.assembly import Assembly
 from oobleck.training.data import Batch
 from oobleck.training.model import MicrobatchKey, ModelStructure, Precision, StageModel, WeightGradients
 
+Carried = models.Carried
+
 _ASSUMED_NETWORK = NetworkProfile(
     inter_node_bytes_per_s=1e9,
     inter_node_latency_s=1e-4,
@@ -85,7 +87,7 @@ def measure_profile(
     on_gpu = stage.device.type == "cuda"
     batch = _batch(structure, microbatch_size, stage.device) if whole is None else whole.to(stage.device)
     splits = splits and structure.whole_loss is None
-    received: models.Carried | None = None
+    received: Carried | None = None
     hidden_bytes = microbatch_size * structure.sequence_length * structure.hidden_size * stage.hidden_dtype.itemsize
     measured: dict[object, _Cost] = {}
     layers = []
@@ -174,9 +176,7 @@ def _batch(structure: ModelStructure, batch_size: int, device: torch.device) -> 
     return Batch(input_ids=ids, labels=labels, is_causal=structure.task == "causal_lm")
 
 
-def _passed_on(
-    stage: StageModel, layer: int, batch: Batch, received: models.Carried | None
-) -> tuple[models.Carried | None, int]:
+def _passed_on(stage: StageModel, layer: int, batch: Batch, received: Carried | None) -> tuple[Carried | None, int]:
     """Return what a layer of a traced model sends to the next, and its bytes."""
     if layer == stage.structure.num_layers - 1:
         return None, 0
@@ -197,7 +197,7 @@ def _hidden_states(structure: ModelStructure, batch: Batch, stage: StageModel) -
 
 
 def _measure(
-    stage: StageModel, layer: int, batch: Batch, received: models.Carried | None, *, compiles: bool, splits: bool
+    stage: StageModel, layer: int, batch: Batch, received: Carried | None, *, compiles: bool, splits: bool
 ) -> _Cost:
     """Measure a layer on what it receives, if it is not the first."""
     stage.adopt(layer, layer + 1, {})
@@ -236,9 +236,7 @@ def _measure(
     )
 
 
-def _run_split(
-    stage: StageModel, batch: Batch, received: models.Carried | None, put_off: WeightGradients
-) -> SplitBackward:
+def _run_split(stage: StageModel, batch: Batch, received: Carried | None, put_off: WeightGradients) -> SplitBackward:
     put_off.engage(is_on=True)
     put_off.begin(0)
     forward_s, backward_input_s = _run(stage, batch, received)
@@ -255,7 +253,7 @@ def _run_split(
     )
 
 
-def _run(stage: StageModel, batch: Batch, received: models.Carried | None) -> tuple[float, float]:
+def _run(stage: StageModel, batch: Batch, received: Carried | None) -> tuple[float, float]:
     """Return the seconds of one forward and of one backward pass."""
     leaf = None if received is None else models.leaf_of(received)
     with _timed_layer(stage) as forward_s:
@@ -267,7 +265,7 @@ def _run(stage: StageModel, batch: Batch, received: models.Carried | None) -> tu
     return forward_s(), _now_s(stage.device) - start_s
 
 
-def _carrying(output: models.Carried) -> tuple[torch.Tensor, ...]:
+def _carrying(output: Carried) -> tuple[torch.Tensor, ...]:
     return (output,) if isinstance(output, torch.Tensor) else output.carrying
 
 
@@ -299,9 +297,7 @@ def _timed_layer(stage: StageModel) -> Iterator[Callable[[], float]]:
             handle.remove()
 
 
-def _memory(
-    stage: StageModel, batch: Batch, received: models.Carried | None, *, compiles: bool
-) -> tuple[int, int, int]:
+def _memory(stage: StageModel, batch: Batch, received: Carried | None, *, compiles: bool) -> tuple[int, int, int]:
     """Return the bytes of a microbatch's activations, of weights that autocast casts once, and of transient memory."""
     received_bytes = batch.input_ids.numel() * stage.structure.hidden_size * stage.dtype.itemsize
     if isinstance(received, models.Parcel):
@@ -320,7 +316,7 @@ def _memory(
         return activation_bytes, cast_bytes, peak(activation_bytes) if on_gpu else 0
 
 
-def _cast_weights(stage: StageModel, batch: Batch, received: models.Carried | None) -> dict[int, torch.Tensor]:
+def _cast_weights(stage: StageModel, batch: Batch, received: Carried | None) -> dict[int, torch.Tensor]:
     """Return the copies of weights that autocast makes once, which two microbatches in flight share, by address."""
     if stage.autocast is None:
         return {}
@@ -335,7 +331,7 @@ def _cast_weights(stage: StageModel, batch: Batch, received: models.Carried | No
     return {address: each for address, each in first.items() if address in second and each.dtype == stage.autocast}
 
 
-def _kept(stage: StageModel, batch: Batch, received: models.Carried | None) -> dict[int, torch.Tensor]:
+def _kept(stage: StageModel, batch: Batch, received: Carried | None) -> dict[int, torch.Tensor]:
     """Return what autograd keeps of one microbatch except parameters, by address: one tensor for all views."""
     known = {parameter.untyped_storage().data_ptr() for parameter in stage.parameters.values()}
     kept: dict[int, torch.Tensor] = {}
@@ -351,7 +347,7 @@ def _kept(stage: StageModel, batch: Batch, received: models.Carried | None) -> d
     return kept
 
 
-def _transient_bytes(stage: StageModel, batch: Batch, received: models.Carried | None, activation_bytes: int) -> int:
+def _transient_bytes(stage: StageModel, batch: Batch, received: Carried | None, activation_bytes: int) -> int:
     """Return the GPU memory that the passes of one microbatch take at their peak, on top of its activations."""
     _run(stage, batch, received)  # allocates gradients, copies of weights and the libraries' workspaces, which stay
     before = torch.cuda.memory_allocated(stage.device)
