@@ -86,18 +86,17 @@ def measure_profile(
     )
     on_gpu = stage.device.type == "cuda"
     batch = _batch(structure, microbatch_size, stage.device) if whole is None else whole.to(stage.device)
-    splits = splits and structure.whole_loss is None
-    received: Carried | None = None
+    received: Carried | None = _hidden_states(structure, batch, stage) if structure.flow is None else None
     hidden_bytes = microbatch_size * structure.sequence_length * structure.hidden_size * stage.hidden_dtype.itemsize
     measured: dict[object, _Cost] = {}
     layers = []
     for layer, name in enumerate(structure.layer_names):
         # Blocks that share class, shapes and kind of attention cost the same.
         kind = structure.layer_kind(layer)
-        if structure.flow is None:
-            received = _hidden_states(structure, batch, stage)
         if kind not in measured:
-            measured[kind] = _measure(stage, layer, batch, received, compiles=compiles, splits=splits)
+            measured[kind] = _measure(
+                stage, layer, batch, received, compiles=compiles, splits=splits and structure.whole_loss is None
+            )
         cost = measured[kind]
         elements = _num_elements(structure, structure.layer_parameters(layer))
         trained = _num_elements(structure, structure.trained_parameters(layer))
