@@ -243,7 +243,8 @@ _INTRODUCTION = """\
 
 Every class of transformers' auto mappings was built in a tiny configuration, cut into one, two and three stages, and
 trained for three steps. A class is *equal* if all losses and weights are those of the uncut model (within 1e-5 in
-float32). It is *whole* if it cannot be cut, for the reason below, and is equal where it is [kept
+float32); classes that are no chain of blocks are cut [as they are traced](trainer.md#models-with-a-loss-of-their-own).
+It is *whole* if it cannot be cut, for the reason below, and is equal where it is [kept
 whole](trainer.md#models-that-are-kept-whole) on each node; it is *refused* if an error names the class and the reason
 before anything is launched. It is *not tried* if its tiny configuration does not run in plain transformers either, with
 made-up tokens, pixels or sound, or needs a package that is not installed. This command writes the page:

@@ -1,4 +1,4 @@
-"""A script whose model is kept whole: `whole_script.py CASE OUTPUT`. What came of it is written to OUTPUT."""
+"""A script whose model computes its own loss: `whole_script.py CASE OUTPUT`. What came of it is written to OUTPUT."""
 
 import argparse
 import json
@@ -100,6 +100,17 @@ class Own(nn.Module):
     def forward(self, features, wanted):
         loss = (self.outer(self.inner(features).tanh()).squeeze(-1) - wanted).square().mean()
         return {"loss": loss}
+
+
+class Single(nn.Module):
+    """One module, which cannot be cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 1)
+
+    def forward(self, features, wanted):
+        return {"loss": (self.inner(features).squeeze(-1) - wanted).square().mean()}
 
 
 class Weighted(Trainer):
@@ -232,6 +243,7 @@ CASES = {
         lambda: [{**row, "labels": row["input_ids"]} for row in text()],
         Through,
     ),
+    "single": (Single, lambda: rows_of(features=lambda n: drawn(n, 6), wanted=lambda n: float(n % 5))),
     "module": (Own, lambda: rows_of(features=lambda n: drawn(n, 6), wanted=lambda n: float(n % 5))),
     "weighted": (
         lambda: bert(hf.BertForSequenceClassification, num_labels=3),

@@ -182,18 +182,34 @@ def test_an_optimizer_that_depends_on_the_plan_is_refused_before_anything_is_lau
         trainer(tmp_path, optimizer_cls_and_kwargs=(Clipping, {"lr": 0.3})).job().check()
 
 
-def test_a_model_that_cannot_be_cut_is_kept_whole_and_that_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_encoder_decoder_is_cut_as_it_was_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = transformers.T5Config(
         d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, vocab_size=VOCAB_SIZE, decoder_start_token_id=0
     )
     job = trainer(tmp_path, model=transformers.T5ForConditionalGeneration(config)).job()
-    found = job.settings
-    assert found["num_stages"] == 1
-    assert found["model"] == {"type": "script", "whole_loss": "labels"}
+    assert "num_stages" not in job.settings
+    assert job.settings["model"] == {"type": "script", "whole_loss": "labels"}
+    assert job.flow is not None
+    assert not capsys.readouterr().err
+
+
+class Single(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(VOCAB_SIZE, VOCAB_SIZE)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: Any = None) -> dict[str, Any]:
+        return {"loss": torch.nn.functional.cross_entropy(self.table(input_ids).flatten(0, 1), labels.flatten())}
+
+
+def test_a_model_that_cannot_be_cut_is_kept_whole_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = trainer(tmp_path, model=Single(), remove_unused_columns=False).job()
+    assert job.settings["num_stages"] == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("oobleck: T5ForConditionalGeneration is kept whole on each node: it is an encoder-decoder: ")
+    assert line.startswith("oobleck: Single is kept whole on each node")
+    assert line.endswith(": it has no list of modules that run one after the other")
 
 
 def test_settings_say_what_the_arguments_say(tmp_path: Path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -20,18 +20,8 @@ from oobleck.host.handover import receiving
 from oobleck.job import JobSpec, ScriptSpec
 from oobleck.training.assembly import Assembly, assemble
 from oobleck.training.checkpoint import read_weights
-from oobleck.training.data import Batch
-from oobleck.training.model import (
-    Carried,
-    MicrobatchKey,
-    Parcel,
-    StageModel,
-    gradients_of,
-    header_length,
-    leaf_of,
-    packed,
-    run_backward,
-)
+from oobleck.training.model import MicrobatchKey, StageModel
+from tests.traced import through
 
 SCRIPT = Path(__file__).parents[1] / "e2e" / "whole_script.py"
 OURS, THEIRS = "from oobleck.transformers import Trainer", "from transformers import Trainer"
@@ -54,10 +44,11 @@ COUNTINGS = {
     "reward": "samples",
     "llama": "items",
     "module": "samples",
+    "single": "samples",
     "weighted": "samples",
     "contrastive": "batch",
 }
-WHOLE = {"module"}
+WHOLE = {"single"}
 """The cases whose model cannot be cut."""
 
 
@@ -131,28 +122,6 @@ def ours(assembly: Assembly, cuts: Sequence[int] = ()) -> tuple[list[float], lis
         losses.append(total / share)
         norms.append(math.sqrt(sum(float(each.double().square().sum()) for each in gradients.values())) / share)
     return losses, norms
-
-
-def through(stages: Sequence[StageModel], batch: Batch, run: Callable[..., Carried]) -> float:
-    """Take a microbatch through all stages and back; returns its loss. Parcels travel as messages do."""
-    leaves: list[Carried] = []
-    outputs: list[Carried] = []
-    for stage in stages:
-        outputs.append(run(stage, batch, leaves[-1] if leaves else None))
-        sent = outputs[-1]
-        if isinstance(sent, Parcel):
-            flow, layer = stage.structure.flow, stage.layers[-1] + 1
-            assert flow is not None
-            payload = packed(sent.tensors, device=stage.device)
-            assert len(sent.header()) == header_length(flow, layer)
-            leaves.append(leaf_of(Parcel.received(flow, layer, sent.header(), payload)))
-    gradients: list[torch.Tensor] | None = None
-    for output, leaf in zip(reversed(outputs), reversed([None, *leaves]), strict=True):
-        run_backward(output, gradients)
-        gradients = None if leaf is None else gradients_of(leaf)
-    loss = outputs[-1]
-    assert isinstance(loss, torch.Tensor)
-    return float(loss.detach())
 
 
 @pytest.mark.parametrize("case", sorted(COUNTINGS))

@@ -342,7 +342,7 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         """The tensors of values, by id, with the values' numbers."""
         self._homes: dict[int, list[int]] = {}
         """The values in a piece of memory."""
-        self._inner: dict[int, list[tuple[str, Any]]] = {}
+        self._inner: dict[int, list[_Inner]] = {}
         """What modules within calls have returned, keyed by call."""
         self._names = {id(each): name for name, each in reversed([*model.named_parameters(remove_duplicate=False)])}
         for name, parameter in model.named_parameters():
@@ -373,9 +373,12 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
                     module.forward = before[name]
 
     def conclude(self, loss: torch.Tensor) -> None:
-        read = self._resolved(self._taint(loss)) | self._steady
+        read = self._resolved(loss) | self._steady
         self.loss_reads = frozenset(each for each in read if isinstance(each, int))
         self.loss_parameters = frozenset(each for each in read if isinstance(each, str))
+        for number, call in enumerate(self.calls):
+            heard = tuple((each.module, each.result()) for each in self._inner[number] if each.heard)
+            self.calls[number] = replace(call, echoes=heard)
 
     # --- calls ---
 
@@ -439,9 +442,7 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         kwargs = kwargs or {}
         given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         result = func(*args, **kwargs)
-        taint = frozenset[_Source]().union(*map(self._taint, given))
-        if taint:
-            taint = self._resolved(taint)
+        taint = frozenset[_Source]().union(*map(self._resolved, given))
         if self._inside is not None:
             self._read |= {each for each in taint if each != -1 - self._inside and each not in self._own}
         elif _decides(func, given):
@@ -471,11 +472,11 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             self.values[number] = replace(self.values[number], is_changed=True)
 
     def _note_read(self, tensor: torch.Tensor) -> None:
+        taint = self._resolved(tensor)
         if self._inside is None:
-            self._steady |= self._resolved(self._taint(tensor))
+            self._steady |= taint
         else:
-            self._read |= {each for each in self._resolved(self._taint(tensor)) if each not in self._own}
-            self._read.discard(-1 - self._inside)
+            self._read |= {each for each in taint if each != -1 - self._inside and each not in self._own}
 
     # --- taints ---
 
@@ -488,32 +489,64 @@ class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         kept = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch's own
         self._taints[_place(tensor)] = (kept, taint)
 
-    def _resolved(self, taint: frozenset[_Source]) -> frozenset[_Source]:
-        """Give what is read of another call's inside a name. Raises UncutModel where none can be had."""
-        found = set(taint)
-        for source in taint:
-            if (
-                isinstance(source, int)
-                and source < 0
-                and source != (-1 - self._inside if self._inside is not None else 0)
-            ):
-                found.discard(source)
-                found |= self._echo(-1 - source)
-        return frozenset(found)
+    def _resolved(self, tensor: torch.Tensor) -> frozenset[_Source]:
+        """Return what a tensor depends on, in which what a hook has kept of another call's inside has become a value.
 
-    def _echo(self, call: int) -> set[_Source]:
-        """Return the values of modules within a call, whose hooks pass on what they return."""
-        if call >= len(self.calls):
-            raise uncut_model(self._model, "units run within each other")
-        made = self.calls[call]
-        raise uncut_model(self._model, f"something reads within {made.module}, past what it returns")
+        Raises UncutModel for anything else of another call's inside.
+        """
+        taint = self._taint(tensor)
+        for source in taint:
+            if isinstance(source, int) and source < 0 and (self._inside is None or source != -1 - self._inside):
+                taint = taint - {source} | {self._heard(-1 - source, tensor)}
+                self._set(tensor, taint)
+        return taint
+
+    def _heard(self, call: int, tensor: torch.Tensor) -> int:
+        """Return the value of what a module within a call has returned."""
+        if call < len(self.calls):
+            for inner in self._inner[call]:
+                if (at := inner.place_of(tensor)) is not None:
+                    number = inner.heard[at] = len(self.values)
+                    self.values.append(
+                        Value(call, number, f"{inner.module}:{at}", tensor.ndim, carries_gradient=tensor.requires_grad)
+                    )
+                    return number
+            raise uncut_model(self._model, f"something reads within {self.calls[call].module}, past what it returns")
+        raise uncut_model(self._model, "its modules run within each other")
 
     def _noting(self, name: str) -> Callable[..., None]:
         def note(_module: nn.Module, _args: object, output: Any) -> None:
             if self._inside is not None:
-                self._inner[self._inside].append((name, output))
+                self._inner[self._inside].append(_Inner.of(name, output))
 
         return note
+
+
+@dataclass(frozen=True, slots=True)
+class _Inner:
+    """What a module within a call has returned, without its memory."""
+
+    module: str
+    spec: pytree.TreeSpec
+    leaves: tuple[tuple[int, tuple[int, ...]] | None, ...]
+    """The place and the shape of each tensor."""
+    heard: dict[int, int]
+    """The values that leaves have become."""
+
+    @classmethod
+    def of(cls, module: str, output: Any) -> _Inner:
+        leaves, spec = pytree.tree_flatten(output)
+        tensors = ((_place(each), tuple(each.shape)) if isinstance(each, torch.Tensor) else None for each in leaves)
+        return cls(module, spec, tuple(tensors), {})
+
+    def place_of(self, tensor: torch.Tensor) -> int | None:
+        wanted = (_place(tensor), tuple(tensor.shape))
+        return next((at for at, leaf in enumerate(self.leaves) if leaf == wanted), None)
+
+    def result(self) -> Result:
+        """Return what its hooks are to hear on other stages: what was read, and nothing else."""
+        leaves = (Ref(self.heard[at]) if at in self.heard else None for at in range(len(self.leaves)))
+        return Result(self.spec, tuple(leaves))
 
 
 def _place(tensor: torch.Tensor) -> int:

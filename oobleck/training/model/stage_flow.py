@@ -47,6 +47,8 @@ class FlowModules:
         self._before = {root: vars(module).get("forward") for root, module in self._units.items()}
         for root, module in self._units.items():
             module.forward = self._standing_in(root, module.forward)
+        heard = sorted({name for call in flow.calls for name, _ in call.echoes})
+        self._hooks = [self.by_name[name].register_forward_hook(self._hearing(name)) for name in heard]
 
     def remove(self) -> None:
         """Leave the model as it was before."""
@@ -55,6 +57,8 @@ class FlowModules:
                 del module.__dict__["forward"]
             else:
                 module.forward = before
+        for hook in self._hooks:
+            hook.remove()
 
     def of_layer(self, layer: int) -> tuple[nn.Module, ...]:
         return tuple(self.by_name[root] for root in self._flow.roots_of(layer))
@@ -126,6 +130,8 @@ class FlowModules:
             self._at += 1
             first, stop = (self._first_call(layer) for layer in (self.chunk.start, self.chunk.stop))
             if at < first:
+                for name, result in calls[at].echoes:
+                    self._echo(self.by_name[name], result.built(self._value))
                 return calls[at].result.built(self._value)
             self._is_inside = True
             try:
@@ -139,6 +145,31 @@ class FlowModules:
             return output
 
         return run
+
+    def _hearing(self, name: str) -> Callable[..., None]:
+        """Make the hook that keeps what a module within a unit returns, where hooks pass it on."""
+
+        def hear(_module: nn.Module, _args: object, output: Any) -> None:
+            if not self._is_inside:
+                return
+            for known, result in self._flow.calls[self._at - 1].echoes:
+                if known == name:
+                    self._noted(result, output, name)
+
+        return hear
+
+    @staticmethod
+    def _echo(module: nn.Module, output: Any) -> None:
+        """Have a module's hooks hear what it has returned on another stage."""
+        before = vars(module).get("forward")
+        module.forward = lambda *_args, **_named: output
+        try:
+            module()
+        finally:
+            if before is None:
+                del module.__dict__["forward"]
+            else:
+                module.forward = before
 
     def _first_call(self, layer: int) -> int:
         starts = self._flow.starts

@@ -54,7 +54,8 @@ class StepInFlight:
     def __post_init__(self) -> None:
         self.model = self.state.model
         self._reader = BatchReader(self.dataset, self.model)
-        if self.job.may_split_backward:
+        # Modules of a traced model may run several times in a microbatch: their backward passes stay in one part.
+        if self.job.may_split_backward and self.model.structure.whole_loss is None:
             self._put_off = WeightGradients()
             for layer in range(self.model.structure.num_layers):
                 for module in self.model.modules_of(layer):
