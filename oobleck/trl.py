@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, MutableMapping
 from typing import Any, ClassVar
 
-import trl
+import trl as theirs  # type: ignore[import-untyped]  # it loads its names when they are used
 from transformers import TrainingArguments
 
 from oobleck.errors import ConfigError
@@ -45,23 +45,23 @@ class _OnNodes(Trainer):
         return self._metrics.values()
 
 
-class SFTTrainer(_OnNodes, trl.SFTTrainer):
+class SFTTrainer(_OnNodes, theirs.SFTTrainer):  # type: ignore[misc]  # as above
     """TRL's trainer for supervised fine-tuning, which trains on the nodes."""
 
-    arguments_kind: ClassVar[type[TrainingArguments]] = trl.SFTConfig
+    arguments_kind: ClassVar[type[TrainingArguments]] = theirs.SFTConfig
 
 
-class DPOTrainer(_OnNodes, trl.DPOTrainer):
+class DPOTrainer(_OnNodes, theirs.DPOTrainer):  # type: ignore[misc]  # as above
     """TRL's trainer for direct preference optimization, which trains on the nodes."""
 
-    arguments_kind: ClassVar[type[TrainingArguments]] = trl.DPOConfig
+    arguments_kind: ClassVar[type[TrainingArguments]] = theirs.DPOConfig
 
     def __init__(self, model: Any, ref_model: Any = None, args: TrainingArguments | None = None, **named: Any) -> None:
         """All arguments are TRL's own."""
         super().__init__(model, args, ref_model=ref_model, **named)
 
 
-class RewardTrainer(_OnNodes, trl.RewardTrainer):
+class RewardTrainer(_OnNodes, theirs.RewardTrainer):  # type: ignore[misc]  # as above
     """TRL's trainer for reward models, which trains on the nodes."""
 
-    arguments_kind: ClassVar[type[TrainingArguments]] = trl.RewardConfig
+    arguments_kind: ClassVar[type[TrainingArguments]] = theirs.RewardConfig

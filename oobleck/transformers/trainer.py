@@ -56,7 +56,8 @@ class Trainer(transformers.Trainer):
             args.push_to_hub = False  # the script's own process does
         self._default = default_arguments(args)  # before the trainer, as arguments set devices up
         # By name where that is possible: in some subclasses, others come before it.
-        super().__init__(model, *([args, *others] if others else []), **({} if others else {"args": args}), **named)
+        named |= {} if others else {"args": args}
+        super().__init__(model, *((args, *others) if others else ()), **named)
 
     def train(
         self,
