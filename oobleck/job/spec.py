@@ -223,7 +223,7 @@ class ControlSpec:
     """How long a run waits for the network if more nodes do not reach each other than it can lose."""
     rejoin_after_s: float = bounded(10.0, 0, _MAX_SECONDS, note="0: never")
     """A lost node is tried again after this time, then after twice the time, and so on; 0 leaves it to the user."""
-    relay_nodes: int = bounded(64, 0, 1_000_000, note="0: never")
+    relay_nodes: int = bounded(512, 0, 1_000_000, note="0: never")
     """From this many nodes on, agents reach the master through a tree of relays; 0 disables it."""
     relay_fanout: int = bounded(32, 2, 1024)
     """How many agents one relay serves, and how many relays the master."""

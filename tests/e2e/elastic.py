@@ -24,7 +24,7 @@ LLAMA_TOLERANCE = 1e-5
 another number there, and within 200 steps losses are up to 4e-7 apart."""
 ENDLESS = 5000
 """Steps that no run here makes; each is stopped before."""
-MAX_COMPARED = 200
+MAX_COMPARED = 100
 """Losses of one run, for one process is slower than several."""
 
 PACED = str(Path(__file__).with_name("paced_job.py"))

@@ -167,11 +167,21 @@ class Restoring:
 
     def newest_of_this_run(self, num_layers: int) -> Candidate | None:
         """Return the newest whole state of its own past, for a run that has lost its state."""
-        names = [each.name for each in self._candidates()]
-        # A state newer than the origin that is not of this run belongs to a run that took another course.
-        past = set(names[: names.index(self._origin) + 1]) if self._origin in names else set()
-        usable = self._usable(num_layers)
-        return next((each for each in usable if each.run == self._run or each.name in past), None)
+        past = self._past_states()
+        return next((each for each in self._usable(num_layers) if each.run == self._run or each.name in past), None)
+
+    def _past_states(self) -> frozenset[str]:
+        """Return the names of the states that led to this run, from its origin back through the origins of others."""
+        candidates = {each.name: each for each in self._candidates()}
+        past: set[str] = set()
+        origin = self._origin
+        while origin in candidates and origin not in past:
+            run = candidates[origin].run
+            names = [name for name, each in candidates.items() if each.run == run]
+            # What a run saved after the state that was continued from took another course.
+            past.update(names[: names.index(origin) + 1])
+            origin = next((candidates[name].origin for name in names if candidates[name].origin), None)
+        return frozenset(past)
 
     def _usable(self, num_layers: int) -> Sequence[Candidate]:
         newest_first = reversed(self._candidates())

@@ -10,6 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 MAX_WAITING_BYTES = 64 << 20
@@ -36,6 +37,7 @@ class LineFile:
         self._kept: deque[tuple[bytes, bool]] = deque()  # (line, is minor)
         self._kept_bytes = 0
         self._retry_s = 0.0
+        self._is_torn = False  # a part of a line is at the end
         self._descriptor = _open(path)
         try:
             self.size_bytes = _whole_lines_bytes(self._descriptor)
@@ -82,18 +84,24 @@ class LineFile:
     def try_write(self, line: bytes) -> bool:
         """Append a line ahead of those that wait; returns whether that succeeded."""
         try:
+            if self._is_torn:
+                self._cut()
             _write_all(self._descriptor, line)
         except OSError as error:
             self.problem = error
             self._retry_s = self._clock() + _RETRY_S
-            try:
-                # The file must end with a whole line, so the part that was written goes.
-                os.ftruncate(self._descriptor, self.size_bytes)
-            except OSError as error:
-                self.problem = error  # readers ignore a torn last line
+            # Nothing may follow a part of a line, which readers ignore where it is the last.
+            self._is_torn = True
+            with suppress(OSError):
+                self._cut()
             return False
         self.size_bytes += len(line)
         return True
+
+    def _cut(self) -> None:
+        """Leave the file with whole lines only. Raises OSError."""
+        os.ftruncate(self._descriptor, self.size_bytes)
+        self._is_torn = False
 
     def flush(self) -> bool:
         """Write waiting lines as far as possible; returns whether none are left."""

@@ -102,6 +102,18 @@ def test_the_past_of_a_run_that_was_resumed_is_what_it_was_resumed_from() -> Non
     assert restoring.newest_of_this_run(1).step == 6
 
 
+def test_what_earlier_runs_saved_on_another_course_is_not_the_past() -> None:
+    """The run continues from b:5, which continued from c:3: neither c:4 nor d:1 led to it, though both are older."""
+    c = [state(step, (0,), run="0000000c", at=step) for step in (3, 4)]
+    d = state(1, (0,), run="0000000d", at=5)
+    b = state(5, (0,), run="0000000b", at=6, origin=c[0].name)
+    restoring = asked([*c, d, b], [])
+    restoring.begin_from(restoring.newest(1).name)
+    restoring.note_broken(b.name)
+    answer(restoring, [*c, d, b], [], request=2)
+    assert restoring.newest_of_this_run(1).name == c[0].name
+
+
 def test_where_the_user_says_a_place_nothing_else_counts() -> None:
     elsewhere = state(2, (0,), at=1, directory="/there")
     restoring = asked([state(5, (0,)), elsewhere], [], directory="/there")
