@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, MutableMapping
 from typing import Any, ClassVar
 
-import trl as theirs  # type: ignore[import-untyped]  # it loads its names when they are used
+import trl as theirs
 from transformers import TrainingArguments
 
 from oobleck.errors import ConfigError
