@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "training": _PURE | {"host", "wire", "storage"},
     "runtime": _WORLD | {"host", "storage"},
     "transformers": _PURE | {"host", "training"},
+    "trl": {"errors", "transformers"},
     "sim": _WORLD,
     "ui": _PURE | {"host", "sim"},
     "cli": _WORLD | {"host", "storage", "runtime", "sim", "ui"},
@@ -59,7 +60,8 @@ IMPURE = {
 
 FLOORS_OF = {
     "torch": {"training", "transformers"},
-    "transformers": {"training", "transformers"},
+    "transformers": {"training", "transformers", "trl"},
+    "trl": {"trl"},
     "tokenizers": {"training"},
     "safetensors": {"training"},
     "datasets": {"training"},

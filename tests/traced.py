@@ -7,16 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from oobleck.training.data import Batch
-from oobleck.training.model import (
-    Carried,
-    Parcel,
-    StageModel,
-    gradients_of,
-    header_length,
-    leaf_of,
-    packed,
-    run_backward,
-)
+from oobleck.training.flow import Carried, Parcel, gradients_of, header_length, leaf_of, packed, run_backward
+from oobleck.training.model import StageModel
 
 
 def through(stages: Sequence[StageModel], batch: Batch, run: Callable[..., Carried]) -> float:

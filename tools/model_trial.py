@@ -23,16 +23,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from oobleck.errors import ConfigError, UncutModel
 from oobleck.training.data import Batch
+from oobleck.training.flow import Carried, gradients_of, leaf_of, run_backward
 from oobleck.training.model import (
     BatchSizes,
-    Carried,
     LiveModel,
     MicrobatchKey,
     ModelStructure,
     StageModel,
-    gradients_of,
-    leaf_of,
-    run_backward,
     try_layers,
     with_tried_loss,
 )

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from oobleck.training.data import WholeBatch
-from oobleck.training.model import LiveModel, ModelStructure, prove_cuts, trace_flow
+from oobleck.training.flow import prove_cuts, trace_flow
+from oobleck.training.model import LiveModel, ModelStructure
 from oobleck.training.randomness import drawing_alike
 from tools.tiny_models import NUM_PLAIN_TOKENS
 

@@ -27,16 +27,26 @@ class TrainReached(BaseException):
 
 
 _receivers: list[Receiver] = []
+_of_workers: list[Receiver] = []
 
 
 @contextmanager
-def receiving(receiver: Receiver) -> Iterator[None]:
-    """Hand trainers over to `receiver` within the block."""
+def receiving(receiver: Receiver, *, in_worker: bool = False) -> Iterator[None]:
+    """Hand trainers over to `receiver` within the block; `in_worker` if the script ends at its `train()`."""
     _receivers.append(receiver)
+    if in_worker:
+        _of_workers.append(receiver)
     try:
         yield
     finally:
         _receivers.remove(receiver)
+        if in_worker:
+            _of_workers.remove(receiver)
+
+
+def is_in_worker() -> bool:
+    """Return whether this script only runs for its parts."""
+    return bool(_of_workers)
 
 
 def is_received() -> bool:

@@ -170,7 +170,7 @@ def _run_to_train(script: ScriptSpec) -> Job:
         raise TrainReached(trainer)
 
     with _blaming(script):
-        with suppress(TrainReached), receiving(end):
+        with suppress(TrainReached), receiving(end, in_worker=True):
             run_as_main(script)
         if not reached:
             raise never_trained(script)

@@ -17,13 +17,13 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, Scheduler
 from oobleck.errors import ConfigError
 
 from .streams import is_stream
-from .table import INIT_ARGUMENTS, TRAINING_ARGUMENTS, Fate, Rule, rule_of_method
+from .table import TRAINING_ARGUMENTS, Fate, Rule, rule_of_method
 
 _UNKNOWN = Rule(Fate.REFUSED, "leave it out: this version of Oobleck does not know it")
 _EVALUATION_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, getattr(SchedulerType, "GREEDY", None))
 _METHODS = (types.FunctionType, staticmethod, classmethod, property)
-_OURS = __name__.rpartition(".")[0]
-_OWN_PACKAGES = (_OURS.partition(".")[0], "transformers", "torch", "contextlib", "functools")
+_OURS = ("oobleck.transformers", "oobleck.trl")
+_OWN_PACKAGES = ("oobleck", "transformers", "torch", "contextlib", "functools")
 """Packages that define methods of trainers, or decorate them."""
 _EVENTS_WITHIN_STEPS = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end")
 _OTHER_RECOMPUTATION = ("every_n_layers", "offload")
@@ -37,8 +37,8 @@ def check_trainer(trainer: transformers.Trainer, default: TrainingArguments) -> 
     check_arguments(trainer.args, default)
     _check_methods(trainer)
     _check_attributes(trainer)
-    if trainer.optimizer is not None or trainer.lr_scheduler is not None:
-        raise ConfigError(f"Trainer(optimizers=…): {INIT_ARGUMENTS['optimizers'].note}")
+    if trainer.lr_scheduler is not None and trainer.optimizer is None:
+        raise ConfigError("Trainer(optimizers=(None, …)): give the optimizer as well, or set lr_scheduler_type")
     _check_data(trainer)
     _check_callbacks(trainer)
 
@@ -159,8 +159,6 @@ def _check_attributes(trainer: Any) -> None:
     All others that change training are read when `train()` is called: arguments, data, collator, losses, callbacks.
     """
     args, accelerator = trainer.args, trainer.accelerator
-    if trainer.neftune_noise_alpha is not None:
-        raise ConfigError(f"Trainer.neftune_noise_alpha: {TRAINING_ARGUMENTS['neftune_noise_alpha'].note}")
     # transformers trains the one, with an optimizer for the parameters of the other. PEFT's wrapper has the same model.
     if inner_model(trainer.model) is not inner_model(trainer.model_wrapped):
         raise ConfigError(
@@ -195,7 +193,8 @@ def _check_attributes(trainer: Any) -> None:
             )
     scales = getattr(trainer, "loss_is_scaled_for_ga", None)
     is_scaled = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    if scales not in (None, is_scaled) and args.gradient_accumulation_steps > 1:
+    is_own = overrider_of(trainer, "compute_loss") is not None  # whose loss is counted as it is
+    if scales not in (None, is_scaled) and args.gradient_accumulation_steps > 1 and not is_own:
         raise ConfigError(
             f"Trainer.loss_is_scaled_for_ga={scales}: the loss of a step is the mean over all labels of its batches; "
             "leave it out, or give compute_loss_func"
@@ -216,7 +215,9 @@ def _overridden(trainer: transformers.Trainer) -> Iterator[tuple[str, str]]:
     # Methods resolve in this order, so only the classes before transformers' own can override it.
     for kind in kinds[: kinds.index(transformers.Trainer)]:
         if not kind.__module__.startswith(_OURS):
-            yield from ((name, kind.__name__) for name in sorted(known & vars(kind).keys()))
+            # TRL's writes a card of the model beside a checkpoint.
+            own = {"_save_checkpoint"} if kind.__module__.startswith("trl.") else set()
+            yield from ((name, kind.__name__) for name in sorted(known & vars(kind).keys() - own))
     yield from ((name, "an attribute of its own") for name in sorted(known & vars(trainer).keys()))
     # Libraries also replace methods of transformers' class itself, for all scripts that import them.
     for kind in kinds[: kinds.index(transformers.Trainer) + 1]:

@@ -218,6 +218,10 @@ class RunFollower:
         elif self._best is not None and (kept := self._best.restore()) is not None:
             self._trainer.state.best_metric, self._trainer.state.best_global_step = kept
         self._call("on_train_begin")
+        if self._trainer.args.eval_on_start and has_start_weights:
+            self._evaluate_here()
+        elif self._trainer.args.eval_on_start:
+            sys.stderr.write("oobleck: eval_on_start has no effect: the weights of a run that continues are on nodes\n")
 
     def _step(self, record: CommitRecord) -> None:
         trainer, step = self._trainer, record.step

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,14 +26,16 @@ from oobleck.errors import ConfigError, UncutModel
 from oobleck.host.script import GATHERS, SCRIPT_WAITS, Job
 from oobleck.job import LossCounting, OptimizerSpec
 from oobleck.training.data import items_of, try_collator, try_repeats
-from oobleck.training.model import BatchSizes, Flow, LiveModel, ModelStructure, try_layers, with_tried_loss
+from oobleck.training.flow import Flow
+from oobleck.training.model import BatchSizes, LiveModel, ModelStructure, try_layers, with_tried_loss
 from oobleck.training.optim import Optimizer
 from oobleck.training.padding_trial import try_padding
 
+from .brought import brought_optimizer, brought_schedule, let_create
 from .checks import evaluates, evaluates_here, gathers, inner_model, overrider_of
 from .epochs import EpochOrder, Epochs
 from .streams import StreamEpochs, StreamOrder, is_stream, opened_stream
-from .whole import TrainerLoss, find_counting
+from .whole import TrainerLoss, find_counting, why_whole
 
 # This many microbatches of a step keep four stages busy, or two pipelines of two.
 _MANY_MICROBATCHES = 8
@@ -61,6 +63,7 @@ class TrainerJob(Job):
         else:
             self.epochs = epochs_of(trainer, self._loader)
         self._tag = tag
+        let_create(trainer, max_steps=self.max_steps)
         self.made = self._parts()
         self.callbacks = ()
         self._why_whole = ""
@@ -144,7 +147,7 @@ class TrainerJob(Job):
     @functools.cached_property
     def _structure(self) -> ModelStructure | None:
         """The structure of a model of one chain of blocks, with a loss that is known; None for any other."""
-        if overrider_of(self._trainer, "compute_loss") is not None:
+        if overrider_of(self._trainer, "compute_loss") is not None or why_whole(self._trainer):
             return None
         try:
             return self._tried()
@@ -155,6 +158,9 @@ class TrainerJob(Job):
     def flow(self) -> Flow | None:
         """How a model with a loss of its own is cut; None if it is kept whole, the fallback for what cannot be cut."""
         if self._structure is not None:
+            return None
+        if why := why_whole(self._trainer):
+            self._why_whole = why
             return None
         whole = self._whole()
         try:
@@ -180,6 +186,7 @@ class TrainerJob(Job):
         model, loss = inner_model(trainer.model), self._whole()
         ModelStructure.with_its_loss(LiveModel.skeleton_of(model, is_whole=True), loss, sequence_length=_TRIED_LENGTH)
         sizes = _sizes(trainer, _TRIED_LENGTH)
+        loss.require_one_backward(model)
         return find_counting(loss, model, batch=sizes.batch, microbatch=sizes.microbatch)
 
     def _say_why(self) -> None:
@@ -231,7 +238,7 @@ class TrainerJob(Job):
             "order": self._order,
             "optimizer": make_optimizer,
             "decayed": lambda: decayed_parameters(trainer),
-            "lr_lambda": _schedule(trainer, max_steps=self.max_steps, peak=peak),
+            "lr_lambda": brought_schedule(trainer) or _schedule(trainer, max_steps=self.max_steps, peak=peak),
         }
         if gathers(trainer):
             parts[GATHERS] = lambda: None
@@ -265,7 +272,8 @@ def _settings(
     args = trainer.args
     state = TrainerState()
     state.compute_steps(args, max_steps)  # type: ignore[no-untyped-call]  # transformers' own
-    sizes = _sizes(trainer, length)
+    sizes, brought = _sizes(trainer, length), brought_optimizer(trainer)
+    peak = args.learning_rate if brought is None else brought.options["lr"]
     embedding = trainer.model.get_input_embeddings() if counting is None else None
     asked = (getattr(args, name, None) for name in ("activation_checkpointing", "gradient_checkpointing"))
     recomputes = any(asked) or any(getattr(each, "gradient_checkpointing", False) for each in trainer.model.modules())
@@ -278,8 +286,8 @@ def _settings(
             "vocab_size": max(257, 0 if embedding is None else embedding.num_embeddings),
         },
         "optimizer": {
-            **({"learning_rate": args.learning_rate} if args.learning_rate > 0 else {}),
-            "weight_decay": args.weight_decay,
+            **({"learning_rate": peak} if peak > 0 else {}),
+            "weight_decay": args.weight_decay if brought is None else brought.weight_decay,
             "max_grad_norm": args.max_grad_norm or _NO_CLIPPING,
         },
         "max_steps": max_steps,
@@ -376,6 +384,8 @@ def _optimizer(trainer: Any) -> tuple[Callable[[list[dict[str, Any]]], Any], flo
 
     Raises ConfigError for an optimizer that needs the whole model.
     """
+    if (brought := brought_optimizer(trainer)) is not None:
+        return brought.make, brought.options["lr"]
     try:
         made = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
     except (ValueError, ImportError) as error:
@@ -392,7 +402,8 @@ def _optimizer(trainer: Any) -> tuple[Callable[[list[dict[str, Any]]], Any], flo
 def optimizer_options(trainer: Any) -> list[dict[str, object]]:
     """Return the options of the optimizer's two groups, with and without weight decay. Raises ConfigError."""
     make, _ = _optimizer(trainer)
-    decays = (trainer.args.weight_decay, 0.0)
+    brought = brought_optimizer(trainer)
+    decays = (trainer.args.weight_decay if brought is None else brought.weight_decay, 0.0)
     made = make([{"params": [torch.nn.Parameter(torch.zeros(1))], "weight_decay": decay} for decay in decays])
     return [{name: value for name, value in group.items() if name != "params"} for group in made.param_groups]
 
@@ -423,7 +434,12 @@ def decayed_parameters(trainer: Any) -> frozenset[str]:
     """Return all names of the decayed parameters, without PEFT's prefixes."""
     named = dict(trainer.model.named_parameters(remove_duplicate=False))
     # transformers names each parameter once, and a tied one has other names too.
-    decayed = {id(named[name]) for name in trainer.get_decay_parameter_names(trainer.model) if name in named}
+    brought = brought_optimizer(trainer)
+    decayed: Collection[int] = (
+        brought.decayed
+        if brought is not None
+        else {id(named[name]) for name in trainer.get_decay_parameter_names(trainer.model) if name in named}
+    )
     own = inner_model(trainer.model).named_parameters(remove_duplicate=False)
     return frozenset(name for name, parameter in own if id(parameter) in decayed)
 

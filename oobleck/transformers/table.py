@@ -42,6 +42,8 @@ def _refused(note: str, *allowed: object) -> Rule:
 
 
 _AFTERWARDS = Rule(Fate.AFTERWARDS)
+_EVALUATION = Rule(Fate.AFTERWARDS, "while training runs, too: [Evaluations](#evaluations)")
+_WHOLE = "called in the workers with the whole model, which is then [not cut](#models-that-are-kept-whole)"
 _OF_DDP = _unused("workers do not use DistributedDataParallel")
 _OF_LOADER = _unused("each worker reads its own samples, when a microbatch needs them")
 _OF_HUB = _honoured("by `push_to_hub()`, which the script may call after training")
@@ -81,13 +83,13 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     "label_smoothing_factor": _honoured(),
     "average_tokens_across_devices": _refused("leave it true: the loss is the mean over all tokens of a step"),
     "label_names": _refused("leave it out: labels are called `labels`", ["labels"]),
-    "neftune_noise_alpha": _refused("leave it out: noise in embeddings is not supported"),
+    "neftune_noise_alpha": _honoured("the model is then [not cut](#models-that-are-kept-whole); other noise is drawn"),
     # Precision, memory and speed.
     "bf16": _mapped("`dtype: bfloat16`"),
     "fp16": _mapped("`dtype: float16`"),
     "tf32": _honoured(),
-    "bf16_full_eval": _refused("leave it out: evaluations compute as training does"),
-    "fp16_full_eval": _refused("leave it out: evaluations compute as training does"),
+    "bf16_full_eval": _AFTERWARDS,
+    "fp16_full_eval": _AFTERWARDS,
     "activation_checkpointing": _mapped("`activation_checkpointing`"),
     "activation_checkpointing_kwargs": _unused("but `every_n_layers` and `offload`, which are refused"),
     "gradient_checkpointing": _mapped("`activation_checkpointing`"),
@@ -116,16 +118,14 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     # Evaluations.
     "eval_strategy": _mapped("`eval_steps`: the steps of an epoch, for `epoch`"),
     "eval_steps": _mapped("`eval_steps`"),
-    "eval_delay": _refused("leave it out: evaluations begin with the first that is due", 0),
-    "eval_on_start": _refused("leave it out, and call `trainer.evaluate()` after training"),
-    **dict.fromkeys(("per_device_eval_batch_size", "prediction_loss_only", "eval_do_concat_batches"), _AFTERWARDS),
-    **dict.fromkeys(("eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics"), _AFTERWARDS),
-    **dict.fromkeys(("batch_eval_metrics",), _AFTERWARDS),
-    "load_best_model_at_end": _honoured(
-        "by `eval_loss`; the best checkpoint is kept in `checkpoints-best` beside the others"
-    ),
-    "metric_for_best_model": _honoured("`eval_loss`, or for callbacks"),
-    "greater_is_better": _honoured("for callbacks"),
+    "eval_delay": _honoured(),
+    "eval_on_start": _honoured("in the script's own process, unless the run continues from a checkpoint"),
+    **dict.fromkeys(("per_device_eval_batch_size", "prediction_loss_only", "eval_do_concat_batches"), _EVALUATION),
+    **dict.fromkeys(("eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics"), _EVALUATION),
+    **dict.fromkeys(("batch_eval_metrics",), _EVALUATION),
+    "load_best_model_at_end": _honoured("the best weights are kept in `checkpoints-best` beside the checkpoints"),
+    "metric_for_best_model": _honoured("any metric [of an evaluation](#evaluations)"),
+    "greater_is_better": _honoured(),
     # Checkpoints.
     "save_strategy": _mapped(
         "`checkpoint.save_steps`: the steps of an epoch, for `epoch`; for `no`, as often as it pays off, since the "
@@ -160,10 +160,9 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     "ddp_timeout": _unused("`control.lease_s` says when a node is lost"),
     "local_rank": _unused("it says nothing about workers"),
     # The hub.
-    "push_to_hub": _refused("leave it out, and call `trainer.push_to_hub()` after training"),
-    **dict.fromkeys(
-        ("hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision"), _OF_HUB
-    ),
+    "push_to_hub": _honoured("after training; nothing is pushed before"),
+    **dict.fromkeys(("hub_model_id", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision"), _OF_HUB),
+    "hub_strategy": _refused("leave it out: checkpoints are in the run's own format", "end", "every_save"),
 }
 
 INIT_ARGUMENTS: Mapping[str, Rule] = {
@@ -172,16 +171,18 @@ INIT_ARGUMENTS: Mapping[str, Rule] = {
     "data_collator": _honoured(
         "called in the workers, for a microbatch at a time; it may draw random numbers, and [is tried](#what-is-tried)"
     ),
-    "train_dataset": _honoured("with a length: others are refused"),
-    "eval_dataset": _honoured("one, with a length; a dictionary of several is refused while `eval_strategy` is on"),
+    "train_dataset": _honoured("samples by number, or [a stream](#streams)"),
+    "eval_dataset": _honoured("one, a dictionary of several, or a stream"),
     "processing_class": _honoured(),
     "model_init": _honoured("called with the seed set, wherever the script runs"),
     "compute_loss_func": _honoured("it must return a sum over samples divided by `num_items_in_batch`, which is tried"),
-    "compute_metrics": Rule(Fate.AFTERWARDS, "evaluations while training runs have `eval_loss` alone"),
+    "compute_metrics": _EVALUATION,
     "callbacks": _honoured("in the script's own process; there are no gradients to see"),
-    "optimizers": _refused("leave it out, and give optimizer_cls_and_kwargs: workers make their own"),
+    "optimizers": _honoured(
+        "workers make others of its class and options, in groups that differ by weight decay alone, and a `LambdaLR`"
+    ),
     "optimizer_cls_and_kwargs": _OF_OPTIMIZER,
-    "preprocess_logits_for_metrics": _AFTERWARDS,
+    "preprocess_logits_for_metrics": _EVALUATION,
 }
 
 _LOOP = "is not called: the workers' own loop trains"
@@ -189,10 +190,10 @@ _PARTS = "is called to find out how samples are read; do not override it"
 
 METHODS: Mapping[str, Rule] = {
     "train": _honoured("on the nodes; once in a script"),
-    "evaluate": Rule(Fate.AFTERWARDS, "in the script's own process, on its own devices"),
+    "evaluate": _EVALUATION,
     "predict": _honoured("in the script's own process, on its own devices"),
-    "evaluation_loop": _AFTERWARDS,
-    "prediction_step": _AFTERWARDS,
+    "evaluation_loop": _EVALUATION,
+    "prediction_step": _EVALUATION,
     **dict.fromkeys(("get_eval_dataloader", "get_test_dataloader", "num_examples"), _honoured()),
     "save_model": _honoured("where the script calls it; checkpoints are the run's own"),
     "save_state": _honoured(),
@@ -213,17 +214,15 @@ METHODS: Mapping[str, Rule] = {
     "create_accelerator_and_postprocess": _honoured(),
     "get_total_train_batch_size": _honoured("of one process"),
     **dict.fromkeys(("get_cp_size", "get_sp_size", "get_tp_size"), _honoured("1")),
-    "training_step": _refused(f"it {_LOOP}; compute the loss in compute_loss"),
-    "compute_loss": _honoured(
-        "called in the workers with the whole model, which is then [not cut](#models-that-are-kept-whole)"
-    ),
+    "training_step": _honoured(f"{_WHOLE}; it must call `self.accelerator.backward` once, which nodes carry out"),
+    "compute_loss": _honoured(_WHOLE),
     "get_batch_samples": _refused(f"it {_LOOP}; give data_collator"),
-    "compute_loss_context_manager": _refused(f"it {_LOOP}"),
+    "compute_loss_context_manager": _honoured(_WHOLE),
     "autocast_smart_context_manager": _refused(f"it {_LOOP}; set bf16 or fp16"),
     "get_train_dataloader": _refused(f"it {_PARTS}; give train_dataset and data_collator"),
-    "create_optimizer": _refused(f"it {_LOOP}; give optimizer_cls_and_kwargs"),
-    "create_scheduler": _refused(f"it {_LOOP}; set lr_scheduler_type"),
-    "create_optimizer_and_scheduler": _refused(f"it {_LOOP}; give optimizer_cls_and_kwargs"),
+    "create_optimizer": _honoured("as `optimizers`"),
+    "create_scheduler": _honoured("as `optimizers`"),
+    "create_optimizer_and_scheduler": _honoured("as `optimizers`"),
     "floating_point_ops": _refused(f"it {_LOOP}"),
     "store_flos": _refused(f"it {_LOOP}"),
     "set_initial_training_values": _refused(f"it {_LOOP}"),
@@ -238,10 +237,9 @@ _INTERNAL: Mapping[str, Rule] = {
     **dict.fromkeys(("_remove_unused_columns", "_get_collator_with_removed_columns"), _honoured()),
     **dict.fromkeys(("_save", "_load_from_checkpoint", "_issue_warnings_after_load"), _honoured()),
     **dict.fromkeys(("_finish_current_push",), _honoured()),
-    **dict.fromkeys(("_evaluate", "_get_eval_sampler"), _AFTERWARDS),
+    **dict.fromkeys(("_get_eval_sampler",), _EVALUATION),
     "_get_dataloader": _refused(f"it {_PARTS}; give train_dataset and data_collator"),
-    "_prepare_inputs": _refused(f"it {_LOOP}; give data_collator"),
-    "_prepare_input": _refused(f"it {_LOOP}; give data_collator"),
+    **dict.fromkeys(("_prepare_inputs", "_prepare_input"), _honoured(_WHOLE)),
     "_save_checkpoint": _refused(f"it {_LOOP}, and saves by `save_strategy`; act in a callback's on_save"),
     "_maybe_log_save_evaluate": _refused(f"it {_LOOP}; act in a callback"),
 }

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterable, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments, trainer_utils
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import HubStrategy, TrainOutput
 
 from oobleck.errors import UsageError
-from oobleck.host.handover import is_received, take_over
+from oobleck.host.handover import is_in_worker, is_received, take_over
 from oobleck.training.checkpoint import import_trainer_checkpoint, is_trainer_checkpoint
 
 from .checks import check_trainer, default_arguments, inner_model
@@ -29,6 +30,14 @@ class Trainer(transformers.Trainer):
     docs/trainer.md has the effect of each argument.
     """
 
+    arguments_kind: ClassVar[type[TrainingArguments]] = TrainingArguments
+    counts_for_logs: ClassVar[frozenset[str]] = frozenset()
+    """Numbers of the trainer that its loss may change, since logs alone read them."""
+
+    def metrics_for_logs(self) -> Iterable[MutableMapping[str, Any]]:
+        """Return what the loss notes for logs."""
+        return ()
+
     def __init__(
         self,
         model: transformers.PreTrainedModel | torch.nn.Module | None = None,
@@ -42,9 +51,13 @@ class Trainer(transformers.Trainer):
         self._resumes_from: str | bool | None = None
         self.ignored_keys: list[str] | None = None
         """Outputs of the model that evaluations leave out."""
-        args = args or TrainingArguments(output_dir="tmp_trainer")
+        args = args or self.arguments_kind(output_dir="tmp_trainer")
+        if is_in_worker():
+            args.push_to_hub = False  # the script's own process does
         self._default = default_arguments(args)  # before the trainer, as arguments set devices up
-        super().__init__(model, args, *others, **named)
+        # By name where that is possible: in some subclasses, others come before it.
+        named |= {} if others else {"args": args}
+        super().__init__(model, *((args, *others) if others else ()), **named)
 
     def train(
         self,
@@ -79,9 +92,9 @@ class Trainer(transformers.Trainer):
             transformers.set_seed(self.args.seed)
             self.model = self.call_model_init()
         # Only a process of a run receives the trainer; a script started by plain `python` starts a run itself.
-        if not is_received():
-            return train_here(self, script_to_launch())
-        output: TrainOutput = take_over(self)
+        output: TrainOutput = take_over(self) if is_received() else train_here(self, script_to_launch())
+        if self.args.push_to_hub and self.args.hub_strategy == HubStrategy.EVERY_SAVE:
+            self.push_to_hub(commit_message=f"Training in progress, step {self.state.global_step}")
         return output
 
     def job(self) -> TrainerJob:

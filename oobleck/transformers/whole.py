@@ -15,15 +15,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 
 from oobleck.errors import ConfigError
 from oobleck.job import LossCounting
 from oobleck.training.counters import counter_of
 from oobleck.training.data import IGNORED_LABEL, WholeInputs, from_all_over, items_of, mapped_tensors
-from oobleck.training.model import Flow, prove_cuts, trace_flow
+from oobleck.training.flow import Flow, prove_cuts, trace_flow
 from oobleck.training.randomness import drawing_alike
 
-from .checks import inner_model
+from .checks import inner_model, overrider_of
 from .epochs import Epochs
 
 _TRIED_SAMPLES = 8
@@ -32,6 +33,8 @@ _TOLERANCE, _OF_HALF_PRECISION = 1e-4, 3e-2
 """By how much the losses of parts may differ from that of all, as a share of it."""
 _ROUNDING = 1e-6
 _LABELS = "labels"
+_IN_STEPS = ("training_step", "_prepare_inputs", "_prepare_input", "compute_loss_context_manager")
+"""Methods that transformers calls in each step around `compute_loss`."""
 _WAYS: tuple[LossCounting, ...] = ("items", "samples", "labels", "sum")
 
 _Columns = dict[str, Any]
@@ -51,15 +54,62 @@ class TrainerLoss:
         trainer = self._trainer
         is_told = self._takes_items and self._labels(inputs) is not None
         device = next(model.parameters()).device
-        with self._as_in(step, model):
-            loss = trainer.compute_loss(
-                model,
-                dict(inputs),
-                num_items_in_batch=torch.tensor(float(num_items), device=device) if is_told else None,
-            )
+        items = torch.tensor(float(num_items), device=device) if is_told else None
+        with self._as_in(step, model), self._noise(model):
+            if model.training and any(overrider_of(trainer, name) for name in _IN_STEPS):
+                loss = self._of_training_step(model, dict(inputs), items)
+            else:
+                loss = trainer.compute_loss(model, dict(inputs), num_items_in_batch=items)
+        for metrics in trainer.metrics_for_logs():
+            metrics.clear()  # logs are the script's, and here they would only grow
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise ConfigError(f"Trainer: the loss of {type(model).__name__} is no number: {type(loss).__name__}")
         return loss.reshape(())
+
+    def _of_training_step(self, model: nn.Module, inputs: _Columns, items: torch.Tensor | None) -> torch.Tensor:
+        """Return what `training_step` gives to accelerate for the backward pass, which the nodes run themselves."""
+        taken: list[torch.Tensor] = []
+        accelerator = self._trainer.accelerator
+        accelerator.backward = lambda loss, **_: taken.append(loss)
+        try:
+            self._trainer.training_step(model, inputs, items)
+        finally:
+            del accelerator.backward
+        if len(taken) != 1:
+            raise ConfigError(
+                f"Trainer.training_step calls self.accelerator.backward {len(taken)} times: nodes run the backward "
+                "pass of one loss; call it once, as super().training_step does"
+            )
+        return taken[0]
+
+    def require_one_backward(self, model: nn.Module) -> None:
+        """Try a step. Raises ConfigError for a `training_step` that computes gradients by itself."""
+        modes = {module: module.training for module in model.modules()}
+        try:
+            with drawing_alike(0), torch.enable_grad():
+                columns = self.collated([0])
+                self(model.train(), columns, self.count(columns) or 1, step=1)
+            if any(each.grad is not None for each in model.parameters()):
+                raise ConfigError(
+                    "Trainer.training_step computes gradients by itself: nodes run the backward pass, of the one loss "
+                    "that self.accelerator.backward is given"
+                )
+        finally:
+            model.zero_grad()
+            for module, mode in modes.items():
+                module.training = mode
+
+    @contextmanager
+    def _noise(self, model: nn.Module) -> Iterator[None]:
+        """Within the block, embeddings are noisy if NEFTune is asked for: only in training, as of transformers."""
+        if (alpha := self._trainer.neftune_noise_alpha) is None or not model.training:
+            yield
+            return
+        handle = activate_neftune(model, alpha)  # type: ignore[no-untyped-call]  # transformers' own
+        try:
+            yield
+        finally:
+            deactivate_neftune(model, handle)  # type: ignore[no-untyped-call]  # transformers' own
 
     def count(self, inputs: Mapping[str, Any]) -> int | None:
         """Return how many labels of a batch transformers counts; None for a batch without labels."""
@@ -135,7 +185,12 @@ class TrainerLoss:
         state.epoch = epochs.progress(done) if done else 0.0
         if inner_model(trainer.model) is trainer.model:
             trainer.model = trainer.model_wrapped = model  # its own code may take either
-        before = {name: value for name, value in vars(trainer).items() if type(value) in (int, float)}
+        trainer.current_gradient_accumulation_steps = 1  # the nodes' own data averages over batches
+        before = {
+            name: value
+            for name, value in vars(trainer).items()
+            if type(value) in (int, float) and name not in trainer.counts_for_logs
+        }
         args._n_gpu = min(num_gpus, 1)
         trainer.log = _refuse_log
         try:
@@ -149,6 +204,16 @@ class TrainerLoss:
                     f"Trainer.compute_loss changes self.{name}: it runs on several nodes, and again after a failure; "
                     "follow self.state.global_step instead"
                 )
+
+
+def why_whole(trainer: Any) -> str:
+    """Return why a trainer's steps take its model as a whole, whatever that is; empty if they do not."""
+    for name in _IN_STEPS:
+        if (owner := overrider_of(trainer, name)) is not None:
+            return f"{name} is overridden by {owner}, and takes the model as a whole"
+    if trainer.neftune_noise_alpha is not None:
+        return "the noise of NEFTune depends on the length of each batch"
+    return ""
 
 
 def _refuse_log(*_: Any, **__: Any) -> None:

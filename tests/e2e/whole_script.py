@@ -283,6 +283,11 @@ def main():
     parsed = parser.parse_args()
     trainer = make_trainer(parsed.case, parsed.output, pause_s=parsed.pause)
     trainer.train()
+    write(trainer, parsed.output)
+
+
+def write(trainer, output):
+    """Write what has come of training."""
     log = trainer.state.log_history
     found = {
         "losses": [entry["loss"] for entry in log if "loss" in entry],
@@ -290,7 +295,7 @@ def main():
         "evaluations": [entry["eval_loss"] for entry in log if "eval_loss" in entry],
         "weights": sum(float(each.detach().double().square().sum()) for each in trainer.model.parameters()),
     }
-    with Path(parsed.output).open("a") as file:
+    with Path(output).open("a") as file:
         file.write(json.dumps(found) + "\n")
 
 

@@ -25,6 +25,7 @@ from tests.traced import through
 
 SCRIPT = Path(__file__).parents[1] / "e2e" / "whole_script.py"
 OURS, THEIRS = "from oobleck.transformers import Trainer", "from transformers import Trainer"
+OURS_OF_TRL, THEIRS_OF_TRL = "from oobleck.trl import", "from trl import"
 NUM_STEPS = 5
 """The fourth is the last one of an epoch, with a batch of two samples alone."""
 STILL: dict[str, Any] = {"learning_rate": 0.0, "weight_decay": 0.0, "max_grad_norm": 0.0, "max_steps": NUM_STEPS}
@@ -52,9 +53,10 @@ WHOLE = {"single"}
 """The cases whose model cannot be cut."""
 
 
-def script(tmp_path: Path, line: str) -> dict[str, Any]:
+def script(tmp_path: Path, line: str, source: Path = SCRIPT) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "script"}
-    exec(SCRIPT.read_text().replace(OURS, line), names)
+    text = source.read_text().replace(OURS, line)
+    exec(text.replace(OURS_OF_TRL, THEIRS_OF_TRL) if line == THEIRS else text, names)
     return names
 
 
@@ -69,22 +71,24 @@ class Noting(TrainerCallback):
         self.norms.append(math.sqrt(sum(map(float, gradients))))
 
 
-def theirs(case: str, tmp_path: Path, **arguments: Any) -> tuple[list[float], list[float]]:
+def theirs(case: str, tmp_path: Path, source: Path = SCRIPT, **arguments: Any) -> tuple[list[float], list[float]]:
     noting = Noting()
-    trainer = script(tmp_path, THEIRS)["make_trainer"](case, tmp_path / "theirs", **{**STILL, **arguments})
+    trainer = script(tmp_path, THEIRS, source)["make_trainer"](case, tmp_path / "theirs", **{**STILL, **arguments})
     trainer.add_callback(noting)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], noting.norms
 
 
-def assembled(case: str, tmp_path: Path, **arguments: Any) -> Assembly:
+def assembled(case: str, tmp_path: Path, source: Path = SCRIPT, **arguments: Any) -> Assembly:
     """What a worker makes of the script."""
-    text = SCRIPT.read_text().replace(
+    text = source.read_text().replace(
         "def main():", f"def main():\n    make_trainer({case!r}, 'ours', **{ {**STILL, **arguments}!r}).train()\n"
     )
-    settings = script(tmp_path, OURS)["make_trainer"](case, tmp_path / "ours", **{**STILL, **arguments}).job().settings
+    settings = (
+        script(tmp_path, OURS, source)["make_trainer"](case, tmp_path / "ours", **{**STILL, **arguments}).job().settings
+    )
     job = load_job(json.dumps(settings), source="the script", base=JobSpec(), has_lines=False)
-    spec = ScriptSpec(name=SCRIPT.name, source=text, arguments=(case, "ours"), directory=str(SCRIPT.parent))
+    spec = ScriptSpec(name=source.name, source=text, arguments=(case, "ours"), directory=str(SCRIPT.parent))
     return assemble(JobSpec(**{**vars_of(job), "script": spec}), cache_dir=tmp_path / "cache")
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from oobleck.errors import ConfigError, CorruptCheckpoint
-from oobleck.training.model import Flow, LiveModel, LossOfInputs, ModelStructure
+from oobleck.training.flow import Flow
+from oobleck.training.model import LiveModel, LossOfInputs, ModelStructure
 from oobleck.training.optim import MISSED
 
 from .conversion import write_layers

@@ -18,6 +18,7 @@ from torch import nn
 
 from oobleck.errors import ConfigError
 from oobleck.training.counters import changed_since, counter_of, states_of
+from oobleck.training.flow import persistent_buffers
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _MOST_TRIED = 1 << 22
@@ -48,13 +49,6 @@ def named_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def full_name(path: str, attribute: str) -> str:
     """Return the name of an attribute of the module called `path`, which is empty for the model itself."""
     return f"{path}.{attribute}" if path else attribute
-
-
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers of one module, without its children's, that are saved with the model."""
-    for attribute, buffer in module._buffers.items():
-        if buffer is not None and attribute not in module._non_persistent_buffers_set:
-            yield attribute, buffer
 
 
 # --- buffers that are saved with the model ---------------------------------------------------------------------

@@ -20,6 +20,7 @@ from oobleck.errors import ConfigError
 from oobleck.planner import MAX_LOGITS
 from oobleck.training.data import Batch, WholeBatch, mapped_tensors
 from oobleck.training.dropout import turn_off_dropout
+from oobleck.training.flow import Carried, FlowModules, Parcel, StageIsDone
 from oobleck.training.randomness import MicrobatchKey, derive_seed, drawing_alike, generators_of
 
 from . import forward_passes, losses
@@ -30,8 +31,6 @@ from .forward_passes import check_attention, keep_casts, prepare_whole, use_atte
 from .initialization import initialize_adapters, initialize_module, materialize_buffers, move_buffers, unset
 from .layered_model import LayeredModel, arguments_of
 from .live_model import LiveWeights
-from .parcels import Carried, Parcel
-from .stage_flow import FlowModules, StageIsDone
 from .stage_modules import StageModules
 from .structure import ModelStructure, Site
 from .weights import WeightFiles

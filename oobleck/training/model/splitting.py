@@ -20,11 +20,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from oobleck.errors import ConfigError
 from oobleck.job import Task
+from oobleck.training.flow import Flow
 
 from .adapters import tied_parameters
 from .brought import shared_tensors
 from .configuration import TWO_STACKS
-from .flow import Flow
 from .split_probe import SplitProbe, cannot_split
 
 

@@ -22,11 +22,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from oobleck.errors import ConfigError, UnbuiltModel
 from oobleck.job import ModelSpec, Task
 from oobleck.training.dropout import draws_at_random
+from oobleck.training.flow import Flow, persistent_buffers
 from oobleck.training.randomness import building_alike
 
 from . import brought, configuration
 from .adapters import Adapters, adapters_of, add_adapters, new_adapters, unwrapped, with_fake_tensors
-from .flow import Flow
 from .layered_model import (
     LayeredModel,
     LossFunction,
@@ -530,7 +530,7 @@ def _sites(skeleton: nn.Module, anatomy: Anatomy, roots: tuple[str, ...]) -> Ite
 
 
 def _buffer_sites(path: str, module: nn.Module, anatomy: Anatomy) -> Iterator[Site]:
-    for attribute, _ in brought.persistent_buffers(module):
+    for attribute, _ in persistent_buffers(module):
         name = brought.full_name(path, attribute)
         yield Site(module=path, attribute=attribute, parameter=anatomy.tied.get(name, name), is_buffer=True)
 

@@ -19,7 +19,8 @@ from oobleck.errors import ConfigError
 from oobleck.job import JobSpec
 from oobleck.training.comm import Waiter, blaming_peers
 from oobleck.training.data import NO_SAMPLE, Batch, Dataset
-from oobleck.training.model import Carried, MicrobatchKey, StageModel
+from oobleck.training.flow import Carried
+from oobleck.training.model import MicrobatchKey, StageModel
 
 from .messages import Messages, Sent
 from .step_work import PipelineRank, item_share_of

@@ -15,7 +15,8 @@ from oobleck.control.steps import CommitState, Interrupted
 from oobleck.schedule import Instruction, Op, Program
 from oobleck.training.comm import DeviceWork, Inbox, Post
 from oobleck.training.data import Batch
-from oobleck.training.model import Carried, StageModel, WeightGradients, gradients_of, leaf_of, run_backward
+from oobleck.training.flow import Carried, gradients_of, leaf_of, run_backward
+from oobleck.training.model import StageModel, WeightGradients
 
 from .messages import Messages
 from .node_sums import NodeSums

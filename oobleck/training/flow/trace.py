@@ -25,14 +25,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from oobleck.errors import UncutModel
 from oobleck.training.randomness import drawing_alike
 
-from .brought import persistent_buffers
-
 _LEAST_SHARE = 4
 """A layer has at least this part of the blocks' mean of parameters, so that no layer is too small to place."""
 
 
 def uncut_model(model: nn.Module, why: str) -> UncutModel:
     return UncutModel(f"model: {type(model).__name__} cannot be split into layers: {why}", reason=why)
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers of one module, without its children's, that are saved with the model."""
+    for attribute, buffer in module._buffers.items():
+        if buffer is not None and attribute not in module._non_persistent_buffers_set:
+            yield attribute, buffer
 
 
 @dataclass(frozen=True, slots=True)

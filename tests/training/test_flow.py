@@ -14,18 +14,8 @@ from torch import nn
 
 from oobleck.errors import ConfigError, UncutModel
 from oobleck.training.data import WholeBatch
-from oobleck.training.model import (
-    Flow,
-    LiveModel,
-    MicrobatchKey,
-    ModelStructure,
-    StageModel,
-    packed,
-    prove_cuts,
-    size_of,
-    trace_flow,
-    unpacked,
-)
+from oobleck.training.flow import Flow, packed, prove_cuts, size_of, trace_flow, unpacked
+from oobleck.training.model import LiveModel, MicrobatchKey, ModelStructure, StageModel
 from tests.traced import through
 
 SIZE = 4
