@@ -18,12 +18,12 @@ import torch
 
 from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, SplitBackward
 from oobleck.planner.profiles import ASSUMED_COMMUNICATION_BYTES, LINKS
-from oobleck.training import model as models
+from oobleck.training import flow as flows
 from oobleck.training.assembly import Assembly
 from oobleck.training.data import Batch
 from oobleck.training.model import MicrobatchKey, ModelStructure, Precision, StageModel, WeightGradients
 
-Carried = models.Carried
+Carried = flows.Carried
 
 _ASSUMED_NETWORK = NetworkProfile(
     inter_node_bytes_per_s=1e9,
@@ -184,8 +184,8 @@ def _passed_on(stage: StageModel, layer: int, batch: Batch, received: Carried | 
     with torch.no_grad():
         parcel = stage.carry(batch, received, num_items=max(1, batch.num_items), key=_KEY)
     stage.adopt(0, 0, {})
-    assert isinstance(parcel, models.Parcel)
-    return parcel, models.num_bytes(parcel.tensors)
+    assert isinstance(parcel, flows.Parcel)
+    return parcel, flows.num_bytes(parcel.tensors)
 
 
 def _hidden_states(structure: ModelStructure, batch: Batch, stage: StageModel) -> torch.Tensor:
@@ -254,13 +254,13 @@ def _run_split(stage: StageModel, batch: Batch, received: Carried | None, put_of
 
 def _run(stage: StageModel, batch: Batch, received: Carried | None) -> tuple[float, float]:
     """Return the seconds of one forward and of one backward pass."""
-    leaf = None if received is None else models.leaf_of(received)
+    leaf = None if received is None else flows.leaf_of(received)
     with _timed_layer(stage) as forward_s:
         output = stage.carry(batch, leaf, num_items=max(1, batch.num_items), key=_KEY)
     # What the stage after would send back.
     given = None if stage.is_last else [torch.full_like(each, 1 / each.numel()) for each in _carrying(output)]
     start_s = _now_s(stage.device)
-    models.run_backward(output, given)
+    flows.run_backward(output, given)
     return forward_s(), _now_s(stage.device) - start_s
 
 
@@ -299,8 +299,8 @@ def _timed_layer(stage: StageModel) -> Iterator[Callable[[], float]]:
 def _memory(stage: StageModel, batch: Batch, received: Carried | None, *, compiles: bool) -> tuple[int, int, int]:
     """Return the bytes of a microbatch's activations, of weights that autocast casts once, and of transient memory."""
     received_bytes = batch.input_ids.numel() * stage.structure.hidden_size * stage.dtype.itemsize
-    if isinstance(received, models.Parcel):
-        received_bytes = models.num_bytes(received.tensors)
+    if isinstance(received, flows.Parcel):
+        received_bytes = flows.num_bytes(received.tensors)
     with stage.casting_once():
         # Compiled code casts weights itself, for each microbatch.
         cast = {} if compiles else _cast_weights(stage, batch, received)
@@ -340,7 +340,7 @@ def _kept(stage: StageModel, batch: Batch, received: Carried | None) -> dict[int
             kept[address] = tensor.detach()  # holds the memory, so that no later tensor gets the same address
         return tensor
 
-    leaf = None if received is None else models.leaf_of(received)
+    leaf = None if received is None else flows.leaf_of(received)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         stage.carry(batch, leaf, num_items=max(1, batch.num_items), key=_KEY)
     return kept

@@ -14,8 +14,11 @@ from dataclasses import replace
 from functools import partial
 from typing import NoReturn, assert_never
 
+import torch
+
 from oobleck.control import protocol, steps
 from oobleck.host.script import GATHERS
+from oobleck.job import JobSpec
 from oobleck.training.assembly import Assembly
 from oobleck.training.checkpoint import LayerSaver
 from oobleck.training.comm import DeviceWork, GroupTable, PeerAgreements, StageSums
@@ -68,15 +71,7 @@ class Engine:
         self._epoch_things = EpochThings(job, dataset)
         self._precision = Precision.of(job.dtype)
         self._optimizer = assembly.optimizer
-        self._model = StageModel(
-            share.whole if share.is_sharded else share.structure,
-            dtype=self._precision.parameters,
-            device=groups.waiter.device,
-            autocast=self._precision.autocast,
-            activation_checkpointing=job.activation_checkpointing,
-            compiles=job.compile,
-            attention=job.attn_implementation,
-        )
+        self._model = _stage_model(job, share, self._precision, groups.waiter.device)
         self._stage_sums = StageSums(commit_state.is_pipeline_stopped)
         install(self._model, share, self._stage_sums)
         state = StageState(self._model, share)
@@ -93,10 +88,7 @@ class Engine:
                 on_progress=self._is_evaluating,
             )
         self._follower = steps.Follower(
-            job,
-            commit_state,
-            records=dataset.records,
-            evaluates=self._gathers or self._evaluator is not None,
+            job, commit_state, records=dataset.records, evaluates=self._gathers or self._evaluator is not None
         )
         self._layer_store = LayerStore(job, worker_id, state=state, optimizer=self._optimizer)
         self._reducers = Reducers(worker_id, share, state, groups)
@@ -398,3 +390,15 @@ class Engine:
         self._pipeline_rank = None
         if seat is not None:
             self._pipeline_rank = PipelineRank.of(seat, self._share, self._groups.find(seat.lane_key))
+
+
+def _stage_model(job: JobSpec, share: Share, precision: Precision, device: torch.device) -> StageModel:
+    return StageModel(
+        share.whole if share.is_sharded else share.structure,
+        dtype=precision.parameters,
+        device=device,
+        autocast=precision.autocast,
+        activation_checkpointing=job.activation_checkpointing,
+        compiles=job.compile,
+        attention=job.attn_implementation,
+    )

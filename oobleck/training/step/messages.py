@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from oobleck.training import model as models
+from oobleck.training import flow as flows
 from oobleck.training.comm import JOINED, Group, Pending, Post
+from oobleck.training.model import StageModel
 
 Sent = tuple[Pending, torch.Tensor]
 """A send under way, and its tensor, which must live until the receiver has it."""
@@ -18,7 +19,7 @@ Sent = tuple[Pending, torch.Tensor]
 class Messages:
     """The messages between a stage and its neighbours, by tags that no other message of a step has."""
 
-    model: models.StageModel
+    model: StageModel
     group: Group
     batch_size: int
     """The number of samples in a microbatch."""
@@ -31,7 +32,7 @@ class Messages:
         if flow is None:
             shape = self._hidden_shape
             return lambda tag: group.post_receive_ahead(shape, model.hidden_dtype, model.device, source, tag)
-        length = 1 if to_chunk is None else models.header_length(flow, model.chunks[to_chunk].start)
+        length = 1 if to_chunk is None else flows.header_length(flow, model.chunks[to_chunk].start)
 
         def post(tag: int) -> tuple[Pending, torch.Tensor]:
             header = torch.empty(length, dtype=torch.int64)
@@ -45,19 +46,19 @@ class Messages:
 
         return post
 
-    def received(self, tag: int, taken: torch.Tensor, chunk: int) -> models.Carried:
+    def received(self, tag: int, taken: torch.Tensor, chunk: int) -> flows.Carried:
         """Return what has been sent to a chunk, from what its inbox has given."""
         if (flow := self.model.structure.flow) is None:
             return taken
-        return models.Parcel.received(flow, self.model.chunks[chunk].start, taken, self._payload(tag))
+        return flows.Parcel.received(flow, self.model.chunks[chunk].start, taken, self._payload(tag))
 
-    def gradients(self, tag: int, taken: torch.Tensor, output: models.Carried) -> list[torch.Tensor]:
+    def gradients(self, tag: int, taken: torch.Tensor, output: flows.Carried) -> list[torch.Tensor]:
         """Return the gradients of what a chunk has sent, from what its inbox has given."""
         if isinstance(output, torch.Tensor):
             return [taken]
-        return models.unpacked(self._payload(tag), [models.size_of(each) for each in output.carrying])
+        return flows.unpacked(self._payload(tag), [flows.size_of(each) for each in output.carrying])
 
-    def send(self, carried: models.Carried, target: int, tag: int) -> list[Sent]:
+    def send(self, carried: flows.Carried, target: int, tag: int) -> list[Sent]:
         """Send what a chunk has computed; returns what to keep until the step is committed. Raises PeerLost."""
         return [
             (work, tensor)
@@ -70,15 +71,15 @@ class Messages:
         if self.model.structure.flow is None:
             parts = [(gradients[0].contiguous(), tag)]
         else:
-            parts = self._parcel(torch.tensor([models.num_bytes(gradients)]), gradients, tag)
+            parts = self._parcel(torch.tensor([flows.num_bytes(gradients)]), gradients, tag)
         sent = ((self._sent_off(tensor, target, own_tag), tensor) for tensor, own_tag in parts)
         return [(work, tensor) for work, tensor in sent if work is not None]
 
-    def send_and_wait_later(self, carried: models.Carried, target: int, tag: int) -> list[Sent]:
+    def send_and_wait_later(self, carried: flows.Carried, target: int, tag: int) -> list[Sent]:
         """Send what a chunk has computed to a neighbour that calls `receive`. Raises PeerLost."""
         return [(self.group.send(tensor, target, own), tensor) for tensor, own in self._parts(carried, tag)]
 
-    def receive(self, source: int, tag: int, chunk: int) -> models.Carried:
+    def receive(self, source: int, tag: int, chunk: int) -> flows.Carried:
         """Block until a chunk has what `send_and_wait_later` has sent to it. Raises PeerLost."""
         model, flow = self.model, self.model.structure.flow
         if flow is None:
@@ -86,11 +87,11 @@ class Messages:
             self.group.receive(hidden, source, tag)
             return hidden
         layer = model.chunks[chunk].start
-        header = torch.empty(models.header_length(flow, layer), dtype=torch.int64)
+        header = torch.empty(flows.header_length(flow, layer), dtype=torch.int64)
         self.group.receive(header, source, 2 * tag)
         payload = torch.empty(max(1, int(header[0])), dtype=torch.uint8, device=model.device)
         self.group.receive(payload, source, 2 * tag + 1)
-        return models.Parcel.received(flow, layer, header, payload)
+        return flows.Parcel.received(flow, layer, header, payload)
 
     @property
     def _hidden_shape(self) -> tuple[int, int, int]:
@@ -103,7 +104,7 @@ class Messages:
             work.join()
         return payload
 
-    def _parts(self, carried: models.Carried, tag: int) -> list[tuple[torch.Tensor, int]]:
+    def _parts(self, carried: flows.Carried, tag: int) -> list[tuple[torch.Tensor, int]]:
         if isinstance(carried, torch.Tensor):
             return [(carried.detach().contiguous(), tag)]
         return self._parcel(carried.header(), carried.tensors, tag)
@@ -111,7 +112,7 @@ class Messages:
     def _parcel(
         self, header: torch.Tensor, tensors: Sequence[torch.Tensor], tag: int
     ) -> list[tuple[torch.Tensor, int]]:
-        payload = models.packed(tensors, device=self.model.device)
+        payload = flows.packed(tensors, device=self.model.device)
         if not len(payload):  # a message has a byte at least
             payload = torch.zeros(1, dtype=torch.uint8, device=self.model.device)
         return [(header, 2 * tag), (payload, 2 * tag + 1)]
