@@ -49,7 +49,8 @@ def list_checkpoints(
     unreached: list[remote.StoreError] = []
     for directory in directories:
         try:
-            found += [(directory, entry) for entry in directory.find()]
+            with remote.patience(0.2, 1.0):  # a person waits
+                found += [(directory, entry) for entry in directory.find()]
         except remote.StoreError as error:
             if where is not None:
                 raise

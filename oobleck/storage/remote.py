@@ -8,8 +8,9 @@ import errno
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
@@ -18,7 +19,7 @@ from oobleck.errors import CorruptCheckpoint
 
 Answer = TypeVar("Answer")
 
-_WAITS_S = (0.2, 1.0, 3.0, 9.0)
+_waits_s: ContextVar[tuple[float, ...]] = ContextVar("_waits_s", default=(0.2, 1.0, 3.0, 9.0))
 _WRITE_BYTES = 8 << 20
 # Errors of clients that are no OSErrors, and of which fsspec lets some through.
 _FOREIGN = (
@@ -130,9 +131,19 @@ def remove(directory: Path, *, first: str) -> None:
     _try(directory, once)
 
 
+@contextmanager
+def patience(*waits_s: float) -> Iterator[None]:
+    """Within the block, ask a store that fails again after each of these waits, in seconds."""
+    token = _waits_s.set(waits_s)
+    try:
+        yield
+    finally:
+        _waits_s.reset(token)
+
+
 def _try(path: Path, act: Callable[[Any], Answer]) -> Answer:
     place: Any = path
-    for wait_s in (*_WAITS_S, None):
+    for wait_s in (*_waits_s.get(), None):
         try:
             return act(place)
         except FileNotFoundError:

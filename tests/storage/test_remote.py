@@ -42,12 +42,6 @@ def directory(store: Store, request: pytest.FixtureRequest) -> CheckpointDirecto
     return CheckpointDirectory(place_of(f"s3://bucket/{abs(hash(request.node.name))}", "checkpoint.directory"))
 
 
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let neither Oobleck nor s3fs try again."""
-    monkeypatch.setattr(remote, "_WAITS_S", ())
-    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
-
-
 def assert_whole(directory: CheckpointDirectory, manifest: Manifest) -> None:
     assert list(directory.faults(manifest)) == []
     assert directory.layers_here(manifest) == tuple(range(NUM_LAYERS))
@@ -88,10 +82,10 @@ def test_a_manifest_that_cannot_be_had_is_not_taken_for_a_damaged_one(
 ) -> None:
     """Else a run would go back to an older checkpoint because a store was busy."""
     manifest = save_step(directory, tmp_path, 10, NUM_LAYERS)
-    at_once(monkeypatch)
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
     store.refuses = {"SlowDown": 1000}
     try:
-        with pytest.raises(remote.StoreError, match=r"manifest\.json: "):
+        with remote.patience(), pytest.raises(remote.StoreError, match=r"manifest\.json: "):
             directory.manifest(manifest.name)
     finally:
         store.refuses = {}
@@ -106,12 +100,13 @@ def test_commands_name_a_store_that_refuses_and_hide_its_password(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     save_step(CheckpointDirectory(tmp_path / "base" / "mine" / "checkpoints"), tmp_path, 10, NUM_LAYERS)
-    at_once(monkeypatch)
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
     base = ("--base-dir", str(tmp_path / "base"))
     for url in (str(directory.path), "s3://me:hunter2@bucket/x"):
         for words in (["list", url], ["inspect", url], ["export", "mine", url, *base]):
             store.refuses = {"SlowDown": 1000}
-            assert main(["checkpoint", *words]) == 78
+            with remote.patience():
+                assert main(["checkpoint", *words]) == 78
             said = capsys.readouterr().err
             assert "s3://" in said
             assert ("hunter2" in said, said.count("\n")) == (False, 1)

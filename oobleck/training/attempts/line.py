@@ -28,8 +28,13 @@ _LOOK_S = 0.02
 class Line:
     """Heard in a thread of its own, once `open` was called."""
 
-    def __init__(self, sock: socket.socket, enter: Enter, *, is_spare: bool) -> None:
-        """`enter` makes this process the rank of a place."""
+    def __init__(self, sock: socket.socket, enter: Enter, *, is_spare: bool, hears_within_s: float = 10.0) -> None:
+        """`enter` makes this process the rank of a place.
+
+        A collective's error may precede the news of a lost rank, which comes over agents and the master, by
+        `hears_within_s`.
+        """
+        self.hears_within_s = hears_within_s
         self.is_spare = is_spare
         self.groups = Groups()
         self.is_over = False
@@ -132,8 +137,8 @@ class Line:
 _line: Line | None = None
 
 
-def set_line(line: Line) -> None:
-    """Give this process, which an agent runs as a rank, its line."""
+def set_line(line: Line | None) -> None:
+    """Give this process, which an agent runs as a rank, its line; None takes it away."""
     global _line
     _line = line
 

@@ -30,8 +30,6 @@ from .line import Line, the_line
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_HEARS_WITHIN_S = 10.0
-"""How long a collective's error may precede the news of a lost rank: that comes over agents and the master."""
 _REST_S = 0.05
 
 _old_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -65,7 +63,7 @@ class Attempt:
         if not line.is_over and not isinstance(error, Interrupted) and not line.groups.may_have_raised(error):
             return False
         # Where nodes change, it has heard why.
-        if not line.ends_after_save and not line.wait_until_over(_HEARS_WITHIN_S):
+        if not line.ends_after_save and not line.wait_until_over(line.hears_within_s):
             return False
         self.is_interrupted = True
         if error is not None:

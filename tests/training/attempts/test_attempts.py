@@ -68,9 +68,8 @@ def enter(order: BecomeRank, overflow: socket.socket) -> None:
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     ours, theirs = socket.socketpair()
-    monkeypatch.setattr(line, "_line", None)
     monkeypatch.setenv("RANK", "0")
-    set_line(Line(theirs, enter, is_spare=False))
+    set_line(Line(theirs, enter, is_spare=False, hears_within_s=2.0))
     ours.settimeout(60)
     yield Agent(ours)
     ours.shutdown(socket.SHUT_RDWR)
@@ -79,6 +78,7 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
             each.join(60)
     ours.close()
     theirs.close()
+    set_line(None)
 
 
 def await_end() -> None:
@@ -88,8 +88,7 @@ def await_end() -> None:
     assert the_line.wait_until_over(60)
 
 
-def test_without_oobleck_run_there_is_one_attempt(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(line, "_line", None)
+def test_without_oobleck_run_there_is_one_attempt():
     assert len(list(oobleck.attempts())) == 1
     check_attempt()
     note_saved()
@@ -127,11 +126,7 @@ def test_an_error_of_the_scripts_own_is_raised_at_once(agent: Agent, kind: type[
     assert [agent.heard(), agent.heard()] == [ATTEMPTS, PAST]
 
 
-def test_an_error_that_may_be_of_a_collective_is_raised_if_no_rank_is_lost(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("oobleck.training.attempts.loop._HEARS_WITHIN_S", 0.1)
-
+def test_an_error_that_may_be_of_a_collective_is_raised_if_no_rank_is_lost(agent: Agent):
     @oobleck.resilient
     def train() -> None:
         try:
