@@ -276,7 +276,7 @@ class MappedFiles:
         """Return the unbroken files `<stem>.<n>`, newest first. Any thread may call this."""
         with self._lock:
             for gone in [path for path in self._mapped if not path.exists()]:
-                self._mapped.pop(gone).close()
+                del self._mapped[gone]  # and not closed: a thread may be about to read it
             paths = memory_files(self.directory, stem)
             for path in paths:
                 # Its writer may be creating it at this moment, and then the next look finds it.

@@ -28,7 +28,8 @@ def storm(tmp_path: Path) -> Iterator[Callable[[str, int], Storm]]:
 @pytest.mark.parametrize(
     ("kind", "kills", "nodes"),
     [
-        ("fsdp", 2, 1),
+        ("ddp", 1, 0),
+        pytest.param("fsdp", 2, 1, marks=pytest.mark.slow),
         *(pytest.param(kind, 200, 50, marks=pytest.mark.slow) for kind in ("ddp", "fsdp", "hsdp", "tp")),
         *(pytest.param(kind, 4, 2, marks=pytest.mark.slow) for kind in ("ddp", "hsdp", "tp")),
     ],

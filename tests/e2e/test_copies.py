@@ -80,6 +80,7 @@ def nowhere(ranks: Ranks) -> tuple[str, ...]:
     return ("--env", f"OOBLECK_CHECKPOINT_DIR={file}/states")
 
 
+@pytest.mark.slow
 def test_a_lost_nodes_pieces_come_back_from_its_peer(ranks: Ranks) -> None:
     options = ("--local", "2", "--max-restarts", "0", "--lease", "60", *nowhere(ranks))
     command = [SCRIPT, str(ranks.out), "60", "0.1"]

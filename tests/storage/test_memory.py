@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.errors import CorruptCheckpoint
-from oobleck.storage import FlashMemory, Layout, Slot, TensorSpec, find_slots, memory_files, next_memory_file
+from oobleck.storage import (
+    FlashMemory,
+    Layout,
+    MappedFiles,
+    Slot,
+    TensorSpec,
+    find_slots,
+    memory_files,
+    next_memory_file,
+)
 from oobleck.storage.layout import ALIGNMENT_BYTES, DTYPE_BYTES
 from oobleck.storage.memory import CHUNK_BYTES
 
@@ -180,3 +189,16 @@ def test_a_file_has_as_many_slots_as_it_was_made_with(tmp_path: Path) -> None:
         kept = [slot.note for slot in FlashMemory.open(memory.path).valid_slots()]
         assert kept == [str(each).encode() for each in range(count, max(0, count - 4), -1)]
     assert memory.path.stat().st_size == FlashMemory.bytes_for(LAYOUT, num_slots=4)
+
+
+def test_a_slot_can_be_read_after_its_file_is_gone(tmp_path: Path) -> None:
+    """A thread may be about to sum it when its writer has begun another file."""
+    slot = FlashMemory.create(tmp_path / "rank0.1", LAYOUT, num_slots=2).next_slot()
+    slot.begin()
+    slot.seal(b"{}")
+    files = MappedFiles(tmp_path)
+    ((slot,),) = (memory.valid_slots() for memory in files.all("rank0"))
+    (tmp_path / "rank0.1").unlink()
+    assert files.all("rank0") == ()
+    slot.sum()
+    slot.verify()

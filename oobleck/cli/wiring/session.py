@@ -74,7 +74,7 @@ class Session:
         """Listen on the control socket, then follow signals and the launcher; put the remarks into the journal."""
         # `start` returns once the socket listens, so other commands reach the run from its first entry on.
         await self._nursery.start(serve_control, socket, self.answer)
-        self._nursery.start_soon(self.watch_signals)
+        await self._nursery.start(self.watch_signals)  # a signal that came first would end this process and no rank
         self._nursery.start_soon(self.follow_launcher)
         for remark in remarks:
             self._master.submit(remark)
@@ -140,12 +140,13 @@ class Session:
         with suppress(NodeUnreachable):  # it is gone already
             await self._master.kill(node)
 
-    async def watch_signals(self) -> None:
+    async def watch_signals(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Stop the run after the step on Ctrl-C or SIGTERM, and at once on a second one.
 
         The end of the terminal (SIGHUP) stops nothing. Raises MasterLeaves on SIGTERM to a master that is replaced.
         """
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, *_hangup()) as signals:
+            task_status.started()
             asked = False
             async for number in signals:
                 if number == signal.SIGHUP:

@@ -97,6 +97,10 @@ class RanksCoordinator(BaseCoordinator):
         """Of which it was said that the first copies nothing to the second."""
         self._told: journal.StatesProtected | None = None
         """What is recorded of the saved states' safety."""
+        self._unmet: set[str] = set()
+        """The nodes of an earlier master's generation that are neither reached nor lost yet."""
+        self._early: list[tuple[str, protocol.RankFailed]] = []
+        """Failures that wait for those, with their nodes: a rank also fails because another node is lost."""
 
     @property
     def is_over(self) -> bool:
@@ -141,6 +145,7 @@ class RanksCoordinator(BaseCoordinator):
             started = dict.fromkeys(each.node for each in begun.nodes)
             self._formed = _Formed(begun, self._ended_s, port=None, address="", started=started)
             self._copies.begin(self._start_of(begun.generation), started)
+            self._unmet = set(started)
         elif replayed.ended is None and isinstance(self._state, states.Ending):
             cause, generation = self._state.cause, self._state.past.generation
             turn.record(journal.GenerationEnded(t_s=now_s, generation=generation, cause=cause))
@@ -163,6 +168,8 @@ class RanksCoordinator(BaseCoordinator):
         self._end_hang(turn)
 
     def follow_up(self, turn: Turn) -> None:
+        while self._early and not self._unmet:
+            self._note_failed(turn, *self._early.pop(0))
         if turn.now_s >= self._copies.due_s:
             members = self._members.in_state(MemberState.CONNECTED)
             domains = {member.spec.name: member.spec.failure_domain for member in members}
@@ -277,6 +284,9 @@ class RanksCoordinator(BaseCoordinator):
         # An agent that is reached again may repeat its reports.
         if formed is None or message.pid in formed.down:
             return
+        if self._unmet:
+            self._early.append((node, message))
+            return
         entry = journal.RankDown(
             t_s=turn.now_s,
             generation=message.generation,
@@ -356,6 +366,7 @@ class RanksCoordinator(BaseCoordinator):
     def configure(self, turn: Turn, node: str) -> None:
         """Tell an agent what to run; one that is reached again may have missed that, and what followed it."""
         self._losses.pop(node, None)
+        self._unmet.discard(node)
         spec = self._members[node].spec
         configure = protocol.ConfigureRanks(
             run=self._run,
@@ -381,6 +392,7 @@ class RanksCoordinator(BaseCoordinator):
         self._ready.pop(node, None)
         self._handing_on.pop(node, None)
         self._copies.drop(node)
+        self._unmet.discard(node)
 
     def go_on_without(self, turn: Turn, member: Member, loss: journal.LossCause, silent_s: float) -> None:
         self._give(turn, states.Gone(node=member.spec.name))
@@ -393,6 +405,7 @@ class RanksCoordinator(BaseCoordinator):
         self._ready.pop(node, None)
         self._handing_on.pop(node, None)
         self._copies.drop(node)
+        self._unmet.discard(node)
         self._give(turn, states.Gone(node=node))
 
     @property

@@ -180,7 +180,7 @@ class Copies:
         if failed.is_gone:
             if self._wanted is not None and self._wanted.state == failed.state:
                 self._aim_further()
-        else:
+        elif failed.state in self._keep.states:  # else an earlier master has asked for it, and it is not wanted now
             self._refused_s[node, failed.target] = now_s + _REFUSED_S
 
     def _forget_empty(self, part: HeldPart) -> None:
@@ -381,7 +381,9 @@ class Copies:
                 for of, number, target in self._asked
                 if (of.start, number) == (state.start, rank) and of != state
             }
-            doors = tuple(self._doors[node] for node in others[:num_lacking] if node not in busy)
+            # A node has room for a state once it knows which other one it may lose for it.
+            ready = {node for node in others if self._heeded.get(node, 0) >= self._kept_since[state]} - busy
+            doors = tuple(self._doors[node] for node in others[:num_lacking] if node in ready)
             self._asked |= {(state, rank, door.node): source for door in doors}
             if doors:
                 by_source.setdefault(source, []).append(protocol.PartCopies(rank=rank, doors=doors))

@@ -183,6 +183,8 @@ class CopyPort:
         self._receiving.add(stem)
         try:
             slot = self._slot(stem, layout)
+            if slot is None:
+                return "it has no room beside what it keeps"
             if len(sums) != slot.sums_bytes:
                 return f"{len(sums)} bytes of checksums, and {slot.sums_bytes} are needed"
             _send_text(sock, "")
@@ -199,18 +201,13 @@ class CopyPort:
             self._receiving.discard(stem)
         return ""
 
-    def _slot(self, stem: str, layout: Layout) -> Slot:
+    def _slot(self, stem: str, layout: Layout) -> Slot | None:
         memory = next(iter(self._files.all(stem)), None)
         if memory is None or memory.layout != layout:
             return self._files.create(stem, layout, num_slots=_NUM_SLOTS).next_slot()
         kept = self._keeps()
-        return min(memory.slots(), key=lambda slot: _worth(slot, kept))
-
-
-def _worth(slot: Slot, kept: frozenset[str]) -> tuple[bool, int]:
-    if not slot.is_valid:
-        return False, 0
-    return any(slot.holds(name) for name in kept), slot.sequence
+        slots = [slot for slot in memory.slots() if not any(slot.holds(name) for name in kept)]
+        return min(slots, key=lambda slot: slot.sequence if slot.is_valid else 0, default=None)
 
 
 def _proof(ticket: bytes, whose: bytes, nonces: bytes) -> bytes:

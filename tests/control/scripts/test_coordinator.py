@@ -27,6 +27,7 @@ from oobleck.control.events import (
 )
 from oobleck.control.journal import (
     ConnectionLost,
+    GenerationCause,
     GenerationEnded,
     GenerationFormed,
     GenerationRuns,
@@ -215,6 +216,31 @@ def test_another_master_lets_ranks_run_on_and_hears_again_what_the_one_before_kn
     for node in NODES:
         world.say(node, RanksFinished(generation=1))
     assert world.end.exit_code == ExitCode.DONE
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_failure_that_a_lost_node_has_caused_costs_no_restart_under_another_master(is_lost: bool):
+    world = World(max_restarts=0)
+    world.begin(*NODES)
+    world.succeed()
+    for node in ("a", "c"):
+        world.come(node)
+    world.say("a", failed())
+    world.ready("a", 1)
+    assert not world.entries(GenerationEnded)
+    if is_lost:
+        world.give(NodeFailed(node="b", loss=ConnectionLost()))
+    else:
+        world.come("b")
+    for node in ("a", "c") if is_lost else NODES:
+        world.ready(node, 1)
+    assert len(world.entries(RankDown)) == 1
+    causes = [entry.cause for entry in world.entries(GenerationEnded)]
+    assert causes == [GenerationCause.NODE_LOST if is_lost else GenerationCause.RANK_FAILED]
+    if is_lost:
+        assert [each.node for each in world.entries(GenerationFormed)[-1].nodes] == ["a", "c"]
+    else:
+        assert world.end.exit_code == ExitCode.FAILED
 
 
 def test_states_keep_the_runs_name_under_another_master():

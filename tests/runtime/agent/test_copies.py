@@ -141,3 +141,16 @@ async def test_copies_keep_to_their_rate(source: FlashMemory, tmp_path: Path) ->
         for _ in range(3):
             await send(slot, door, pace)
     assert time.monotonic() - began_s >= 0.6, "one burst of 0.05 s is not counted"
+
+
+async def test_a_state_that_is_not_wanted_takes_the_place_of_none_that_is_kept(
+    source: FlashMemory, tmp_path: Path
+) -> None:
+    """Another master may have asked for it, and be gone."""
+    async with receiving(tmp_path / "target", *(state_name(step, "s1-a") for step in (1, 2))) as door:
+        for step in (1, 2):
+            await send(save(source, step), door)
+        with pytest.raises(NotCopied, match="no room beside what it keeps"):
+            await send(save(source, 3), door)
+    parts = find_parts(tmp_path / "target", tmp_path / "none")
+    assert sorted(part.note.step for part in parts) == [1, 2]
