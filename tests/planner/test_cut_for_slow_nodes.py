@@ -26,7 +26,7 @@ from oobleck.planner.costs import StageCosts, footprint
 from oobleck.planner.inventory import Holding, needed_holdings
 from oobleck.planner.kinds import Counts, Form
 from oobleck.planner.one_kind import OneKindCatalog, propose_moves
-from oobleck.planner.reconfiguration import Changes, reconfigure
+from oobleck.planner.reconfiguration import Changes, Domains, reconfigure
 from oobleck.planner.templates import cut_for_speeds
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.choice import evaluate
@@ -151,6 +151,7 @@ def test_no_plan_is_slower_than_what_would_be_chosen_without_new_cuts(
         resting=(),
         speeds={node: 1 / factor for node, factor in slow.items()},
         held=None,
+        domains=Domains({}, asked.fault_threshold),
     )
     catalog = Uncut(profile, asked)
     uncut = reconfigure(catalog, partial(propose_moves, catalog), plan, slowed_down)

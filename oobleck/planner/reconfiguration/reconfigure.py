@@ -512,7 +512,7 @@ class _Search:
 
 
 def _beats(score: _Score, other: _Score) -> bool:
-    return score < (other[0], other[1] * (1 - _TOLERANCE))
+    return score < (*other[:2], other[2] * (1 - _TOLERANCE))
 
 
 def _others(forms: Sequence[Form], before: Sequence[Form]) -> list[int]:
