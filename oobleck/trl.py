@@ -31,12 +31,11 @@ class _OnNodes(Trainer):
 
     def __init__(self, *args: Any, **named: Any) -> None:
         """All arguments are TRL's own. Raises ConfigError for those that no node could follow."""
-        super().__init__(*args, **named)
+        settings = named.get("args", next((each for each in args if isinstance(each, TrainingArguments)), None))
         for name, why in _REFUSED.items():
-            if getattr(self.args, name, None):
-                raise ConfigError(
-                    f"{type(self.args).__name__}({name}={getattr(self.args, name)!r}): leave it out: {why}"
-                )
+            if value := getattr(settings, name, None):
+                raise ConfigError(f"{type(settings).__name__}({name}={value!r}): leave it out: {why}")
+        super().__init__(*args, **named)
         if self.compute_loss_func is not None:
             raise ConfigError(f"{type(self).__name__}(compute_loss_func=…): override compute_loss in a subclass")
 

@@ -215,7 +215,9 @@ METHODS: Mapping[str, Rule] = {
     "get_total_train_batch_size": _honoured("of one process"),
     **dict.fromkeys(("get_cp_size", "get_sp_size", "get_tp_size"), _honoured("1")),
     "training_step": _honoured(f"{_WHOLE}; it must call `self.accelerator.backward` once, which nodes carry out"),
-    "compute_loss": _honoured(_WHOLE),
+    "compute_loss": _honoured(
+        "called in the workers, on a model that is [cut as it is traced](#models-with-a-loss-of-their-own)"
+    ),
     "get_batch_samples": _refused(f"it {_LOOP}; give data_collator"),
     "compute_loss_context_manager": _honoured(_WHOLE),
     "autocast_smart_context_manager": _refused(f"it {_LOOP}; set bf16 or fp16"),

@@ -63,7 +63,7 @@ def followed(made: Any, kept: Keeping, directory: Path) -> Any:
             follower.take(Evaluated(t_s=1.0, step=number, loss=None, num_samples=0, duration_s=0.1))
     twin.load_state_dict(kept.weights[last])
     live = LiveModel.skeleton_of(twin, is_whole=True)
-    whole = ModelStructure.kept_whole(live, lambda *_, **__: torch.zeros(()), sequence_length=LENGTH)
+    whole = ModelStructure.with_its_loss(live, lambda *_, **__: torch.zeros(()), sequence_length=LENGTH)
     write_checkpoint(checkpoints, whole, twin.state_dict(keep_vars=True), {}, step=last)
     twin.load_state_dict(before)
     return follower.finish(checkpoints)
