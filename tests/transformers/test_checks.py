@@ -189,8 +189,8 @@ def test_brought_optimizers_are_made_again_with_their_options(tmp_path: Path):
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.5)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 1 / (1 + done))
     made = trainer(tmp_path, model=trained, optimizers=(optimizer, schedule), max_steps=3)
-    checked(made)
     parts = made.job().made
+    checked(made)
     (group,) = parts["optimizer"]([{"params": [torch.nn.Parameter(torch.zeros(1))]}]).param_groups
     assert (group["lr"], group["momentum"], parts["decayed"]()) == (0.1, 0.5, frozenset())
     assert [parts["lr_lambda"](step) for step in (1, 2, 3)] == [1, 1 / 2, 1 / 3]
