@@ -109,8 +109,8 @@ class Single(nn.Module):
         super().__init__()
         self.inner = nn.Linear(6, 1)
 
-    def forward(self, features, wanted):
-        return {"loss": (self.inner(features).squeeze(-1) - wanted).square().mean()}
+    def forward(self, features, labels):
+        return {"loss": (self.inner(features).squeeze(-1) - labels).square().mean()}
 
 
 class Weighted(Trainer):
@@ -243,7 +243,7 @@ CASES = {
         lambda: [{**row, "labels": row["input_ids"]} for row in text()],
         Through,
     ),
-    "single": (Single, lambda: rows_of(features=lambda n: drawn(n, 6), wanted=lambda n: float(n % 5))),
+    "single": (Single, lambda: rows_of(features=lambda n: drawn(n, 6), labels=lambda n: float(n % 5))),
     "module": (Own, lambda: rows_of(features=lambda n: drawn(n, 6), wanted=lambda n: float(n % 5))),
     "weighted": (
         lambda: bert(hf.BertForSequenceClassification, num_labels=3),
