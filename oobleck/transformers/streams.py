@@ -42,7 +42,8 @@ class NumberedStream:
     def __init__(self, loader: Any, *, samples_per_step: int) -> None:
         """`loader` is the result of `Trainer.get_train_dataloader`. Raises ConfigError for one without samples."""
         self._loader = loader
-        self._num_kept = max(_LEAST_KEPT, _STEPS_KEPT * samples_per_step)
+        self.num_kept = max(_LEAST_KEPT, _STEPS_KEPT * samples_per_step)
+        """The most samples that are kept."""
         self._lock = threading.Lock()
         self._kept: OrderedDict[int, Any] = OrderedDict()
         self._items: Iterator[Any] = iter(())
@@ -94,7 +95,7 @@ class NumberedStream:
             self._kept[self._next] = item
             self._kept.move_to_end(self._next)
             self._next += 1
-            if len(self._kept) > self._num_kept:
+            if len(self._kept) > self.num_kept:
                 self._kept.popitem(last=False)
             if self._next > number:
                 return True

@@ -77,7 +77,7 @@ def test_samples_that_were_dropped_are_read_again(tmp_path: Path) -> None:
     made = job(tmp_path, Stream(300), max_steps=400, per_device_train_batch_size=2)
     order, (samples, _, _) = made.made["order"](), made.made["data"]()
     first = [samples[number] for number in order(1)]
-    samples._num_kept = 10
+    samples.num_kept = 10
     order(160)
     assert [samples[number] for number in order(1)] == first
     assert order.epoch_of(151) == (1, 0)
