@@ -73,7 +73,7 @@ class Attempt:
 
 
 def attempts() -> Iterator[Attempt]:
-    """Yield an attempt; under `oobleck run`, another one after each loss, in the same process.
+    """Yield an attempt; under `oobleck run`, another one after each loss, in the same process::
 
         for attempt in oobleck.attempts():
             with attempt:
