@@ -110,8 +110,9 @@ class TrainerJob(Job):
         Optimizer(OptimizerSpec(), max_steps=self.max_steps, factory=self.made["optimizer"]).layout()
         trainer = self._trainer
         if (structure := self._structure) is None:
+            counted = self._counting  # or else raises
             if self.flow is None:
-                self._say_why()
+                self._say_why(counted)
             return
         if isinstance(self.epochs, StreamEpochs):
             self._require_one_length()
@@ -189,11 +190,11 @@ class TrainerJob(Job):
         loss.require_one_backward(model)
         return find_counting(loss, model, batch=sizes.batch, microbatch=sizes.microbatch)
 
-    def _say_why(self) -> None:
+    def _say_why(self, counted: LossCounting) -> None:
         if SCRIPT_WAITS in os.environ:
             return  # the script itself, which waits for this run, has said it
         name, how = type(inner_model(self._trainer.model)).__name__, ""
-        if self._counting == "batch" and self.epochs.batches_per_step == 1:
+        if counted == "batch" and self.epochs.batches_per_step == 1:
             how = (
                 " (a step is one batch, whose loss is no sum over its parts, so one node computes at a time; raise "
                 "gradient_accumulation_steps)"

@@ -133,7 +133,7 @@ class _Groups(dict[GroupKey, "_Groups"]):
         self.posted.append(key)
         return self
 
-    def all_reduce(self, _flat: torch.Tensor) -> object:
+    def all_reduce(self, _flat: torch.Tensor, *, stage: object = None) -> object:
         return object()
 
 
