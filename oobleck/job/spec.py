@@ -441,7 +441,7 @@ class JobSpec:
 
     @property
     def num_lanes(self) -> int:
-        """The devices of a stage that each take a microbatch of their own; what plans count is so many at once."""
+        """The devices of a stage that each take a microbatch of their own; a plan's microbatch is that many at once."""
         return self.sharding_devices
 
     @property

@@ -149,7 +149,7 @@ class Catalog(ABC):
     def best_for(self, nodes: Counts, total: Counts, number: int | None = None) -> tuple[Counts, ...] | None:
         """Return the best pipelines of some of `total` nodes, for their share of the batch, or the best `number`.
 
-        Returns None if they cannot form so many, or any.
+        Returns None if they cannot form that number, or any.
         """
 
     def needed(self, template: PipelineTemplate) -> tuple[Holding, ...]:

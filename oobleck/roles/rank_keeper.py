@@ -213,7 +213,7 @@ class RankKeeper:
         has_failed = end != protocol.Exited(exit_code=0) and not generation.is_ending
         if has_failed:
             generation.is_ending = True
-            # Whether they may stay, the master decides: it is told in a moment, and nothing begins before.
+            # The master decides whether they may stay; this report reaches it before anything begins.
             self._clear(generation, [other for other in generation.living if other is not rank])
             nursery.start_soon(self._give_up, generation)
             self._take_output(generation, is_last=False)  # the run may end over this failure
@@ -290,7 +290,7 @@ class RankKeeper:
                     return  # the ranks themselves show why
                 self._spares.append(handle)
             except (WorkersUnavailable, ConfigError):
-                return  # those that need a place start anew
+                return  # those that need a place start again
             finally:
                 self._num_rehearsing -= 1
 

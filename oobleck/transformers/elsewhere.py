@@ -46,7 +46,7 @@ class WeightsElsewhere(TorchFunctionMode):
         self.look_again()
 
     def look_again(self) -> None:
-        """Find the parameters anew, since a model may have been moved to another device."""
+        """Look the parameters up again, since a model may have been moved to another device."""
         trained = [(name, each) for name, each in self._model.named_parameters() if each.requires_grad]
         # Keyed by memory, as views and `data` are other tensors with the same values.
         self._names = {each.untyped_storage().data_ptr(): name for name, each in trained}

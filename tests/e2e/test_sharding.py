@@ -17,14 +17,13 @@ from .elastic import (
     Reference,
     assert_all_is_right,
     assert_losses,
-    each_loss,
     run_without_a_kill,
     stopped,
 )
 from .harness import GPT2, LLAMA, Runner, kill_everything, worker_pids
 from .test_checkpoints import first_step_of, steps_of
 from .test_losses import KILL_STEP
-from .test_tensor_parallel import SHARED, assert_evaluated
+from .test_tensor_parallel import assert_evaluated, evaluated_job, evaluated_reference
 
 OPTIMIZER = ("--set", "sharding=optimizer", "--set", "sharding_devices=2")
 """Of the 300 rows of its tied embedding a device of two has 150, and of three 100; its norms have 32."""
@@ -32,18 +31,12 @@ OPTIMIZER = ("--set", "sharding=optimizer", "--set", "sharding_devices=2")
 
 @pytest.fixture(name="path", scope="module")
 def _path(runner: Runner) -> Path:
-    path = runner.job_file(GPT2)
-    text = path.read_text(encoding="utf-8").replace("data: {", "data: {validation_split: 0.1, ")
-    text = text.replace("max_steps: 24", f"max_steps: {ENDLESS}")
-    path.write_text(text + SHARED, encoding="utf-8")
-    return path
+    return evaluated_job(runner, GPT2)
 
 
 @pytest.fixture(scope="module")
 def reference(runner: Runner, path: Path) -> tuple[Reference, list[float]]:
-    """Losses of one process, and its evaluations up to the last loss that was asked for."""
-    evaluations: list[float] = []
-    return each_loss(path, runner.directory / "cache", evaluations=evaluations), evaluations
+    return evaluated_reference(runner, path)
 
 
 def test_sharded_stages_compute_what_one_process_computes(
@@ -51,7 +44,7 @@ def test_sharded_stages_compute_what_one_process_computes(
 ) -> None:
     """A pipeline of one stage and one of two, of two devices each, with dropout, a tied head, evaluations and clipping.
 
-    A node of the two is killed: the node that is left with it starts anew from the layers of the other pipeline.
+    A node of the two is killed: the node that is left with it continues with the layers of the other pipeline.
     """
     options = ("--job", str(path), *OPTIMIZER, "--set", "checkpoint.compare_steps=2")
     with runner.up(*options, "--kill", f"node2@{KILL_STEP}", nodes=("--local", "3")) as up:

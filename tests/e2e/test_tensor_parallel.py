@@ -25,11 +25,8 @@ max_eval_samples: 40
 HEADS = (("num_attention_heads: 2", "num_attention_heads: 4"), ("heads: 1", "heads: 2"))
 
 
-@pytest.fixture(name="path", scope="module")
-def _path(runner: Runner) -> Path:
-    head = LLAMA
-    for before, after in HEADS:
-        head = head.replace(before, after)
+def evaluated_job(runner: Runner, head: str) -> Path:
+    """Write a job without end that is evaluated on the way, whose model is given."""
     path = runner.job_file(head)
     text = path.read_text(encoding="utf-8").replace("data: {", "data: {validation_split: 0.1, ")
     text = text.replace("max_steps: 24", f"max_steps: {ENDLESS}")
@@ -37,11 +34,23 @@ def _path(runner: Runner) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def reference(runner: Runner, path: Path) -> tuple[Reference, list[float]]:
+def evaluated_reference(runner: Runner, path: Path) -> tuple[Reference, list[float]]:
     """Losses of one process, and its evaluations up to the last loss that was asked for."""
     evaluations: list[float] = []
     return each_loss(path, runner.directory / "cache", evaluations=evaluations), evaluations
+
+
+@pytest.fixture(name="path", scope="module")
+def _path(runner: Runner) -> Path:
+    head = LLAMA
+    for before, after in HEADS:
+        head = head.replace(before, after)
+    return evaluated_job(runner, head)
+
+
+@pytest.fixture(scope="module")
+def reference(runner: Runner, path: Path) -> tuple[Reference, list[float]]:
+    return evaluated_reference(runner, path)
 
 
 def _evaluated(runner: Runner) -> dict[int, float]:

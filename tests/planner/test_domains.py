@@ -23,7 +23,7 @@ def nodes_in(sizes: Mapping[str, int]) -> dict[str, str]:
 
 
 def survives(plan: ExecutionPlan, domain_of: Mapping[str, str], fault_threshold: int) -> bool:
-    """Whether each layer has a holder left, whichever of so many domains are lost at once."""
+    """Whether each layer has a holder left, whichever domains are lost at once, up to a number."""
     domains = sorted(set(domain_of.values()))
     for lost in combinations(domains, min(fault_threshold, len(domains))):
         left = [layers for place, layers in plan.layers_at.items() if domain_of[place.node] not in lost]
@@ -33,7 +33,7 @@ def survives(plan: ExecutionPlan, domain_of: Mapping[str, str], fault_threshold:
 
 
 def can_be_apart(planner: Planner, domain_of: Mapping[str, str], nodes: Sequence[str], number: int) -> bool:
-    """Whether some groups of whole domains, so many, each hold the model: tries all on few domains."""
+    """Whether some number of groups of whole domains each hold the model: tries all, on few domains."""
     domains = sorted({domain_of[node] for node in nodes})
 
     def groups(left: Sequence[str], made: list[list[str]]) -> bool:

@@ -31,7 +31,7 @@ KILLED = Killed(signal=9)
 
 @dataclass
 class StayingRank(FakeRank):
-    """A rank with attempts, which leaves them when it is told to, unless it is stuck."""
+    """A rank with attempts, which leaves them when asked to, unless it is stuck."""
 
     can_stay: bool = True
     is_stuck: bool = False

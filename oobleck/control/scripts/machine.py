@@ -67,7 +67,7 @@ _CONNECTING_S = 10.0
 _TELL_S = 60.0
 # The stacks of ranks are awaited this long.
 _ANSWERS_S = 5.0
-# After so many generations in a row that got nowhere, all processes start anew: what they keep may be what fails.
+# After this many generations in a row without progress, new processes are started: what the old ones keep may fail.
 _MOST_FRUITLESS = 2
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from oobleck.planner.inventory import Holding, missing_bytes
 
-# At most so many swaps of two nodes are compared for one plan; like nodes count once.
+# The most swaps of two nodes that are compared for one plan; like nodes count once.
 _MOST_SWAPS = 50_000
 
 Placed = Iterable[tuple[Sequence[Holding], Sequence[str]]]

@@ -43,7 +43,7 @@ _FEW_COMPARED = 64
 _MOST_COMPARED = 8
 _MOST_TOO_SHORT = 0.05
 
-# Whole domains are grouped into at most so many different numbers of groups.
+# The most numbers of groups that are tried for whole domains.
 _MOST_GROUPINGS = 4
 
 # A score has the pipelines too few or too many, the domains that layers lack, then the weighed seconds of a step.

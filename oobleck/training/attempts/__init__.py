@@ -1,4 +1,4 @@
-"""Attempts: a part of a script that its processes enter again when a rank is lost, instead of starting anew.
+"""Attempts: a part of a script that its processes enter again when a rank is lost.
 
 Nothing here loads torch: a rank whose script has no attempts needs none of it.
 """

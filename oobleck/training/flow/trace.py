@@ -141,7 +141,7 @@ class Flow:
         return tuple(self.values[each].carries_gradient for each in self.travelling[layer])
 
     def known_before(self, layer: int) -> tuple[int, ...]:
-        """Return the values of all layers before one, whose sizes it is told."""
+        """Return the values of all layers before one, of the given sizes."""
         return tuple(number for number, each in enumerate(self.values) if each.call < self.starts[layer])
 
 
