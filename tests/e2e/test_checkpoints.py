@@ -183,6 +183,7 @@ def test_a_disk_that_takes_nothing_stops_saving_but_not_training(
     assert "Not a directory" in outcome.output
 
 
+@pytest.mark.slow  # tests/control/checkpoints/test_broken_saves.py
 def test_a_last_save_that_fails_is_no_success_and_the_next_run_makes_it_good(
     runner: Runner, tmp_path: Path, reference: list[float]
 ) -> None:

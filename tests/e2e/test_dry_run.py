@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from .harness import Outcome, Runner, oobleck
 
 
+@pytest.mark.slow  # tests/cli/test_dry_run.py
 def test_a_dry_run_after_a_run_shows_the_plan_that_it_began_with(runner: Runner, undisturbed: Outcome) -> None:
     arguments = ("up", "--local", "4", "--job", str(runner.job_file()), "--base-dir", str(runner.base_dir))
     done = oobleck(*arguments, "--dry-run", "--json")

@@ -105,6 +105,7 @@ def test_the_only_holder_of_a_layer_hands_it_over_before_it_leaves_and_past_the_
     assert runner.left_over() == []
 
 
+@pytest.mark.slow  # test_master.py has the takeover
 def test_a_run_after_a_killed_master_has_no_part_of_the_one_before(
     runner: Runner, endless_reference: Reference
 ) -> None:

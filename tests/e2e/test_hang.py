@@ -74,6 +74,7 @@ def trapped(tmp_path: Path, *, seconds: float, computes: str = "time.sleep(1)") 
     return trap, script
 
 
+@pytest.mark.slow  # tests/control/steps/test_hangs.py and training/test_hang_watch.py have what is asked and decided
 def test_a_hang_is_explained_and_its_culprit_starts_again(runner: Runner, tmp_path: Path) -> None:
     trap, script = trapped(tmp_path, seconds=1e9)
     with runner.up(nodes=(*NODES, str(script), *OPTIONS)) as up:

@@ -140,6 +140,7 @@ def test_backward_passes_in_two_parts_change_no_loss(runner: Runner, endless_ref
     assert_losses(run_with_a_kill(runner, "--job", str(path), kill=f"node3@{KILL_STEP}").losses, endless_reference)
 
 
+@pytest.mark.slow  # tests/schedule and tests/training compare each schedule
 def test_each_pipeline_runs_the_schedule_that_its_timeline_chooses(
     runner: Runner, undisturbed: Outcome, endless_reference: Reference
 ) -> None:

@@ -72,6 +72,7 @@ def test_a_run_goes_on_when_its_reader_goes_away(runner: Runner, tmp_path: Path)
     assert runner.left_over() == []
 
 
+@pytest.mark.slow  # tests/ui/test_live.py has a terminal that is stopped
 def test_a_run_neither_waits_for_a_reader_that_does_not_read_nor_ends_when_it_goes_away(
     runner: Runner, tmp_path: Path
 ) -> None:

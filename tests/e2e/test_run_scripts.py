@@ -16,6 +16,7 @@ import pytest
 from tests.disks import fill, small_disk
 from tests.e2e.harness import oobleck, processes_with
 from tests.e2e.ranks import Ranks
+from tests.processes import words_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -357,4 +358,4 @@ def test_a_killed_agent_takes_its_ranks_along_and_only_the_same_command_takes_ov
 
 
 def left_on(ranks: Ranks, node: str) -> list[psutil.Process]:
-    return [each for each in processes_with(f"TMPDIR={ranks.temporary}") if node in " ".join(each.cmdline())]
+    return [each for each in processes_with(f"TMPDIR={ranks.temporary}") if node in " ".join(words_of(each))]

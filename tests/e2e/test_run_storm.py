@@ -20,6 +20,7 @@ def test_a_killed_fork_server_and_then_a_killed_rank_cost_no_saved_step(tmp_path
     assert storm.ride() == [], (storm.done, storm.said.read_text())
 
 
+@pytest.mark.slow  # test_run_scripts.py has an agent that is killed
 def test_a_rank_whose_supervisor_is_killed_or_stopped_ends_as_any_other(tmp_path: Path) -> None:
     storm = RunStorm(tmp_path, 31, steps=40, faults=[("kill", "waits"), ("stop", "waits")])
     assert storm.ride() == [], (storm.done, storm.said.read_text())

@@ -83,6 +83,7 @@ def work_of(plan: ExecutionPlan, node: str) -> int:
     )
 
 
+@pytest.mark.slow  # tests/control/speed has the paces, tests/planner the plans
 def test_a_slow_node_is_planned_for(runner: Runner, endless_reference: Reference) -> None:
     before, after, *_ = run_with_a_slow_node(runner, runner.job_file(), endless_reference, 5.0)
     assert work_of(after, "node1") < work_of(before, "node1")

@@ -63,6 +63,7 @@ def assert_evaluated(runner: Runner, reference: list[float]) -> None:
     assert max(abs(loss - reference[step // 4 - 1]) for step, loss in compared.items()) < LLAMA_TOLERANCE
 
 
+@pytest.mark.slow  # test_sharding.py has devices that share a stage
 def test_stages_that_devices_share_compute_what_one_process_computes(
     runner: Runner, path: Path, reference: tuple[Reference, list[float]]
 ) -> None:

@@ -36,19 +36,9 @@ def plain_losses(directory: Path, *arguments: str) -> dict[str, Any]:
     return dict(json.loads(output.read_text()))
 
 
-@pytest.mark.parametrize(
-    ("case", "family"),
-    [
-        ("padded", "gpt2"),
-        pytest.param("padded", "llama", marks=pytest.mark.slow),
-        pytest.param("packed", "gpt2", marks=pytest.mark.slow),
-        pytest.param("packed", "llama", marks=pytest.mark.slow),
-        pytest.param("lora", "gpt2", marks=pytest.mark.slow),
-        pytest.param("lora", "llama", marks=pytest.mark.slow),
-        pytest.param("labels", "gpt2", marks=pytest.mark.slow),
-        pytest.param("labels", "llama", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # test_whole.py has a Trainer that survives a kill
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("case", ["padded", "packed", "lora", "labels"])
 def test_losses_and_weights_are_those_of_transformers_trainer(
     runner: Runner, tmp_path: Path, case: str, family: str
 ) -> None:

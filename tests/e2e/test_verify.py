@@ -107,6 +107,7 @@ def test_the_same_is_so_in_double_precision(verifier: Verifier) -> None:
     assert verified.answer["dtype"] == "float64"
 
 
+@pytest.mark.slow  # tests/control/verification and tests/cli/verify have what is compared and said
 def test_a_job_trains_on_nodes_as_its_uncut_model_does_in_a_plain_loop(verifier: Verifier) -> None:
     verified = verifier.verify(JOB)
     assert_equal(verified)

@@ -44,13 +44,15 @@ def test_no_rule_beats_the_ideal(paper: ModuleType) -> None:
                 assert play(trace, paper.our_rules(model, step)).samples_per_s <= best * (1 + 1e-9)
 
 
-def test_at_one_failure_in_ten_minutes_nearly_all_of_the_ideal_is_kept(paper: ModuleType) -> None:
+@pytest.mark.parametrize(
+    "model", ["BERT-L", *(pytest.param(each, marks=pytest.mark.slow) for each in ("GPT-2", "GPT-3M", "2.7B", "6.7B"))]
+)
+def test_at_one_failure_in_ten_minutes_nearly_all_of_the_ideal_is_kept(paper: ModuleType, model: str) -> None:
     trace = paper.read_traces(DATA)["10m"]
-    for model in paper.MODELS:
-        # Groups of NCCL take 1.6 s, twice a recovery: half a percent of ten minutes.
-        assert paper.our_share(model, trace) >= (0.965 if model == "6.7B" else 0.985), model
-        by_rules = play(trace, paper.our_rules(model)).samples_per_s / paper.ideal(model, trace)
-        assert by_rules >= 0.97, model
+    # Groups of NCCL take 1.6 s, twice a recovery: half a percent of ten minutes.
+    assert paper.our_share(model, trace) >= (0.965 if model == "6.7B" else 0.985)
+    by_rules = play(trace, paper.our_rules(model)).samples_per_s / paper.ideal(model, trace)
+    assert by_rules >= 0.97
 
 
 @pytest.mark.slow

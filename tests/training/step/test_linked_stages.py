@@ -117,6 +117,7 @@ def test_the_host_waits_for_no_sum_of_a_stage_in_a_step(ends: str) -> None:
     key, fakes = GroupKey("stage", 1, members), _InOrder.join(degree)
     alone = OneWorker(None, whole_stage(whole))
     alone.run()
+    drawing = threading.Lock()  # initial values come from one generator a process
 
     def computed(rank: int) -> OneWorker:
         share = share_of(whole, rank=rank, degree=degree)
@@ -128,7 +129,8 @@ def test_the_host_waits_for_no_sum_of_a_stage_in_a_step(ends: str) -> None:
         install(model, share, worker.step.stage_sums)
         worker.step.stage_sums.adopt(group)
         model.adopt(0, whole.num_layers, {})
-        initialize_share(model, share, whole, range(whole.num_layers), seed=0)
+        with drawing:
+            initialize_share(model, share, whole, range(whole.num_layers), seed=0)
         fakes[rank].num_polls = 0
         rank_in = PipelineRank(
             stage=0, num_stages=1, group=None, rank=rank, degree=degree, schedule=ScheduleKind.ONE_F_ONE_B
