@@ -110,7 +110,8 @@ class Single(nn.Module):
         self.inner = nn.Linear(6, 1)
 
     def forward(self, features, labels):
-        return {"loss": (self.inner(features).squeeze(-1) - labels).square().mean()}
+        logits = self.inner(features).squeeze(-1)
+        return {"loss": (logits - labels).square().mean(), "logits": logits}
 
 
 class Weighted(Trainer):
@@ -258,7 +259,13 @@ CASES = {
 }
 
 
-def make_trainer(case, output, *, pause_s=PAUSE_S, **arguments):
+def measured(predicted):
+    """What evaluations say of all predictions, in their order."""
+    logits = torch.as_tensor(predicted.predictions).double().reshape(len(predicted.predictions), -1)
+    return {"weighted": float(logits.mean(1) @ torch.arange(1.0, len(logits) + 1).double())}
+
+
+def make_trainer(case, output, *, pause_s=PAUSE_S, metrics=False, **arguments):
     """Arguments are those of TrainingArguments, in place of the script's own."""
     make_model, make_rows, *kind = CASES[case]
     torch.manual_seed(5)
@@ -272,6 +279,7 @@ def make_trainer(case, output, *, pause_s=PAUSE_S, **arguments):
         train_dataset=rows[:-4],
         eval_dataset=rows[-4:],
         data_collator=collate,
+        compute_metrics=measured if metrics else None,
     )
 
 
@@ -280,8 +288,9 @@ def main():
     parser.add_argument("case", choices=sorted(CASES))
     parser.add_argument("output")
     parser.add_argument("--pause", type=float, default=PAUSE_S)
+    parser.add_argument("--metrics", action="store_true")
     parsed = parser.parse_args()
-    trainer = make_trainer(parsed.case, parsed.output, pause_s=parsed.pause)
+    trainer = make_trainer(parsed.case, parsed.output, pause_s=parsed.pause, metrics=parsed.metrics)
     trainer.train()
     write(trainer, parsed.output)
 
@@ -293,6 +302,7 @@ def write(trainer, output):
         "losses": [entry["loss"] for entry in log if "loss" in entry],
         "norms": [entry["grad_norm"] for entry in log if "loss" in entry],
         "evaluations": [entry["eval_loss"] for entry in log if "eval_loss" in entry],
+        "metrics": [entry["eval_weighted"] for entry in log if "eval_weighted" in entry],
         "weights": sum(float(each.detach().double().square().sum()) for each in trainer.model.parameters()),
     }
     with Path(output).open("a") as file:
