@@ -12,7 +12,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from tests.examples import examples
+# What they assert is shown with its values, too. Nothing may have imported them before.
+pytest.register_assert_rewrite("tests.e2e.elastic", "tests.e2e.harness", "tests.e2e.ranks")
+
+from tests.examples import examples  # noqa: E402
 
 settings.register_profile("oobleck", examples(100))
 settings.load_profile("oobleck")
