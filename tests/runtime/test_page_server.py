@@ -7,7 +7,6 @@ import re
 import shutil
 import socket
 import subprocess
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +17,7 @@ import pytest
 from oobleck.errors import UsageError
 from oobleck.runtime.page_server import PageServer
 from oobleck.ui.pictures import LIVE_HEADERS, live_page
+from tests.serving import serving
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--enable-logging=stderr"]
@@ -25,14 +25,8 @@ QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--ena
 
 @contextmanager
 def served(page: Callable[[], str], headers: Mapping[str, str] = LIVE_HEADERS) -> Iterator[PageServer]:
-    with PageServer(page, port=0, headers=headers) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(PageServer(page, port=0, headers=headers)) as server:
+        yield server
 
 
 def raw(server: PageServer, request: bytes) -> bytes:
