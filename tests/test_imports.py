@@ -73,6 +73,7 @@ FLOORS_OF = {
     "huggingface_hub": {"training"},
     "upath": {"host"},
     "kubernetes": {"runtime"},
+    "opentelemetry": {"runtime"},
     "ray": {"runtime"},
     "trio": {"roles", "runtime", "sim", "ui", "cli"},
     "asyncssh": {"runtime"},

@@ -227,6 +227,13 @@ COMMANDS: tuple[CliCommand, ...] = (
         ("oobleck report gpt2-demo -o report.html", "a run by its tag"),
     ),
     CliCommand(
+        "ui",
+        "Show the report of a run in a browser, and keep it up to date.",
+        ("oobleck ui", "the newest run; prints the address of the page"),
+        ("oobleck ui gpt2-demo --port 7070", "a run by its tag, at a port that a tunnel leads to"),
+        target="oobleck.cli.following.page:ui",
+    ),
+    CliCommand(
         "kill",
         "Kill a node of a run, to see it recover.",
         ("oobleck kill node2", "a node of the only active run"),

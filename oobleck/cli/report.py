@@ -7,13 +7,43 @@ from typing import Annotated
 
 import typer
 
-from oobleck.control.journal import Diagnosis, HistoryAccount, RunAccount, StepDone
+from oobleck.control.journal import Diagnosis, HistoryAccount, JournalEntry, RunAccount, StepDone
+from oobleck.runtime.files import RunDirectory
 from oobleck.runtime.journals import find_journal, read_journal
 from oobleck.ui.pictures import report_html
 
 from .common_options import BaseDirOption, base_dir_of, one_run
 from .events import RunArgument, RunTagOption
 from .pictures import write_output
+
+
+class RunReport:
+    """The page about a run, from the entries of its journal as they come."""
+
+    def __init__(self, journal: Path) -> None:
+        """`journal` is the file in the run's directory; the entries are the caller's to read."""
+        self._run = RunDirectory(base_dir=journal.parent.parent, tag=journal.parent.name)
+        self._history, self._account, self._diagnosis = HistoryAccount(), RunAccount(), Diagnosis()
+        self._loss: tuple[float, ...] = ()  # the page shows that of the newest step alone
+
+    def apply(self, entry: JournalEntry) -> None:
+        self._history.apply(entry)
+        self._account.apply(entry)
+        self._diagnosis.apply(entry)
+        if isinstance(entry, StepDone):
+            self._loss = (entry.record.loss,)
+
+    def page(self) -> str:
+        """Return the page as HTML."""
+        master = self._run.master
+        # Of a master on another machine, with which this one shares the directory, nothing is known.
+        has_master = master is None or master.lives or not master.is_of_this_boot
+        return report_html(
+            self._history.history(),
+            self._account.summary(self._loss),
+            self._diagnosis.incidents,
+            has_master=has_master,
+        )
 
 
 def report(
@@ -32,15 +62,9 @@ def report(
     the plan of each generation.
     """
     journal = find_journal(base_dir_of(base_dir), one_run(run, tag))
-    history, account, diagnosis = HistoryAccount(), RunAccount(), Diagnosis()
-    loss: tuple[float, ...] = ()  # the page shows that of the newest step alone
+    written = RunReport(journal)
     for entry in read_journal(journal):  # only once, as it may be gigabytes
-        history.apply(entry)
-        account.apply(entry)
-        diagnosis.apply(entry)
-        if isinstance(entry, StepDone):
-            loss = (entry.record.loss,)
-    page = report_html(history.history(), account.summary(loss), diagnosis.incidents)
+        written.apply(entry)
     target = output if output is not None else journal.with_name("report.html")
-    write_output(target, page, "--output")
+    write_output(target, written.page(), "--output")
     typer.echo(str(target))

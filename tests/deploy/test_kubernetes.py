@@ -43,7 +43,8 @@ def test_the_manifests_are_valid(version: str) -> None:
 
 def test_the_kustomization_names_all_that_is_there() -> None:
     base = kustomization()
-    there = {path.name for path in (ROOT / "deploy" / "kubernetes").iterdir()} - {"kustomization.yaml", "jobset.yaml"}
+    others = {"kustomization.yaml", "jobset.yaml", ".helmignore", "Chart.yaml", "values.yaml", "templates"}
+    there = {path.name for path in (ROOT / "deploy" / "kubernetes").iterdir()} - others
     assert {*base["resources"], "job.yaml"} == there
     assert base["generatorOptions"] == {"disableNameSuffixHash": True}, "the manifests name what is generated"
 

@@ -43,6 +43,7 @@ from oobleck.runtime.metrics_output import MetricsAddress, MetricsOutput, serve_
 from oobleck.runtime.patient_clock import PatientClock
 from oobleck.runtime.processes import CallbackProcess, TrainerProcess
 from oobleck.runtime.profile_files import ProfileFiles
+from oobleck.runtime.traces import open_traces
 from oobleck.runtime.webhook import Webhook
 from oobleck.runtime.workdir import VARIABLE, Workdir
 from oobleck.storage import CheckpointDirectory
@@ -384,6 +385,9 @@ def _start_callbacks(
         webhook = Webhook(run.job.control.webhook_url, run.job.tag)
         master.observe(webhook.tell)
         nursery.start_soon(webhook.run)
+    if (traces := open_traces(run.job.tag)) is not None:
+        master.observe(traces.tell)
+        nursery.start_soon(traces.run)
     log, script = directory.path / "script.log", run.job.script
     process: CallbackProcess | TrainerProcess
     if run.trainer is not None:

@@ -37,14 +37,23 @@ _STATE_WORDS = {
 }
 
 
-def report_html(history: journal.History, summary: journal.Summary, incidents: Iterable[journal.Incident]) -> str:
-    """Write the page. The cost is in proportion to its sections, whose length is bounded."""
+def report_html(
+    history: journal.History,
+    summary: journal.Summary,
+    incidents: Iterable[journal.Incident],
+    *,
+    has_master: bool = True,
+) -> str:
+    """Write the page. The cost is in proportion to its sections, whose length is bounded.
+
+    `has_master` tells of a run without an end whether a master leads it.
+    """
     title = f"Oobleck: {summary.tag or 'a run'}"
     started = history.started or history.script
     version = f" {escape(started.version)}" if started else ""
     body = "".join(
         (
-            _header(history, summary),
+            _header(history, summary, has_master=has_master),
             _time(history, summary) if history.script is None else "",
             _throughput(history, summary),
             _losses(history),
@@ -62,7 +71,7 @@ def report_html(history: journal.History, summary: journal.Summary, incidents: I
     )
 
 
-def _header(history: journal.History, summary: journal.Summary) -> str:
+def _header(history: journal.History, summary: journal.Summary, *, has_master: bool) -> str:
     started = history.started or history.script
     facts, what = _job_facts(summary), ""
     if history.script is not None:
@@ -75,7 +84,7 @@ def _header(history: journal.History, summary: journal.Summary) -> str:
     items = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
     return (
         f"<header><h1>{escape(summary.tag)}</h1><p>{escape(what)}</p>"
-        f'{_state(history, summary)}<dl class="facts">{items}</dl></header>'
+        f'{_state(history, summary, has_master=has_master)}<dl class="facts">{items}</dl></header>'
     )
 
 
@@ -102,8 +111,10 @@ def _script_facts(history: journal.History, summary: journal.Summary) -> tuple[t
     )
 
 
-def _state(history: journal.History, summary: journal.Summary) -> str:
-    if summary.exit_code is None:
+def _state(history: journal.History, summary: journal.Summary, *, has_master: bool) -> str:
+    if summary.exit_code is None and not has_master:
+        kind, text = "failed", f"has lost its master; `oobleck resume {summary.tag}` takes it over"
+    elif summary.exit_code is None:
         kind, text = "on", "continues"
     else:
         is_whole = history.script is not None or summary.last_step >= summary.max_steps

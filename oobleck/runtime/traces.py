@@ -1,0 +1,119 @@
+"""Recoveries as OpenTelemetry traces, where the environment names a collector as the SDK's own variables do.
+
+One trace is one recovery, or one planned change of nodes. Its spans are what it waited for, one after the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import trio
+
+from oobleck.control import journal
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import SpanProcessor
+
+_log = logging.getLogger("oobleck.up")
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_LAST_SPANS_S = 10.0
+
+
+class RecoveryTraces:
+    """Makes the spans of each recovery once the first step after it is committed; `run` must be running."""
+
+    def __init__(self, tag: str, processor: SpanProcessor, *, wall_ns: Callable[[], int] = time.time_ns) -> None:
+        """`processor` gets the spans; `wall_ns` is the time since the epoch in nanoseconds."""
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+
+        # Ours is only a default: the SDK's variables may name the service otherwise.
+        named = {} if "OTEL_SERVICE_NAME" in os.environ else {"service.name": "oobleck"}
+        self._provider = TracerProvider(resource=Resource.create({**named, "oobleck.run": tag}))
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("oobleck")
+        self._wall_ns = wall_ns
+        self._plan: journal.PlanAdopted | None = None
+        self._done: journal.RecoveryDone | None = None
+
+    def tell(self, entry: journal.JournalEntry) -> None:
+        """Take an entry at the time at which it is written."""
+        match entry:
+            case journal.PlanAdopted():
+                self._plan = entry
+            case journal.RecoveryDone():
+                self._end(entry.t_s)  # the recovery before, if another one has overtaken its first step
+                self._done = entry
+            case journal.StepDone() | journal.JobEnded():
+                self._end(entry.t_s)
+            case _:
+                pass
+
+    async def run(self) -> None:
+        """Export until cancelled, and then what is left, for some seconds."""
+        try:
+            await trio.sleep_forever()
+        finally:
+            with trio.CancelScope(deadline=trio.current_time() + _LAST_SPANS_S, shield=True):
+                await trio.to_thread.run_sync(self._provider.shutdown, abandon_on_cancel=True)
+
+    def _end(self, until_s: float) -> None:
+        done, self._done = self._done, None
+        if done is None:
+            return
+        from opentelemetry.trace import StatusCode, set_span_in_context
+
+        origin_ns = self._wall_ns() - round(until_s * 1e9)  # entries count from the start of the run
+
+        def at(t_s: float) -> int:
+            return origin_ns + round(t_s * 1e9)
+
+        ordered_s = min(done.t_s, done.began_s + done.decide_s)
+        copied_s = min(done.t_s, ordered_s + done.transfer_s)
+        # Planning has no span: it is part of the moment in which the last survivor has answered.
+        times_s = [done.began_s - done.detect_s, done.began_s, ordered_s, copied_s, done.t_s, until_s]
+        whole = self._tracer.start_span("recovery", start_time=at(times_s[0]), attributes=_attributes(done))
+        if self._plan is not None and self._plan.generation == done.generation:
+            about = {"reason": self._plan.reason, "predicted_step_s": self._plan.predicted_step_s}
+            whole.add_event("planned", about, timestamp=at(self._plan.t_s))
+        if done.unfinished:
+            whole.set_status(StatusCode.ERROR, done.unfinished)
+        context = set_span_in_context(whole)
+        names = ("detect", "fence and plan", "copy layers", "form groups", "first step")
+        for name, (since_s, to_s) in zip(names, pairwise(times_s), strict=True):
+            if to_s > since_s:
+                self._tracer.start_span(name, context=context, start_time=at(since_s)).end(at(to_s))
+        whole.end(at(until_s))
+
+
+def _attributes(done: journal.RecoveryDone) -> dict[str, str | float | list[str]]:
+    return {
+        "oobleck.generation": done.generation,
+        "oobleck.nodes": list(done.nodes),
+        "oobleck.cause": done.why.value,
+        "oobleck.action": done.action.value,
+        "oobleck.stall_s": done.stall_s,
+        "oobleck.bytes_moved": done.bytes_moved,
+        "oobleck.layers_moved": done.layers_moved,
+        "oobleck.microbatches_redone": done.microbatches_redone,
+        "oobleck.steps_lost": done.steps_lost,
+    }
+
+
+def open_traces(tag: str) -> RecoveryTraces | None:
+    """Return a run's traces; None if the environment names no collector, or the SDK is not installed."""
+    if not any(os.environ.get(name) for name in _ENDPOINTS):
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        _log.warning("recoveries are not traced: %s; pip install 'oobleck-train[otel]'", error)
+        return None
+    return RecoveryTraces(tag, BatchSpanProcessor(OTLPSpanExporter()))
