@@ -1,7 +1,7 @@
 """How many examples a property is tried with: few in every run of the tests, very many in a deep one.
 
-HYPOTHESIS_PROFILE=brief, which `make test` sets, tries 40 % of each test's own number, which `make test-all` tries;
-HYPOTHESIS_PROFILE=deep tries 20,000, and 20 storms of each kind over real processes; HYPOTHESIS_PROFILE=hasty tries
+HYPOTHESIS_PROFILE=brief, which `make test` sets, tries a quarter of each test's own number, which `make test-all`
+tries; HYPOTHESIS_PROFILE=deep tries 20,000, and 20 storms of each kind over real processes; HYPOTHESIS_PROFILE=hasty tries
 many, stops at the first failure and shrinks nothing.
 """
 
@@ -17,7 +17,7 @@ __all__ = ["examples", "seeds"]
 _DEEP = 20_000
 _DEEP_SEEDS = 20
 _HASTE = 14
-_BRIEF_PERCENT = 40
+_BRIEF_PERCENT = 25
 # A failure's trace says what happened; explaining it by coverage costs more than it tells.
 _PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 

@@ -52,6 +52,9 @@ COUNTINGS = {
 WHOLE = {"single"}
 """The cases whose model cannot be cut."""
 
+BRIEFLY = {"t5", "llava", "regression", "ragged_qa", "choice", "single", "contrastive"}
+"""One of each kind; the rest is slow."""
+
 
 def script(tmp_path: Path, line: str, source: Path = SCRIPT) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "script"}
@@ -128,7 +131,9 @@ def ours(assembly: Assembly, cuts: Sequence[int] = ()) -> tuple[list[float], lis
     return losses, norms
 
 
-@pytest.mark.parametrize("case", sorted(COUNTINGS))
+@pytest.mark.parametrize(
+    "case", [case if case in BRIEFLY else pytest.param(case, marks=pytest.mark.slow) for case in sorted(COUNTINGS)]
+)
 def test_steps_are_those_of_transformers_trainer(case: str, tmp_path: Path) -> None:
     assembly = assembled(case, tmp_path)
     assert assembly.job.model.whole_loss == COUNTINGS[case]

@@ -230,14 +230,8 @@ def test_a_process_group_made_before_is_refused_by_name(agent: Agent, tmp_path: 
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("kind", "losses"),
-    [
-        ("ddp", 8),
-        pytest.param("ddp", 100, marks=pytest.mark.slow),
-        pytest.param("fsdp", 100, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # tests/e2e/test_attempts.py has fewer losses
+@pytest.mark.parametrize(("kind", "losses"), [("ddp", 8), ("ddp", 100), ("fsdp", 100)])
 def test_no_number_of_an_aborted_collective_is_used_and_nothing_is_left_of_many_losses(kind: str, losses: int):
     """Each rank is interrupted at a random point of its collectives, and keeps its process."""
     done = subprocess.run(

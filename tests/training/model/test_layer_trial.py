@@ -328,7 +328,9 @@ def test_a_module_that_depends_on_its_microbatch_is_refused_by_its_place(kind: A
         tried(model)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, *(pytest.param(each, marks=pytest.mark.slow) for each in (torch.float64, torch.bfloat16))]
+)
 @pytest.mark.parametrize("kind", TAKEN)
 def test_what_counts_for_itself_or_draws_from_torchs_generator_is_taken(kind: Any, dtype: torch.dtype):
     model = llama()
