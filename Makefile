@@ -4,7 +4,8 @@
 # The packages are of the versions in constraints.txt, which the tests have been run with; `make lock` takes the newest
 # that pyproject.toml allows.
 # Three targets run side by side on two processors, the longest first: real runs (tests/e2e) and tests of processes wait
-# for most of their time, in which the others compute; one that fails ends no other. Tests that compare times have the machine to themselves.
+# for most of their time, in which the others compute. One that fails ends no other. Tests that compare times have the
+# machine to themselves.
 # Byte code is kept whatever the environment says: the tests start some hundred processes, and each would compile all
 # that it imports. What is never imported is not compiled. Each target ends with its slowest tests. `make test` tries a
 # part of the examples of each property, and of several tests of a promise one or two; `make test-all` has all

@@ -1,8 +1,8 @@
 """How many examples a property is tried with: few in every run of the tests, very many in a deep one.
 
 HYPOTHESIS_PROFILE=brief, which `make test` sets, tries a quarter of each test's own number, which `make test-all`
-tries; HYPOTHESIS_PROFILE=deep tries 20,000, and 20 storms of each kind over real processes; HYPOTHESIS_PROFILE=hasty tries
-many, stops at the first failure and shrinks nothing.
+tries; HYPOTHESIS_PROFILE=deep tries 20,000, and 20 storms of each kind over real processes;
+HYPOTHESIS_PROFILE=hasty tries many, stops at the first failure and shrinks nothing.
 """
 
 from __future__ import annotations
