@@ -116,6 +116,7 @@ class CopyPort:
         self._ticket = secrets.token_bytes(_PROOF_BYTES)
         self._listener: trio.SocketListener | None = None
         self._receiving: set[str] = set()
+        self._is_closed = threading.Event()
         self._room = trio.Semaphore(_MOST_CALLERS)
         self._takers = trio.CapacityLimiter(_MOST_TAKERS)
 
@@ -135,6 +136,10 @@ class CopyPort:
             while True:
                 await self._room.acquire()
                 nursery.start_soon(self._serve, await accept(self._listener))
+
+    def close(self) -> None:
+        """Take in no copy from now on, also none that is being received."""
+        self._is_closed.set()
 
     async def _serve(self, stream: trio.SocketStream) -> None:
         try:
@@ -178,6 +183,8 @@ class CopyPort:
         """Receive a part into a slot; return what is wrong. Raises OSError, EOFError and CorruptCheckpoint."""
         part = decode_json(scripts.PartNote, note)
         stem = scripts.copy_stem(part.rank, part.start)
+        if self._is_closed.is_set():
+            return "its node leaves"
         if stem in self._receiving:
             return "it is being received already"
         self._receiving.add(stem)
@@ -192,6 +199,8 @@ class CopyPort:
             if wrong := _receive_data(sock, slot.data, struct.iter_unpack("<I", sums)):
                 return f"{wrong} differ from their checksum"
             slot.store_sums(slot.sequence, sums)
+            if self._is_closed.is_set():
+                return "its node leaves"
             slot.seal(note)
         except OSError as error:
             if isinstance(error, TimeoutError | ConnectionError):

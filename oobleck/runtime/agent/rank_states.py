@@ -235,6 +235,8 @@ class RankStates:
 
     async def settle(self) -> None:
         self._leaves = True
+        if self._port is not None:
+            self._port.close()  # a copy that came after the write would keep the memory
         if self._is_open.is_set() and self._all_slots():
             self._requested += 1
             await self._settled()

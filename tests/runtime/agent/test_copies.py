@@ -52,7 +52,12 @@ def source(tmp_path: Path) -> FlashMemory:
 
 @asynccontextmanager
 async def receiving(directory: Path, *kept: str) -> AsyncIterator[CopyDoor]:
-    port = CopyPort(MappedFiles(directory), lambda: frozenset(kept))
+    async with opened(CopyPort(MappedFiles(directory), lambda: frozenset(kept))) as door:
+        yield door
+
+
+@asynccontextmanager
+async def opened(port: CopyPort) -> AsyncIterator[CopyDoor]:
     door = await port.listen("node1", "127.0.0.1")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(port.run)
@@ -108,6 +113,26 @@ async def test_a_part_that_is_overwritten_while_it_is_sent_becomes_no_copy(sourc
         with pytest.raises(NotCopied) as raised:
             await send(slot, door, Pace(CHUNK_BYTES / 0.2))
     assert raised.value.is_gone
+    assert list(find_parts(tmp_path / "target", tmp_path / "none")) == []
+
+
+@pytest.mark.parametrize("closed_s", [0.0, 0.1])
+async def test_a_node_that_leaves_takes_no_copy_also_none_that_is_under_way(
+    source: FlashMemory, tmp_path: Path, closed_s: float
+) -> None:
+    port = CopyPort(MappedFiles(tmp_path / "target"), frozenset)
+    async with opened(port) as door, trio.open_nursery() as nursery:
+
+        async def close() -> None:
+            await trio.sleep(closed_s)
+            port.close()
+
+        if closed_s:
+            nursery.start_soon(close)
+        else:
+            port.close()
+        with pytest.raises(NotCopied, match="its node leaves"):
+            await send(save(source, 1), door, Pace(CHUNK_BYTES / 0.2))
     assert list(find_parts(tmp_path / "target", tmp_path / "none")) == []
 
 
