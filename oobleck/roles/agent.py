@@ -117,8 +117,7 @@ class Agent:
                 connection, self._next, self._has_master = self._next, None, trio.Event()
                 if connection is None:
                     self._stop_reason = f"no master came for {self._patience_s:g} s"
-                    for keeper in self._keepers:
-                        keeper.leave()
+                    await self._free_memory()
                     break
                 await self._serve(connection, nursery)
             self._kill_all()
@@ -210,9 +209,14 @@ class Agent:
             # A slow disk leaves half of the time to the last messages.
             with trio.move_on_after(_LEAVE_S / 2):
                 await keeper.settle()
-            keeper.leave()
+        await self._free_memory()
         self._resend_queue.add(protocol.AgentStopped(reason=self._stop_reason or ""))
         await self._resend_queue.all_said()
+
+    async def _free_memory(self) -> None:
+        for keeper in self._keepers:
+            with trio.move_on_after(_LEAVE_S / 4):  # a store that does not answer leaves the rest as well
+                await keeper.leave()
 
     def _queue_heartbeat(self) -> float:
         """Queue a heartbeat, and return when the next one is due."""

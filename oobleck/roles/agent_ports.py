@@ -180,7 +180,7 @@ class RankHost(Protocol):
     async def settle(self) -> None:
         """Have saved states written to disk, and wait for that."""
 
-    def leave(self) -> None:
+    async def leave(self) -> None:
         """Free the memory of states that are on disk."""
 
     def reserve_port(self) -> int:
@@ -220,5 +220,5 @@ class CheckpointStore(Protocol):
     async def remove_unfinished(self, names: tuple[str, ...]) -> None:
         """Remove saves that were given up from disk. Raises OSError."""
 
-    def discard_memory(self) -> None:
+    async def discard_memory(self) -> None:
         """Free the memory, unless it has a state that is newer than all on disk."""

@@ -94,9 +94,9 @@ class CheckpointPersister:
         except trio.WouldBlock:
             self._fail(task, f"the disk is {_TASKS_BUFFERED} saves behind")
 
-    def leave(self) -> None:
+    async def leave(self) -> None:
         """Free the memory at the run's end, unless it has a state that the disk lacks."""
-        self._store.discard_memory()
+        await self._store.discard_memory()
 
     async def _persist(self, task: protocol.StateSaved | protocol.PersistState) -> None:
         """Write what one device has left, or all that memory has."""

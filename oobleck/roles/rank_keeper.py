@@ -132,8 +132,8 @@ class RankKeeper:
     async def settle(self) -> None:
         await self._host.settle()
 
-    def leave(self) -> None:
-        self._host.leave()
+    async def leave(self) -> None:
+        await self._host.leave()
 
     async def _watch_server(self) -> None:
         while True:
@@ -150,7 +150,7 @@ class RankKeeper:
                 self._num_ranks = await self._host.prepare(order.run, order.devices)
                 self._door = await self._host.open_door(order.run, order.address)
             except ConfigError as error:
-                self._host.leave()
+                await self._host.leave()
                 self._say(protocol.AgentStopped(reason=str(error), is_failure=True))
                 return
             self._configured, self._cleared = order, order.generation

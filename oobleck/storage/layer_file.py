@@ -95,7 +95,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def read_layer_file(path: Path) -> LayerFile:
-    """Map a layer's file, whose data is read on access. Raises CorruptCheckpoint, which names the file."""
+    """Map a layer's file, whose data is read on access. Raises CorruptCheckpoint and StoreError, which name it."""
     if not remote.is_here(path):
         return _parsed(path, remote.read_whole(path))
     try:

@@ -170,8 +170,8 @@ def _errors() -> tuple[type[Exception], ...]:
 
 
 def read_whole(path: Path) -> memoryview:
-    """Return a file's bytes, which may be written to. Raises CorruptCheckpoint."""
+    """Return a file's bytes, which may be written to. Raises CorruptCheckpoint if it is missing, and StoreError."""
     try:
         return memoryview(read(path))
-    except OSError as error:
-        raise CorruptCheckpoint(f"{path}: {error}") from error
+    except FileNotFoundError:
+        raise CorruptCheckpoint(f"{path}: missing") from None

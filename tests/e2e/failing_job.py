@@ -48,6 +48,8 @@ def fail(kind: str) -> None:
             os._exit(7)
         case "memory":
             torch.empty(1 << 50)
+        case "cgroup":
+            torch.ones(8 << 30, dtype=torch.uint8)  # more than tests give any cgroup, for the kernel to end it
 
 
 def layers(directory: Path) -> list[nn.Module]:

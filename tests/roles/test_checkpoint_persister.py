@@ -44,7 +44,7 @@ class SlowDisk:
     async def remove_unfinished(self, names: tuple[str, ...]) -> None:
         raise OSError(5, "Input/output error")
 
-    def discard_memory(self) -> None:
+    async def discard_memory(self) -> None:
         raise AssertionError("nobody leaves here")
 
 

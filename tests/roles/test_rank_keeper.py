@@ -120,7 +120,7 @@ class FakeHost:
 
     async def settle(self) -> None: ...
 
-    def leave(self) -> None: ...
+    async def leave(self) -> None: ...
 
     def reserve_port(self) -> int:
         return 1
@@ -194,7 +194,7 @@ class _Unprepared(FakeHost):
     async def prepare(self, run: RanksSpec, devices: tuple[int, ...]) -> int:
         raise ConfigError("--log-dir: it is a file")
 
-    def leave(self) -> None:
+    async def leave(self) -> None:
         self.has_left = True
 
 

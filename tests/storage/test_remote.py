@@ -92,6 +92,24 @@ def test_a_manifest_that_cannot_be_had_is_not_taken_for_a_damaged_one(
     assert directory.find()[0].manifest == manifest
 
 
+def test_a_layer_that_cannot_be_had_is_not_taken_for_a_damaged_one(
+    directory: CheckpointDirectory, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = save_step(directory, tmp_path, 10, NUM_LAYERS)
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
+    reader = StateReader(Path("/nonexistent"), "device0", directory)
+    reader.load(manifest.name, 0)
+    store.refuses = {"SlowDown": 1000}
+    try:
+        with remote.patience(), pytest.raises(remote.StoreError, match=r"layer-0001\.safetensors: .*Slow ?Down"):
+            reader.load(manifest.name, 1)
+    finally:
+        store.refuses = {}
+    (directory.path / manifest.name / "layer-0002.safetensors").unlink()
+    with pytest.raises(CorruptCheckpoint, match=r"layer-0002\.safetensors: missing"):
+        reader.load(manifest.name, 2)
+
+
 def test_commands_name_a_store_that_refuses_and_hide_its_password(
     directory: CheckpointDirectory,
     store: Store,

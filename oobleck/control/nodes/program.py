@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol
 
 from oobleck.control.events import NodeUp, StopRequested, Turn
 from oobleck.control.journal import Loss, LossCause
-from oobleck.control.protocol import Raised
+from oobleck.control.protocol import WorkerEnd
 from oobleck.planner import WorkerId
 
 from .membership import Member
@@ -79,8 +79,8 @@ class WorkerProgram(Protocol):
     def node_met(self, turn: Turn, node: str, *, is_again: bool) -> None:
         """A node with workers is reached; if that is `is_again`, messages to it may be lost."""
 
-    def worker_raised(self, worker_id: WorkerId, error: Raised) -> None:
-        """An exception has ended a worker."""
+    def worker_ended(self, turn: Turn, worker_id: WorkerId, end: WorkerEnd) -> None:
+        """A worker has ended by itself, or was killed."""
 
     def drop_worker(self, turn: Turn, worker_id: WorkerId) -> None:
         """A worker has ended and is restarted: discard what it was asked, or ask others."""

@@ -76,8 +76,7 @@ class WorkerLifecycle:
             if message.device in member.shutdown and message.pid == gone[-1]:
                 self._start(turn, worker_id)
             return
-        if isinstance(message.end, protocol.Raised):
-            self._program.worker_raised(worker_id, message.end)
+        self._program.worker_ended(turn, worker_id, message.end)
         num_restarts = member.num_restarts(turn.now_s, within_s=_RESTARTS_WITHIN_S, step=self._program.furthest_step)
         # Before training, an error is most likely the job's own, and would end every worker that is started again.
         is_worth_it = not member.is_draining and (self._program.is_begun or message.was_ended_from_outside)

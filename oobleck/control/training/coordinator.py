@@ -143,8 +143,12 @@ class Coordinator(BaseCoordinator):
         self._parts.saving.node_left(turn, node)
         self._parts.reconfiguration.give(turn, states.NodeDrained(node=node))
 
-    def worker_raised(self, worker_id: WorkerId, error: protocol.Raised) -> None:
-        self._parts.shutdown.note_error(worker_id, error)
+    def worker_ended(self, turn: Turn, worker_id: WorkerId, end: protocol.WorkerEnd) -> None:
+        if isinstance(end, protocol.Raised):
+            self._parts.shutdown.note_error(worker_id, end)
+        if self.is_begun and journal.failure_of_end(end) is journal.Failure.OUT_OF_MEMORY:
+            plan = self._parts.reconfiguration.generations.plan
+            self._parts.replanning.use_less_memory(turn, worker_id.node, plan)
 
     def drop_worker(self, turn: Turn, worker_id: WorkerId) -> None:
         """Have another worker, or its successor, do what this one was asked to."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from oobleck.control.data import Sharding
 from oobleck.control.events import Turn
-from oobleck.control.journal import PaceChanged, PlanCause
+from oobleck.control.journal import PaceChanged, PlanCause, ProfileKnown
 from oobleck.control.nodes import Membership
 from oobleck.control.plans import shares_of
 from oobleck.control.protocol import Pace, Status
@@ -20,7 +20,8 @@ from oobleck.control.recovery import BeginRecovery
 from oobleck.control.scaling import Scaling
 from oobleck.control.speed import SlowNodeRetry, SpeedTracker, found_out_s
 from oobleck.control.steps import NO_SECTION, PlanHistory, Progress, Verdict, broken_pipelines
-from oobleck.planner import Decision, ExecutionPlan, NodeKind, WorkerId
+from oobleck.errors import PlanningError
+from oobleck.planner import Decision, ExecutionPlan, NodeKind, WorkerId, profile_to_json
 
 from .replayed_run import ReplayedRun
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 _WORTH_FORGETTING_S = 1.0
 # A master that takes over looks for its nodes this long before it plans, since loading a planner takes time.
 _FINDING_S = 2.0
+# Plans give a node this share of what they gave one that ran out of memory with it.
+_LESS_MEMORY = 0.9
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -113,6 +116,32 @@ class Replanning:
             assert self.kinds
             self._planner = self._make_planner(self.kinds)
         return self._planner
+
+    # --- memory --------------------------------------------------------------------------------------------
+
+    def use_less_memory(self, turn: Turn, node: str, plan: ExecutionPlan) -> None:
+        """Give nodes less than `plan` does from now on, as a worker of this one ran out of memory."""
+        # Plans of several kinds keep pipelines as they are, whether or not these would fit.
+        if len(self.kinds) != 1 or node not in plan.pipeline_of:
+            return
+        (kind,) = self.kinds
+        device = kind.profile.device
+        most = int(_LESS_MEMORY * _device_peak_bytes(self.planner, plan, node))
+        if most >= device.memory_bytes:
+            return
+        less = replace(kind, profile=replace(kind.profile, device=replace(device, memory_bytes=max(1, most))))
+        try:
+            smaller = self._make_planner((less,))
+            # Without the node, which may not come back.
+            smaller.initial_plan(sorted(self._members.ready_names - {node}))
+        except PlanningError as error:
+            more = "add nodes, give each more memory, make microbatch_size smaller or turn activation_checkpointing on"
+            turn.note("warning", f"{node} ran out of memory, and no plan of the others needs less ({error}): {more}")
+            return
+        self.kinds, self._planner = (less,), smaller
+        turn.record(profile_known(less, turn.now_s))
+        what = f"plans use at most {most / 1e9:.3g} GB of each such device's {device.memory_bytes / 1e9:.3g} GB"
+        turn.note("warning", f"{node} ran out of memory: {what} from now on")
 
     # --- paces ---------------------------------------------------------------------------------------------
 
@@ -269,6 +298,24 @@ class Replanning:
             for resting in self._scaling.choices(planner, base, lost=gone, slow=slow)
         ]
         return min(decisions, key=lambda decision: (decision.predicted_step_s, len(decision.transfers)))
+
+
+def profile_known(kind: NodeKind, now_s: float) -> ProfileKnown:
+    """Return the journal's entry for a kind's profile."""
+    text = profile_to_json(kind.profile)
+    return ProfileKnown(t_s=now_s, profile_json=text, kind=kind.name, num_devices=kind.devices_per_node)
+
+
+def _device_peak_bytes(planner: Planner, plan: ExecutionPlan, node: str) -> float:
+    """Return the memory that a plan takes of each of a node's devices, by the planner's estimate."""
+    from oobleck.schedule.forecast import forecast
+
+    index = plan.pipeline_of[node]
+    own = plan.pipelines[index]
+    known = forecast(planner.profile_of(node), plan, kind=None, profile_of=planner.profile_of)
+    (found,) = [each for each in known.pipelines if index in each.pipelines]
+    peaks = zip(own.template.stages, found.timeline.peak_memory_bytes, strict=False)
+    return max(peak / stage.num_devices for stage, peak in peaks if own.nodes[stage.node_index] == node)
 
 
 def _is_untrained(after: Aftermath) -> bool:

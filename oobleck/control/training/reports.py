@@ -17,7 +17,7 @@ from oobleck.errors import ExitCode, PeerError, PlanningError
 from oobleck.planner import WorkerId
 
 from .parts import Parts
-from .startup import profile_known
+from .replanning import profile_known
 
 
 class Reports:

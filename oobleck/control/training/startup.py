@@ -13,18 +13,18 @@ from dataclasses import dataclass, field, replace
 from oobleck.control.checkpoints import Candidate, Restoring, Saving
 from oobleck.control.data import Sharding
 from oobleck.control.events import Turn
-from oobleck.control.journal import Loss, PipelinesFormed, ProfileKnown, WorkerEnded
+from oobleck.control.journal import Loss, PipelinesFormed, WorkerEnded
 from oobleck.control.nodes import Membership, starting_s
 from oobleck.control.speed import LinkTiming
 from oobleck.control.steps import Verdict
 from oobleck.errors import ExitCode, PlanningError
 from oobleck.job import MAX_KINDS, JobSpec, NodeSpec
-from oobleck.planner import NodeKind, WorkerId, profile_to_json
+from oobleck.planner import NodeKind, WorkerId
 
 from .decision import Choice, to_checkpoint
 from .preparation import Preparation
 from .reconfiguration import Reconfiguration
-from .replanning import Replanning
+from .replanning import Replanning, profile_known
 
 _SETTLE_S = 1.0
 """How long to wait for further failures, to report all at once."""
@@ -226,9 +226,3 @@ class StartupFailures:
         if len(nodes) > _NAMES_SHOWN:
             return f"{', '.join(nodes[:_NAMES_SHOWN])} and {len(nodes) - _NAMES_SHOWN} more nodes"
         return ", ".join(nodes)
-
-
-def profile_known(kind: NodeKind, now_s: float) -> ProfileKnown:
-    """Return the journal's entry for a kind's profile."""
-    text = profile_to_json(kind.profile)
-    return ProfileKnown(t_s=now_s, profile_json=text, kind=kind.name, num_devices=kind.devices_per_node)

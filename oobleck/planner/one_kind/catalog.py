@@ -243,7 +243,10 @@ class OneKindCatalog(Catalog):
 
     def timing(self, form: Form, speeds: Sequence[float] | None, share: int, still_fast: float = STILL_FAST) -> Timing:
         template = form.template
-        bound = self.options(template.num_nodes)[template.num_nodes].timing
+        if template.num_nodes not in self.options(template.num_nodes):
+            # A pipeline of an earlier plan, from when so few nodes were taken to have enough memory.
+            return self._costs.timing(template, speeds or ())
+        bound = self._options[template.num_nodes].timing
         if template is self._templates[template.num_nodes]:
             return bound if speeds is None else self._costs.timing(template, speeds)
         if template.num_chunks > 1 and self._cutter is not None:
@@ -294,7 +297,7 @@ class OneKindCatalog(Catalog):
         template = form.template
         # As in `timing`, what was cut by its timeline counts as a usual template while moves are compared; predictions
         # and the comparison by timelines take its own bytes.
-        if self._excess(template, share) <= STILL_FAST:
+        if template.num_nodes in self._options and self._excess(template, share) <= STILL_FAST:
             return self._options[template.num_nodes].reduced_bytes
         # A cut for slow nodes may leave far more layers on one node.
         return self._costs.reduced_bytes(template)

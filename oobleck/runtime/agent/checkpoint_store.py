@@ -74,9 +74,13 @@ class NodeCheckpoints:
         with suppress(OSError):
             (self._memory / ONLY_COPY).touch(mode=0o600)
 
-    def discard_memory(self) -> None:
-        if self._has_what_the_disk_lacks():
-            self.keep_memory()
+    async def discard_memory(self) -> None:
+        self.keep_memory()  # as long as the disk, or a store that does not answer, has not said what it has
+        try:
+            is_only_copy = await trio.to_thread.run_sync(self._has_what_the_disk_lacks, abandon_on_cancel=True)
+        except OSError:
+            return
+        if is_only_copy:
             return
         shutil.rmtree(self._memory, ignore_errors=True)
         # `rmdir` fails for a directory that other runs use, and leaves it.

@@ -241,12 +241,12 @@ class RankStates:
             self._requested += 1
             await self._settled()
 
-    def leave(self) -> None:
+    async def leave(self) -> None:
         """Release the memory, unless it holds a state that could not be written."""
         if not self._is_open.is_set():
             return
         if all((note.name, note.rank) in self._written for _, note in self._slots_to_write()):
-            self._store.discard_memory()
+            await self._store.discard_memory()
         else:
             self._store.keep_memory()
 

@@ -212,7 +212,7 @@ class VirtualRankHost:
     async def settle(self) -> None:
         await trio.lowlevel.checkpoint()
 
-    def leave(self) -> None:
+    async def leave(self) -> None:
         """Do nothing: no state is in memory."""
 
     def reserve_port(self) -> int:

@@ -10,7 +10,7 @@ from oobleck.control.events import Connect, Disconnect, NodeUp, Record, Send, St
 from oobleck.control.journal import ConnectionLost, Loss, LossCause, Misfit, NodeLost, WorkerDown, WorkerEnded
 from oobleck.control.nodes import Member, Membership, MemberState, NodeLifecycle, Program, WorkerLifecycle
 from oobleck.control.nodes.node_retry import NodeRetry
-from oobleck.control.protocol import ErrorKind, Killed, Raised, StartWorker, WorkerExited
+from oobleck.control.protocol import ErrorKind, Killed, Raised, StartWorker, WorkerEnd, WorkerExited
 from oobleck.planner import WorkerId
 from tests.control.bench import hello, ready
 from tests.control.model import Shape
@@ -59,8 +59,9 @@ class Noted(Program):
     def stop(self, turn: Turn, event: StopRequested) -> None:
         self.told.append(("stop", event.exit_code))
 
-    def worker_raised(self, worker_id: WorkerId, error: Raised) -> None:
-        self.told.append(("raised", worker_id, error))
+    def worker_ended(self, turn: Turn, worker_id: WorkerId, end: WorkerEnd) -> None:
+        if isinstance(end, Raised):
+            self.told.append(("raised", worker_id, end))
 
     def drop_worker(self, turn: Turn, worker_id: WorkerId) -> None:
         self.told.append(("drop worker", worker_id))

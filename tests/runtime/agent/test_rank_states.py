@@ -88,7 +88,7 @@ async def test_what_is_in_memory_when_ranks_end_is_written(node: Node) -> None:
             await node.states.settle()
         nursery.cancel_scope.cancel()
     assert node.written() == {f"step-0000000{step}.a.end": bytes([step] * 8) for step in (1, 2)}
-    node.states.leave()
+    await node.states.leave()
     assert not node.directory.memory.exists()
 
 
@@ -111,5 +111,5 @@ async def test_memory_that_could_not_be_written_is_kept(node: Node) -> None:
         with trio.fail_after(10):
             await node.states.settle()
         nursery.cancel_scope.cancel()
-    node.states.leave()
+    await node.states.leave()
     assert node.directory.memory.exists()

@@ -73,7 +73,7 @@ async def node(directory: AgentDir, tmp_path: Path, script: str, **options: Any)
             finally:
                 for rank in made.ranks:
                     rank.kill()
-                made.host.leave()
+                await made.host.leave()
                 nursery.cancel_scope.cancel()
 
 
