@@ -772,7 +772,7 @@ MISREADINGS = (
     Mutation(
         name="buffers_left_out",
         what="buffers that are saved with a model are no state of its layers",
-        file="oobleck/training/flow/trace.py",
+        file="oobleck/training/flow/units.py",
         old="        if buffer is not None and attribute not in module._non_persistent_buffers_set:\n",
         new="        if False:\n",
         caught_by="tests/training/model/test_saved_buffers.py"

@@ -1,5 +1,6 @@
 """What flows between the modules of a model with a loss of its own: traced, cut into stages, carried as parcels."""
 
+from .flow import Flow
 from .parcels import (
     Carried,
     Parcel,
@@ -13,7 +14,8 @@ from .parcels import (
     unpacked,
 )
 from .stages import FlowModules, StageIsDone, prove_cuts
-from .trace import Flow, persistent_buffers, trace_flow
+from .trace import trace_flow
+from .units import persistent_buffers
 
 __all__ = [
     "Carried",

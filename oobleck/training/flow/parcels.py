@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .trace import Flow
+from .flow import Flow
 
 _DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8,

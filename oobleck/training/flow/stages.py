@@ -16,8 +16,9 @@ from torch import nn
 from oobleck.errors import ConfigError, UncutModel
 from oobleck.training.randomness import MicrobatchKey, derive_seed, drawing_alike, generators_of, seed_device
 
+from .flow import Flow, Ref, Result
 from .parcels import Parcel, Size, dtype_of, size_of
-from .trace import Flow, Ref, Result, trial_of, uncut_model
+from .units import trial_of, uncut_model
 
 _PROOF_KEY = MicrobatchKey(seed=0, step=1, microbatch=0)
 _TOLERANCE = 1e-5

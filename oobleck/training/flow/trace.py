@@ -8,11 +8,9 @@ heads that read an earlier module need no code of their own.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,127 +20,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oobleck.errors import UncutModel
 from oobleck.training.randomness import drawing_alike
 
-_LEAST_SHARE = 4
-"""A layer has at least this part of the blocks' mean of parameters, so that no layer is too small to place."""
-
-
-def uncut_model(model: nn.Module, why: str) -> UncutModel:
-    return UncutModel(f"model: {type(model).__name__} cannot be split into layers: {why}", reason=why)
-
-
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers of one module, without its children's, that are saved with the model."""
-    for attribute, buffer in module._buffers.items():
-        if buffer is not None and attribute not in module._non_persistent_buffers_set:
-            yield attribute, buffer
-
-
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """The number of a value that a unit returns."""
-
-    value: int
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What a module returns: containers, and their leaves, which are values (`Ref`) or constants."""
-
-    spec: pytree.TreeSpec
-    leaves: tuple[object, ...]
-
-    def built(self, value_of: Callable[[int], torch.Tensor]) -> Any:
-        leaves = [value_of(leaf.value) if isinstance(leaf, Ref) else leaf for leaf in self.leaves]
-        return pytree.tree_unflatten(leaves, self.spec)
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A tensor that a unit returns."""
-
-    call: int
-    place: int
-    """Its number among the leaves of what is returned; of an inner module's, after those."""
-    name: str
-    num_dimensions: int
-    carries_gradient: bool
-    is_changed: bool = False
-    """Whether something changes it in place afterwards."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call of a unit."""
-
-    module: str
-    result: Result
-    reads: frozenset[int]
-    """The values that it, or what the model computes for it, depends on."""
-    parameters: frozenset[str]
-    """Parameters that it, or what the model computes for it, reads outside of its module."""
-    echoes: tuple[tuple[str, Result], ...] = ()
-    """Modules within it whose results are read outside by their hooks."""
-
-
-@dataclass(frozen=True)
-class Flow:
-    """The calls of a model's units in their order, the loss last, as layers."""
-
-    calls: tuple[Call, ...]
-    values: tuple[Value, ...]
-    loss_reads: frozenset[int]
-    loss_parameters: frozenset[str]
-    blocks: frozenset[str]
-    """The units that are members of a list."""
-    starts: tuple[int, ...]
-    """The first call of each layer."""
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.starts)
-
-    def calls_of(self, layer: int) -> range:
-        stops = (*self.starts[1:], len(self.calls))
-        return range(self.starts[layer], stops[layer])
-
-    def roots_of(self, layer: int) -> tuple[str, ...]:
-        """Return the units that a layer calls, each once."""
-        return tuple(dict.fromkeys(self.calls[call].module for call in self.calls_of(layer)))
-
-    def parameters_of(self, layer: int) -> frozenset[str]:
-        """Return the parameters that a layer reads outside of its units."""
-        read = [self.calls[call].parameters for call in self.calls_of(layer)]
-        return frozenset[str]().union(*read, self.loss_parameters if layer == self.num_layers - 1 else ())
-
-    @cached_property
-    def layer_names(self) -> tuple[str, ...]:
-        names: list[str] = []
-        for layer in range(self.num_layers):
-            roots = self.roots_of(layer)
-            name = next((root for root in roots if root in self.blocks), roots[0])
-            number = 1 + sum(each.partition("#")[0] == name for each in names)
-            names.append(name if number == 1 else f"{name}#{number}")
-        return tuple(names)
-
-    @cached_property
-    def travelling(self) -> tuple[tuple[int, ...], ...]:
-        """The values that travel to each layer from those before it: what it or a later one reads."""
-        found: list[tuple[int, ...]] = []
-        for start in self.starts:
-            read = self.loss_reads.union(*(call.reads for call in self.calls[start:]))
-            found.append(tuple(sorted(value for value in read if self.values[value].call < start)))
-        return tuple(found)
-
-    def carries(self, layer: int) -> tuple[bool, ...]:
-        """Say of each value that travels to a layer whether its gradient travels back."""
-        return tuple(self.values[each].carries_gradient for each in self.travelling[layer])
-
-    def known_before(self, layer: int) -> tuple[int, ...]:
-        """Return the values of all layers before one, of the given sizes."""
-        return tuple(number for number, each in enumerate(self.values) if each.call < self.starts[layer])
+from .flow import Call, Flow, Ref, Result, Value
+from .units import calls_of_modules, layer_starts, trial_of, uncut_model, units_of
 
 
 def trace_flow(model: nn.Module, compute_loss: Callable[[], torch.Tensor]) -> Flow:
@@ -151,15 +32,15 @@ def trace_flow(model: nn.Module, compute_loss: Callable[[], torch.Tensor]) -> Fl
     Runs the model twice, on what `compute_loss` gives it. Raises UncutModel with the reason where it has to stay whole.
     """
     with trial_of(model):
-        counts = _calls_of_modules(model, compute_loss)
-        units, blocks = _units(model, counts)
+        counts = calls_of_modules(model, compute_loss)
+        units, blocks = units_of(model, counts)
         if len(units) < 2:
             raise uncut_model(model, "it has no list of modules that run one after the other")
         tracker = _Tracker(model, units)
         with drawing_alike(0), tracker.following(), torch.autograd.graph.saved_tensors_hooks(_forget, _forget):
             loss = compute_loss()
             tracker.conclude(loss)
-    starts = _layer_starts(model, [call.module for call in tracker.calls], blocks)
+    starts = layer_starts(model, [call.module for call in tracker.calls], blocks)
     if len(starts) < 2:
         raise uncut_model(model, "its modules are one layer")
     return Flow(
@@ -175,136 +56,6 @@ def trace_flow(model: nn.Module, compute_loss: Callable[[], torch.Tensor]) -> Fl
 def _forget(_tensor: object) -> Any:
     return None  # nothing runs backward
 
-
-@contextmanager
-def trial_of(model: nn.Module) -> Iterator[None]:
-    """Within the block, the model is as on a stage: it trains, and keeps no caches."""
-    was_training = {module: module.training for module in model.modules()}
-    with ExitStack() as stack:
-        stack.enter_context(without_caches(model))
-        model.train()
-        try:
-            yield
-        finally:
-            for module, mode in was_training.items():
-                module.training = mode
-
-
-@contextmanager
-def without_caches(model: nn.Module) -> Iterator[None]:
-    """Within the block, the model's configurations ask for no caches, through which blocks would reach each other."""
-    before = [(config, config.use_cache) for config in _configs(model) if getattr(config, "use_cache", False)]
-    try:
-        for config, _ in before:
-            config.use_cache = False
-        yield
-    finally:
-        for config, value in before:
-            config.use_cache = value
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    found: dict[int, Any] = {}
-    left = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
-    while left:
-        config = left.pop()
-        if id(config) not in found and hasattr(config, "to_dict"):
-            found[id(config)] = config
-            left += [value for value in vars(config).values() if hasattr(value, "to_dict")]
-    return list(found.values())
-
-
-# --- units -------------------------------------------------------------------------------------------------------
-
-
-def _calls_of_modules(model: nn.Module, compute_loss: Callable[[], torch.Tensor]) -> Counter[str]:
-    counts: Counter[str] = Counter()
-
-    def noting(name: str) -> Callable[..., None]:
-        def note(*_: object) -> None:
-            counts[name] += 1
-
-        return note
-
-    handles = [module.register_forward_pre_hook(noting(name)) for name, module in model.named_modules()]
-    try:
-        with torch.no_grad(), drawing_alike(0):
-            compute_loss()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return counts
-
-
-def _units(model: nn.Module, counts: Counter[str]) -> tuple[dict[str, nn.Module], list[str]]:
-    """Return the units, keyed by name, and the names of those that are blocks."""
-    names = {id(module): name for name, module in reversed([*model.named_modules()])}
-    blocks: list[str] = []
-
-    def find_blocks(name: str, module: nn.Module) -> None:
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            # What calls its members in turn is a list, unless these are parts of different kinds.
-            called = list(dict.fromkeys(names[id(member)] for member in module if counts[names[id(member)]]))
-            is_list = isinstance(module, nn.ModuleList) or len({type(member) for member in module}) == 1
-            num_calls = sum(counts[name] for name in called)
-            if is_list and num_calls > 1 and _has_state(module):
-                blocks.extend(member for member in called if member not in blocks)
-                return
-        for child, inner in module.named_children():
-            find_blocks(f"{name}.{child}" if name else child, inner)
-
-    find_blocks("", model)
-    units: dict[str, nn.Module] = {}
-    holders = {prefix for root in blocks for prefix in _prefixes(root)}
-
-    def find_units(name: str, module: nn.Module) -> None:
-        if names[id(module)] != name:
-            return  # another name of a unit
-        is_inner = name == "" or name in holders or (not counts[name] and name not in blocks)
-        if not is_inner:
-            if _has_state(module):
-                units[name] = module
-            return
-        for child, inner in module.named_children():
-            find_units(f"{name}.{child}" if name else child, inner)
-
-    find_units("", model)
-    return units, [name for name in blocks if name in units]
-
-
-def _prefixes(root: str) -> Iterator[str]:
-    parts = root.split(".")
-    for count in range(1, len(parts)):
-        yield ".".join(parts[:count])
-
-
-def _has_state(module: nn.Module) -> bool:
-    held = (each for inner in module.modules() for each in (*inner._parameters.values(), *_kept(inner)))
-    return any(each is not None for each in held)
-
-
-def _kept(module: nn.Module) -> Iterator[torch.Tensor]:
-    return (tensor for _, tensor in persistent_buffers(module))
-
-
-def _layer_starts(model: nn.Module, modules: list[str], blocks: list[str]) -> list[int]:
-    """Begin a layer at each call of a block, unless the one before would be small; what ends the model is the last."""
-    sizes = {name: sum(each.numel() for each in model.get_submodule(name).parameters()) for name in set(modules)}
-    of_blocks = [sizes[name] for name in modules if name in blocks]
-    least = sum(of_blocks) / max(1, len(of_blocks)) / _LEAST_SHARE
-    starts, size, is_first = [0], 0, True
-    last_block = max((at for at, name in enumerate(modules) if name in blocks), default=0)
-    for at, name in enumerate(modules):
-        begins = (name in blocks and (size >= least or is_first)) or at == last_block + 1
-        if at and begins:
-            starts.append(at)
-            size = 0
-        size += sizes[name]
-        is_first = is_first and name not in blocks
-    return starts
-
-
-# --- the trace -----------------------------------------------------------------------------------------------------
 
 _Source = int | str
 """What a tensor depends on: a value (from 0), something within a call (-1 for the first), or a parameter's name."""
