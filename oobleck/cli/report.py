@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from oobleck.control.journal import Diagnosis, HistoryAccount, RunAccount, StepDone
+from oobleck.control.journal import Diagnosis, HistoryAccount, RunAccount, StepDone, StepsSaved
 from oobleck.runtime.journals import find_journal, read_journal
 from oobleck.ui.pictures import report_html
 
@@ -40,6 +40,8 @@ def report(
         diagnosis.apply(entry)
         if isinstance(entry, StepDone):
             loss = (entry.record.loss,)
+        elif isinstance(entry, StepsSaved) and entry.loss is not None:
+            loss = (entry.loss,)
     page = report_html(history.history(), account.summary(loss), diagnosis.incidents)
     target = output if output is not None else journal.with_name("report.html")
     write_output(target, page, "--output")
