@@ -347,14 +347,14 @@ class RanksCoordinator(BaseCoordinator):
         reason = f"{entry.sentence}{detail}"
         is_final = message.error is not None and message.error.has_lost_states
         bad = message.error.bad if message.error is not None else None
-        at_fault = ""
+        why = at_fault = ""
         if entry.is_first and bad is not None:
             is_final, why, at_fault = self._judge(turn, bad, formed)
             reason = f"{why}\n{reason}"
         failed = states.Failed(node=node, generation=message.generation, reason=reason, is_final=is_final)
         self._give(turn, failed)
         if at_fault:
-            self._lifecycle.give_up(turn, at_fault, journal.Unfit(fault=reason.partition("\n")[0]))
+            self._lifecycle.give_up(turn, at_fault, journal.Unfit(fault=why))
 
     def _judge(self, turn: Turn, bad: protocol.BadLosses, formed: _Formed) -> tuple[bool, str, str]:
         """Decide about a step with bad losses: whether it ends the run, why, and which node is at fault, if any."""
