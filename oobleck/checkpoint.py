@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from oobleck.training.flash import load, save
+from oobleck.training.flash import BadStep, load, notice, save
 
-__all__ = ["load", "save"]
+__all__ = ["BadStep", "load", "notice", "save"]

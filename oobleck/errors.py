@@ -9,6 +9,7 @@
     │       ├── UncutModel    a model that cannot be cut into stages           (exit code 78)
     │       └── PlanningError no plan satisfies what was asked for             (exit code 78)
     ├── PeerError             the other side broke the protocol
+    ├── BadStep               a script's loss is not a number, or jumps
     ├── RunFailed             a launched run has not ended as it should
     └── ResourceLost          the world took something away
         ├── NodeUnreachable   a node cannot be reached, or its environment does not fit
@@ -119,6 +120,10 @@ class Unrecoverable(ResourceLost):
 
 class CorruptCheckpoint(ResourceLost):
     """Saved bytes that are missing, cut off or changed; the message names the file."""
+
+
+class BadStep(OobleckError):
+    """The loss of a script's step is not finite, or jumps; all ranks raise this alike, and none has saved the step."""
 
 
 class StatesLost(CorruptCheckpoint):

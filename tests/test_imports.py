@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "wire": _PURE,
     "storage": _PURE | {"wire"},
     "checkpoint": {"training"},
+    "dcp": {"training"},
     "roles": _PURE | {"wire"},
     "training": _PURE | {"host", "wire", "storage"},
     "runtime": _WORLD | {"host", "storage"},
@@ -224,6 +225,7 @@ def test_doors_alone_list_what_they_give_out():
     """Everywhere else a leading underscore says what a module keeps to itself."""
     doors = {path for _, path in modules() if path.name == "__init__.py"} | {
         PACKAGE / "checkpoint.py",
+        PACKAGE / "dcp.py",
         PACKAGE / "trl.py",
     }
     listing = {path for _, path in modules() if "\n__all__" in path.read_text()}

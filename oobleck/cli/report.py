@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from oobleck.control.journal import Diagnosis, HistoryAccount, JournalEntry, RunAccount, StepDone
+from oobleck.control.journal import Diagnosis, HistoryAccount, JournalEntry, RunAccount, StepDone, StepsSaved
 from oobleck.runtime.files import RunDirectory
 from oobleck.runtime.journals import find_journal, read_journal
 from oobleck.ui.pictures import report_html
@@ -32,6 +32,8 @@ class RunReport:
         self._diagnosis.apply(entry)
         if isinstance(entry, StepDone):
             self._loss = (entry.record.loss,)
+        elif isinstance(entry, StepsSaved) and entry.loss is not None:
+            self._loss = (entry.loss,)
 
     def page(self) -> str:
         """Return the page as HTML."""

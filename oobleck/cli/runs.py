@@ -71,7 +71,7 @@ def list_runs(*, as_json: JsonOption = False, base_dir: BaseDirOption = None) ->
     for header in ("run", "state", "step", "last entry", "disk"):
         table.add_column(header, justify="right" if header in ("step", "last entry", "disk") else "left", no_wrap=True)
     for row in rows:
-        step = "–" if row.step is None else f"{row.step}/{row.max_steps}"
+        step = "–" if row.step is None else f"{row.step}" if row.max_steps is None else f"{row.step}/{row.max_steps}"
         ago = f"{duration_text(row.idle_s)} ago"
         table.add_row(row.tag, row.state, step, ago, bytes_text(row.size_bytes))
     table.show_footer = bool(rows)
@@ -174,6 +174,8 @@ def _row(run: RunDirectory, *, is_active: bool) -> RunRow:
             for line in file.read().split(b"\n")[-1:0:-1]:
                 if step is None and line.startswith(b'{"@type":"StepDone"'):
                     step = json.loads(line)["record"]["step"]
+                if step is None and line.startswith(b'{"@type":"StepsSaved"'):
+                    step = json.loads(line)["step"]
                 if line.startswith(b'{"@type":"JobEnded"'):
                     end = json.loads(line)
                     was_asked = end["exit_code"] == ExitCode.DONE and end["reason"].startswith("stopped")
@@ -185,7 +187,7 @@ def _row(run: RunDirectory, *, is_active: bool) -> RunRow:
     return RunRow(
         tag=run.tag,
         state="active" if is_active else state,
-        step=step if max_steps else None,
+        step=step,
         max_steps=max_steps,
         idle_s=max(0.0, time.time() - newest_s),
         size_bytes=_size(run.path),

@@ -334,6 +334,9 @@ class JobSpec:
     """The last two are mixed precision: parameters stay float32; float16 scales its loss."""
     initial_loss_scale: float = bounded(65536.0, 2.0**-24, 2.0**100, note="a power of two, as 65536.0")
     """The first loss scale of float16; it halves when gradients overflow, and doubles after long without."""
+    on_bad_step: Literal["apply", "skip", "stop"] = "apply"
+    """What follows if a step's loss or gradients are not finite: `skip` leaves its update out, and so does `stop`,
+    which then ends the run."""
     activation_checkpointing: bool = False
     """Blocks keep only their input, and recompute their activations in the backward pass."""
     compile: bool = False

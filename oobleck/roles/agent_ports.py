@@ -134,6 +134,9 @@ class RankHandle(Protocol):
     def stack(self) -> str:
         """Return the written stacks; empty if there are none."""
 
+    def groups(self) -> tuple[protocol.GroupRecord, ...]:
+        """Return what it has written of its process groups; empty if its flight recorder is off."""
+
     def new_output(self, *, is_error: bool, is_last: bool) -> str:
         """Return some whole lines of output since `note_shown`; with `is_last`, all that is left."""
 

@@ -356,7 +356,8 @@ class RankKeeper:
             rank.handle.ask_for_stack()
         await trio.sleep(_STACK_S)
         stacks = tuple((rank.setup.rank, rank.handle.stack()) for rank in living)
-        self._say(protocol.RankStacks(generation=number, stacks=stacks))
+        groups = tuple((rank.setup.rank, records) for rank in living if (records := rank.handle.groups()))
+        self._say(protocol.RankStacks(generation=number, stacks=stacks, groups=groups))
 
     # --- output ------------------------------------------------------------------------------------------------------
 

@@ -204,8 +204,9 @@ def _facts(snapshot: RunSnapshot, width: int) -> list[Text]:
         ("f", f"{snapshot.fault_threshold}" + ("" if snapshot.redundant else " not met")),
         *((("remaining", duration_text(snapshot.remaining_s)),) if snapshot.exit_code is None else ()),
     )
+    saved = (steps[0][0], str(snapshot.step)), *(each for each in steps if each[0] in ("loss", "step time", "goodput"))
     values = (
-        *(steps if snapshot.max_steps else ()),  # a script does not report its steps
+        *(steps if snapshot.max_steps else saved if snapshot.step else ()),  # a script's are those that it saves
         ("generation", str(snapshot.generation)),
         ("recoveries", str(snapshot.num_recoveries)),
         ("elapsed", duration_text(snapshot.elapsed_s)),
@@ -231,7 +232,7 @@ def _progress(snapshot: RunSnapshot, width: int) -> list[Text]:
     if snapshot.phase is not None:
         return [_phase(snapshot.phase, width)]
     if not snapshot.max_steps:
-        return []  # a script does not report its steps
+        return []  # nobody knows how many steps a script has
     share = min(1.0, snapshot.step / snapshot.max_steps)
     label = f" {share:4.0%} "
     room = max(1, width - len(label) - 2)

@@ -202,7 +202,7 @@ class LineFormatter:
         if isinstance(entry, journal.StepDone):
             self._phases.apply(entry)
             return self._step(entry)
-        if isinstance(entry, journal.RecordsDealt):
+        if isinstance(entry, journal.RecordsDealt | journal.StepsSaved):
             return ()
         if isinstance(entry, journal.JobStarted):
             self._max_steps = entry.job.max_steps

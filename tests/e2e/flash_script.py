@@ -42,7 +42,7 @@ with open(f"{out}/log.{rank}", "a", encoding="utf-8") as log:
         weights += total / world
         step += 1
         grown = {"steps": torch.arange(step)} if "GROW" in os.environ else {}
-        oobleck.checkpoint.save(step, {"step": step, "weights": weights, **grown}, disk_every=50)
+        oobleck.checkpoint.save(step, {"step": step, "weights": weights, **grown}, loss=1 / step, disk_every=50)
         said = {"step": step, "restarts": restarts, "pid": os.getpid(), "world": world}
         log.write(json.dumps(said) + "\n")
         log.flush()

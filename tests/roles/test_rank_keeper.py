@@ -83,6 +83,9 @@ class FakeRank:
     def stack(self) -> str:
         return ""
 
+    def groups(self) -> tuple[()]:
+        return ()
+
     def new_problem(self) -> str | None:
         return None
 

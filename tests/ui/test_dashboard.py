@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from oobleck.control.journal import StepsSaved
 from oobleck.control.journal.snapshot import (
     EventLine,
     NodeState,
@@ -76,6 +77,18 @@ def test_a_script_has_no_steps_that_are_known():
     assert "recoveries 1" in text
     assert "protected step 8 (newest 9)" in text
     for words in ("step 0/", "loss", "goodput", "remaining"):
+        assert words not in text
+
+
+def test_a_script_that_saves_shows_its_steps():
+    view = RunView()
+    for entry in script_with_a_failure():
+        view.apply(entry)
+    view.apply(StepsSaved(t_s=35.0, generation=2, first_step=6, step=9, worked_s=2.0, loss=0.25))
+    text = "\n".join(plain(view.at(35.0), 80, 24))
+    for words in ("step 9 ", "loss 0.2500", "step time 0.50", "goodput "):
+        assert words in text
+    for words in ("step 9/", "tokens/s", "remaining", "━"):
         assert words not in text
 
 

@@ -97,6 +97,7 @@ _OWN_VARIABLES = {
         f"{scripts.DIRECTORY_VARIABLE} says where states lie",
     ),
     scripts.COPIES_VARIABLE: "--copies sets it",
+    scripts.GRACE_VARIABLE: "--shutdown-timeout sets it",
 }
 _DLROVERS = ("--comm-perf-test", "--auto-config", "--auto-tunning")
 _SHORT = {"-m": "--module", "-r": "--redirects", "-t": "--tee", "-h": "--help"}

@@ -59,6 +59,8 @@ from .rank_entries import (
     RanksHung,
     ScriptStarted,
     StatesProtected,
+    StepRecomputed,
+    StepsSaved,
 )
 from .run_entries import (
     JobEnded,
@@ -189,9 +191,11 @@ __all__ = [
     "StartupPhases",
     "StatesProtected",
     "StepDone",
+    "StepRecomputed",
     "StepRunsLong",
     "StepTime",
     "StepsDone",
+    "StepsSaved",
     "Summary",
     "TerminationNoticed",
     "TimeSplit",

@@ -30,14 +30,13 @@ from dataclasses import replace
 from oobleck.errors import ExitCode
 from oobleck.planner import WorkerId
 
-from . import node_entries
+from . import node_entries, rank_entries
 from .entries import JournalEntry
 from .entry import Entry
 from .failures import Failure, failure_of_end
 from .incidents import Finding, Incident, Measure, Response
 from .losses import Silent
 from .plan_entries import Action, HangExplained, PlanAdopted, PlanCause, RecoveryDone, RecoveryStarted
-from .rank_entries import GenerationEnded, GenerationFormed, GenerationRuns, RankDown, RanksHung, ScriptStarted
 from .run_entries import JobEnded, JobStarted, JournalGap, MasterResumed
 from .step_entries import ReplicasDiffer, SaveFailed, ShardQuarantined, StepDone
 
@@ -87,7 +86,7 @@ class Diagnosis:
 
     def apply(self, entry: JournalEntry) -> None:
         match entry:
-            case JobStarted(nodes=nodes) | ScriptStarted(nodes=nodes):
+            case JobStarted(nodes=nodes) | rank_entries.ScriptStarted(nodes=nodes):
                 self._origins = {node.name: node.origin for node in nodes}
             case node_entries.NodeAdded(node=node):
                 self._origins[node.name] = node.origin
@@ -123,17 +122,25 @@ class Diagnosis:
                     self._respond(Measure.PLAN_CHANGED, reason=entry.reason)
             case RecoveryDone():
                 self._end_recovery(entry)
-            case RankDown():
+            case rank_entries.RankDown():
                 self._find_rank(entry)
-            case RanksHung(culprits=culprits):
+            case rank_entries.RanksHung(culprits=culprits):
                 self._find(Failure.STUCK if culprits else Failure.HANG, entry, *(each.node for each in culprits[:1]))
-            case GenerationEnded():
+            case rank_entries.StepRecomputed():
+                for node in entry.nodes if entry.is_sure else ():
+                    self._find(Failure.WRONG_STEP, entry, node)
+                if not entry.is_sure:
+                    self._find(Failure.WRONG_STEP, entry)
+                self._respond(Measure.TRAINING_CONTINUED)
+                if not self._is_recovering:
+                    self._close(entry.t_s)
+            case rank_entries.GenerationEnded():
                 self._is_recovering = self._open is not None
-            case GenerationFormed():
+            case rank_entries.GenerationFormed():
                 self._has_planned = True
                 if self._is_recovering:
                     self._respond(Measure.RANKS_RESTARTED, reason=entry.sentence)
-            case GenerationRuns():
+            case rank_entries.GenerationRuns():
                 if self._open is not None and self._is_recovering:
                     self._open.stall_s += entry.away_s
                     self._close(entry.t_s)
@@ -208,11 +215,11 @@ class Diagnosis:
         incident.bytes_moved += entry.bytes_moved
         self._close(entry.t_s)
 
-    def _find_rank(self, entry: RankDown) -> None:
+    def _find_rank(self, entry: rank_entries.RankDown) -> None:
         failure = failure_of_end(entry.end)
         # The exit code of an uncaught exception says less than the exception.
         if entry.error is not None and entry.error.is_exception:
-            failure = Failure.USER_EXCEPTION
+            failure = Failure.BAD_LOSS if entry.error.bad is not None else Failure.USER_EXCEPTION
         self._find(failure if entry.is_first else Failure.PEER, entry, entry.node)
 
     def _look_at_loss(self, entry: StepDone) -> None:

@@ -70,6 +70,7 @@ class Remedy(Worded):
         ),
     )
     TEST_MEMORY = "test_memory", "If it recurs, test the machine's memory: the copy was replaced, the cause was not."
+    TEST_NODE = "test_node", "Test the node (`oobleck check`): other nodes computed the same step well."
     REPAIR_NODE = "repair_node", "Repair the node: the evidence says what is wrong with it."
     MAKE_ROOM = "make_room", "Free space on that disk, or in shared memory; the next save is tried automatically."
     MAKE_ROOM_FOR_JOURNAL = "make_room_for_journal", "Free disk space for the run: entries in memory are then written."
@@ -106,6 +107,7 @@ class Failure(StrEnum):
     PEER = "peer", "a collective failed", Remedy.CHECK_IF_REPEATED
     BAD_LOSS = "bad_loss", "the loss is not a number", Remedy.LOWER_LEARNING_RATE
     CORRUPTION = "corruption", "a copy of a layer differed", Remedy.TEST_MEMORY
+    WRONG_STEP = "wrong_step", "a node computed a step wrongly", Remedy.TEST_NODE
     SLOW = "slow", "a node became slow", Remedy.CHECK_SPEED
     UNFIT_NODE = "unfit_node", "a node cannot take part", Remedy.REPAIR_NODE
     TERMINATION = "termination", "a node is about to be taken away", Remedy.NOTHING_HANDED_OVER

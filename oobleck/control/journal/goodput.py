@@ -10,6 +10,9 @@ The states of a run are disjoint, and their seconds sum to the elapsed time:
     a plan without pipelines   the next plan                idle
     the last commit            the end                      stopping, or reconfiguring if that never ended
 
+A script's saves count as its commits, and its generations as plans: the first save of a generation ends what its ranks
+did not spend on steps.
+
 A node is present from the moment its agent connects until it is lost, leaves, or the run ends; one that is found unfit
 stays, and idles. The parts of its time are disjoint too, and sum to the time for which it was present:
 
@@ -31,6 +34,7 @@ from .entries import JournalEntry
 from .losses import Unfit
 from .node_entries import NodeConnected, NodeLeft, NodeLost
 from .plan_entries import PlanAdopted, RecoveryDone, RecoveryStarted
+from .rank_entries import StepsSaved
 from .run_entries import JobEnded
 from .step_entries import StepDone, StepsDone
 
@@ -108,6 +112,8 @@ class TimeAccount:
     _stall_due_s: float = 0.0
     """How much of the time after the mark is known to be a stall."""
     _plan_changed: bool = False
+    _saved_in: int = 0
+    """The generation of a script's newest saved steps."""
     _degraded_share: float = 0.0
 
     def apply(self, entry: JournalEntry) -> None:
@@ -116,6 +122,8 @@ class TimeAccount:
                 self._commit(entry.t_s, entry.record.step, entry.record.duration_s)
             case StepsDone():
                 self._commit(entry.t_s, entry.record.step, entry.record.duration_s * entry.num_steps)
+            case StepsSaved():
+                self._save(entry)
             case RecoveryStarted():
                 self._recovering.setdefault(entry.generation, entry.t_s)
             case RecoveryDone():
@@ -180,6 +188,19 @@ class TimeAccount:
         self._stall_due_s -= stall_s
         self._plan_changed = False
         self._settle()
+
+    def _save(self, entry: StepsSaved) -> None:
+        """Account for a script's steps, of which the first may have been saved before."""
+        # What the ranks' own clock does not explain went into a restart.
+        self._plan_changed = self._plan_changed or entry.generation != self._saved_in
+        self._saved_in = entry.generation
+        num_again = min(max(0, self._newest_step - entry.first_step + 1), entry.num_steps)
+        again_s = entry.worked_s * num_again / entry.num_steps
+        if 0 < num_again < entry.num_steps:
+            self._commit(entry.t_s - entry.worked_s + again_s, entry.first_step + num_again - 1, again_s)
+            self._commit(entry.t_s, entry.step, entry.worked_s - again_s)
+        else:
+            self._commit(entry.t_s, entry.step, entry.worked_s)
 
     def _recover(self, entry: RecoveryDone) -> None:
         """Take the stall out of the intervals since the recovery began, then out of the time to come."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from .entries import JournalEntry
 from .goodput import TimeAccount, TimeSplit
 from .plan_entries import PlanAdopted
-from .rank_entries import GenerationFormed, ScriptStarted
+from .rank_entries import GenerationFormed, ScriptStarted, StepsSaved
 from .run_entries import JobStarted
 from .step_entries import StepDone, StepsDone
 
@@ -75,6 +75,9 @@ class HistoryAccount:
             case PlanAdopted():
                 self._plans.append(entry)
                 self._num_nodes.append((entry.t_s, len(entry.plan.nodes)))
+            case StepsSaved(step=step, loss=float() as loss):
+                if math.isfinite(loss):
+                    self._losses.add(step, loss)
             case StepDone() | StepsDone():
                 _add_rate(self._rates, entry)
                 # Only once there are twice as many, so that thinning costs O(1) an entry on average.

@@ -145,6 +145,8 @@ class RanksHung(Entry):
     culprits: tuple[HungRank, ...]
     """A few of the ranks that do not wait while others do; empty where none stands out."""
     num_waiting: int
+    not_joined: str = ""
+    """The collective that these have not joined, by torch's flight recorder; empty where that is not known."""
 
     @property
     def sentence(self) -> str:
@@ -158,7 +160,8 @@ class RanksHung(Entry):
         others = f" and {len(self.culprits) - 1} more" if len(self.culprits) > 1 else ""
         where = f" at {first.place}" if first.place else ""
         wait = "1 rank waits" if self.num_waiting == 1 else f"{self.num_waiting} ranks wait"
-        return f"{quiet}; {wait} for rank {first.rank} on {first.node}{others}{where}"
+        what = f", not in {self.not_joined}" if self.not_joined else ""
+        return f"{quiet}; {wait} for rank {first.rank} on {first.node}{others}{what}{where}"
 
     def detail(self, worker_id: WorkerId | None) -> str:
         return self.culprits[0].stack if self.culprits else ""
@@ -206,7 +209,62 @@ class StatesProtected(Entry):
         return f"step {self.protected} (newest {self.newest})"
 
 
-RankEntry = ScriptStarted | GenerationFormed | GenerationRuns | RankDown | RanksHung | StatesProtected | GenerationEnded
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepsSaved(Entry):
+    """Steps of a script, up to one whose state all ranks have saved; recorded once a second at most."""
+
+    generation: int
+    first_step: int
+    step: int
+    worked_s: float
+    """Seconds that these took rank 0, with what it did between them."""
+    loss: float | None
+    """That of the last one, as rank 0 named it."""
+
+    @property
+    def num_steps(self) -> int:
+        return self.step - self.first_step + 1
+
+    @property
+    def sentence(self) -> str:
+        loss = "" if self.loss is None else f", loss {self.loss:.4f}"
+        each = f", {self.worked_s / self.num_steps:.3f} s each" if self.num_steps > 1 else ""
+        return f"step {self.step} saved{loss}{each}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecomputed(Entry):
+    """A step was computed again, with each rank on another node: what had a bad loss before computed it wrongly."""
+
+    level: ClassVar[str] = "error"
+    step: int
+    losses: tuple[tuple[str, int, str], ...]
+    """(node, rank, loss as text) of what was bad."""
+    is_sure: bool
+    """Whether other ranks had good losses: a bad one that all have, as after a sum, is nobody's."""
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(node for node, _, _ in self.losses))
+
+    @property
+    def sentence(self) -> str:
+        first = self.losses[0]
+        who = ", ".join(self.nodes) if self.is_sure else "some node"
+        return f"step {self.step} had a loss of {first[2]}, and others computed it well: {who} computed it wrongly"
+
+
+RankEntry = (
+    StepRecomputed
+    | ScriptStarted
+    | GenerationFormed
+    | GenerationRuns
+    | RankDown
+    | RanksHung
+    | StatesProtected
+    | StepsSaved
+    | GenerationEnded
+)
 
 
 def _counted(number: int, what: str) -> str:

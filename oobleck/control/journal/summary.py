@@ -11,7 +11,7 @@ from oobleck.planner import ExecutionPlan
 from .entries import JournalEntry
 from .goodput import NodeAccount, NodeHours
 from .plan_entries import PlanAdopted, PlanCause, RecoveryDone
-from .rank_entries import ScriptStarted
+from .rank_entries import ScriptStarted, StepsSaved
 from .run_entries import JobEnded, JobStarted, JournalGap
 from .step_entries import CheckpointSaved, Evaluated, SaveFailed, StepDone, StepsDone
 from .tally import LossTally, StepTally
@@ -103,7 +103,8 @@ class Summary:
     samples_repeated: int
     samples_missing: int
     losses: tuple[float, ...]
-    """The loss of each committed step, in order; empty for a simulated run."""
+    """The loss of each committed step, in order; of a script, of those that the journal has one of. Empty for a
+    simulated run."""
     tokens_per_s: float | None
     """Tokens of committed steps over the time from the end of the start to the last commit, losses included."""
     step_time_s: StepTime | None
@@ -152,6 +153,8 @@ def summarize(entries: Iterable[JournalEntry]) -> Summary:
         account.apply(entry)
         if isinstance(entry, StepDone | StepsDone):
             losses.add(entry)
+        elif isinstance(entry, StepsSaved) and entry.loss is not None:
+            losses.add_loss(entry.step, entry.loss)
     return account.summary(losses.losses)
 
 
@@ -190,6 +193,8 @@ class RunAccount:
                 self._evaluations[entry.step] = loss
             case StepDone() | StepsDone():
                 self._tally.add(entry)
+            case StepsSaved():
+                self._tally.save(entry)
             case RecoveryDone():
                 self._recoveries.append(_recovery(entry))
                 self._steps_lost += entry.steps_lost

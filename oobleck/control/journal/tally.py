@@ -10,6 +10,7 @@ from array import array
 from dataclasses import dataclass, field, replace
 from math import ceil
 
+from .rank_entries import StepsSaved
 from .step_entries import StepDone, StepsDone
 
 
@@ -66,16 +67,25 @@ class StepTally:
             missing=record.samples_missing,
             tokens=entry.tokens if isinstance(entry, StepDone) else entry.tokens_per_step,
         )
+        self._append(new, entry.t_s, record.duration_s)
+
+    def _append(self, new: _Alike, t_s: float, duration_s: float) -> None:
         # A step that comes again shows that all steps from it on were lost.
         self._cut(new.first)
         if self._alike and self._alike[-1].is_followed_by(new):
             self._alike[-1] = replace(new, first=self._alike[-1].first)
         else:
             self._alike.append(new)
-        self.last_s = entry.t_s
+        self.last_s = t_s
         # Rounded, because millions of steps take as many different durations, and would need as many counts.
-        rounded_s = float(f"{record.duration_s:.3e}")
+        rounded_s = float(f"{duration_s:.3e}")
         self._durations[rounded_s] = self._durations.get(rounded_s, 0) + new.num_steps
+
+    def save(self, entry: StepsSaved) -> None:
+        """Add steps of a script, which knows no samples."""
+        self.begin_after(entry.first_step - 1)
+        new = _Alike(first=entry.first_step, last=entry.step, samples=0, repeated=0, missing=0, tokens=0)
+        self._append(new, entry.t_s, entry.worked_s / new.num_steps)
 
     def _cut(self, first: int) -> None:
         while self._alike and self._alike[-1].last >= first:

@@ -11,18 +11,10 @@ from oobleck.control.protocol import DataPosition, NodeUse
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Stage
 
-from . import node_entries, snapshot
+from . import node_entries, rank_entries, snapshot
 from .entries import JournalEntry
 from .goodput import TimeAccount
 from .plan_entries import PlanAdopted, RecoveryDone, RecoveryStarted
-from .rank_entries import (
-    GenerationCause,
-    GenerationEnded,
-    GenerationFormed,
-    GenerationRuns,
-    ScriptStarted,
-    StatesProtected,
-)
 from .run_entries import JobEnded, JobStarted, ProfileKnown, ScalingDecided
 from .startup_phases import StartupPhases
 from .step_entries import DataEntry, DataPlaced, RecordsDealt, ShardQuarantined, ShardsKnown, StepDone
@@ -91,17 +83,17 @@ class RanksView:
 
     def apply(self, entry: JournalEntry) -> None:
         match entry:
-            case ScriptStarted(run=run):
+            case rank_entries.ScriptStarted(run=run):
                 self.tag, self.command, self.state = run.tag, run.kinds, snapshot.RunState.STARTING
-            case GenerationFormed(generation=generation, cause=cause):
+            case rank_entries.GenerationFormed(generation=generation, cause=cause):
                 self.num_restarts += cause.is_failure
                 self.generation = generation
-            case GenerationRuns():
+            case rank_entries.GenerationRuns():
                 self.state = snapshot.RunState.TRAINING
-            case GenerationEnded(cause=cause):
+            case rank_entries.GenerationEnded(cause=cause):
                 self.state = snapshot.RunState.RECONFIGURING
-                self.is_finished = cause is GenerationCause.FINISHED
-            case StatesProtected():
+                self.is_finished = cause is rank_entries.GenerationCause.FINISHED
+            case rank_entries.StatesProtected():
                 self.protected = entry.text
             case _:
                 pass
@@ -190,11 +182,13 @@ class RunView:
     def apply(self, entry: JournalEntry) -> None:
         self._account.apply(entry)
         # Entries of every step would push all others out of the list.
-        if not isinstance(entry, StepDone | ProfileKnown | RecordsDealt | StatesProtected):
+        if not isinstance(
+            entry, StepDone | ProfileKnown | RecordsDealt | rank_entries.StatesProtected | rank_entries.StepsSaved
+        ):
             self._events.append(snapshot.EventLine(t_s=entry.t_s, level=entry.level, text=entry.sentence))
             del self._events[:-_RECENT_EVENTS]
         match entry:
-            case JobStarted() | ScriptStarted():
+            case JobStarted() | rank_entries.ScriptStarted():
                 self._job = entry.job if isinstance(entry, JobStarted) else None
                 for spec in entry.nodes:
                     self._nodes.setdefault(spec.name, snapshot.NodeState.CONNECTING)
@@ -217,6 +211,10 @@ class RunView:
                 self._scaling = entry.sentence
             case StepDone():
                 self._commit(entry)
+            case rank_entries.StepsSaved():
+                self._step, self._loss = entry.step, entry.loss
+                self._recent.append((entry.worked_s / entry.num_steps, 0))
+                del self._recent[:-_RECENT_STEPS]
             case RecoveryStarted():
                 self._recovering.add(entry.generation)
             case RecoveryDone():
@@ -226,7 +224,7 @@ class RunView:
                 self._changing.clear()
             case ShardsKnown() | DataPlaced() | RecordsDealt() | ShardQuarantined():
                 self._data.apply(entry)
-            case GenerationFormed():
+            case rank_entries.GenerationFormed():
                 self._form(entry)
             case JobEnded():
                 self._ended = entry
@@ -253,13 +251,13 @@ class RunView:
             step=self._step,
             max_steps=job.max_steps if job else 0,
             loss=self._loss,
-            tokens_per_s=median(tokens / seconds for seconds, tokens in self._recent) if self._recent else None,
+            tokens_per_s=median(tokens / seconds for seconds, tokens in self._recent) if self._recent and job else None,
             step_time_s=step_s,
             losses=losses,
             speeds=speeds,
             goodput=self._account.at(elapsed_s).goodput,
             elapsed_s=elapsed_s,
-            remaining_s=None if step_s is None or self._ended else step_s * remaining,
+            remaining_s=None if step_s is None or self._ended or not job else step_s * remaining,
             redundant=self._redundant,
             fault_threshold=job.fault_threshold if job else 0,
             num_recoveries=self._num_recoveries + self._ranks.num_restarts,
@@ -306,7 +304,7 @@ class RunView:
             elif state in (snapshot.NodeState.TRAINING, snapshot.NodeState.SPARE):
                 self._nodes[name] = snapshot.NodeState.READY
 
-    def _form(self, entry: GenerationFormed) -> None:
+    def _form(self, entry: rank_entries.GenerationFormed) -> None:
         part = {each.node for each in entry.nodes}
         for name, state in self._nodes.items():
             if name in part:

@@ -32,6 +32,9 @@ from .ends import ProcessEnd
 TRACE_SIGNAL = 59
 """At this signal a rank writes its threads' stacks."""
 
+FLIGHT_SIGNAL = 60
+"""At this signal a rank writes which collectives it has joined, where torch's flight recorder is on."""
+
 OVERFLOW_HEAD = struct.Struct(">BIQ")
 """The head of what a rank could not write: the descriptor, the error number, and the file's size by then."""
 
@@ -64,6 +67,18 @@ class ScriptState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptProgress:
+    """How a rank came to a state that it has saved."""
+
+    from_step: int
+    """The step that it continued from at its start."""
+    worked_s: float
+    """Seconds from there to this state."""
+    loss: str
+    """As text, because not-a-number equals nothing; empty if the script named none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeldPart:
     """A part of a state in a node's memory: its own rank's, or a copy of another's."""
 
@@ -74,6 +89,7 @@ class HeldPart:
     is_sharded: bool
     can_stay: bool = True
     """Whether its node can keep it while later states are saved: not where memory is too short for that."""
+    progress: ScriptProgress | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +181,18 @@ class RanksStarted(FromRanks):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BadLosses:
+    """The step of a script that no rank has saved, because losses were not finite, or jumped."""
+
+    step: int
+    start: str
+    is_redone: bool
+    """Whether the script asked for the step to be computed again, on other nodes."""
+    losses: tuple[tuple[int, str], ...]
+    """(rank, loss as text) of the ranks whose own losses are bad."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankError:
     """Why a rank failed, as far as that is known."""
 
@@ -176,6 +204,8 @@ class RankError:
     """Whether a Python exception ended it; else `message` is only its last output."""
     has_lost_states: bool = False
     """Whether no node has the states any more that its run had saved, so that another start would not help."""
+    bad: BadLosses | None = None
+    """The bad losses over which it has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,11 +259,34 @@ class TraceRanks(ForRanks):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRecord:
+    """What torch's flight recorder of a rank has of one of its process groups."""
+
+    group: str
+    ranks: tuple[int, ...]
+    num_joined: int
+    """How many of the group's collectives it has joined."""
+    what: str
+    """The newest of these; empty before the first."""
+    is_waiting: bool
+    """Whether that has not ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlightRecord:
+    """What a rank writes of its flight recorder, for its agent."""
+
+    groups: tuple[GroupRecord, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankStacks(FromRanks):
     """The stacks of the node's ranks, as (rank, stack); empty where a rank wrote none."""
 
     generation: int
     stacks: tuple[tuple[int, str], ...]
+    groups: tuple[tuple[int, tuple[GroupRecord, ...]], ...] = ()
+    """The process groups of each rank whose flight recorder is on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

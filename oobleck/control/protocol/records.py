@@ -48,7 +48,8 @@ class CommitRecord:
     item_share: float = 1.0
     """The tokens that count in the step, over the predicted ones by which gradients were divided."""
     is_skipped: bool = False
-    """Its gradients overflowed in float16: the step counts, and left the parameters as they were."""
+    """Its gradients overflowed in float16, or it was bad and the job skips such steps: it counts, and left the
+    parameters as they were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

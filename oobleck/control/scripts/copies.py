@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from oobleck.control import protocol
-from oobleck.control.protocol import HeldPart, KeepStates, ScriptState
+from oobleck.control.protocol import HeldPart, KeepStates, ScriptProgress, ScriptState
 
 from .placement import place
 
@@ -51,6 +51,8 @@ class _Spread:
     holders: dict[int, set[str]] = field(default_factory=dict)
     """Keyed by the rank that saved the part."""
     can_stay: bool = True
+    progress: ScriptProgress | None = None
+    """Rank 0's."""
 
     @property
     def is_whole(self) -> bool:
@@ -102,6 +104,8 @@ class Copies:
         """As of the last orders."""
         self.newest: ScriptState | None = None
         """The newest state of the run that was whole once."""
+        self.progress: ScriptProgress | None = None
+        """How its rank 0 came to it."""
 
     # --- what happens ------------------------------------------------------------------------------------------------
 
@@ -144,8 +148,10 @@ class Copies:
             spread.holders.setdefault(part.rank, set()).add(node)
             spread.can_stay &= part.can_stay
             self._asked.pop((part.state, part.rank, node), None)
+            if part.rank == 0:
+                spread.progress = part.progress
             if spread.is_whole and (self.newest is None or part.state > self.newest):
-                self.newest = part.state
+                self.newest, self.progress = part.state, spread.progress
         self._held[node] = held
 
     def begin(self, unique: str, nodes: Iterable[str]) -> None:

@@ -13,11 +13,11 @@ all ranks where they are (`Asking` in `machine.py`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from oobleck.control.journal import HungRank
-from oobleck.control.protocol import RanksQuiet, RankStacks
+from oobleck.control.protocol import GroupRecord, RanksQuiet, RankStacks
 
 _MOST_STACK_CHARS = 4000
 # A rank waits for others if it is in a collective, or in a backward pass that ends in one.
@@ -60,6 +60,44 @@ class HangWatch:
         """Return all ranks whose stacks are known, in order."""
         found = [hung_rank(node, rank, stack) for node, each in self._stacks.items() for rank, stack in each.stacks]
         return tuple(sorted(found, key=lambda each: each.rank))
+
+    def missing(self) -> Missing | None:
+        """Return who has not joined a collective in which others wait; None where no flight recorder says so."""
+        return find_missing({rank: groups for each in self._stacks.values() for rank, groups in each.groups})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Missing:
+    """Ranks that have not joined a collective."""
+
+    what: str
+    """The collective, for people."""
+    ranks: tuple[int, ...]
+    num_waiting: int
+    """How many have joined it."""
+
+
+def find_missing(records: Mapping[int, tuple[GroupRecord, ...]]) -> Missing | None:
+    """Compare the process groups of ranks, keyed by rank. O(ranks · groups)."""
+    found: list[Missing] = []
+    by_group: dict[tuple[str, tuple[int, ...]], dict[int, GroupRecord]] = {}
+    for rank, groups in records.items():
+        for each in groups:
+            by_group.setdefault((each.group, each.ranks), {})[rank] = each
+    for (name, members), group in sorted(by_group.items()):
+        newest = max(group.values(), key=lambda each: each.num_joined)
+        # A rank that has not made the group yet has joined nothing of it; one without a recorder says nothing.
+        late = [rank for rank in members if rank in records and _num_joined(group.get(rank)) < newest.num_joined]
+        if late and newest.is_waiting:
+            what = f"collective {newest.num_joined} ({newest.what}) of group {name}"
+            found.append(Missing(what=what, ranks=tuple(late), num_waiting=len(members) - len(late)))
+    waiting = {rank for rank, groups in records.items() if any(each.is_waiting for each in groups)}
+    # Who waits in another collective is held up itself, unless all do: then they have come to different ones.
+    return min(found, key=lambda each: len(waiting & set(each.ranks)), default=None)
+
+
+def _num_joined(record: GroupRecord | None) -> int:
+    return 0 if record is None else record.num_joined
 
 
 def hung_rank(node: str, rank: int, stack: str) -> HungRank:

@@ -216,6 +216,9 @@ class Reports:
         parts = self._parts
         if not parts.progress.commit(turn, record):
             return
+        if parts.shutdown.stop_over(record):
+            parts.sharding.stop()
+            parts.replanning.stop()
         parts.saving.step_done(record)
         parts.scaling.step_done(record, generation=parts.reconfiguration.generations.newest)
         parts.sharding.committed(record.step)

@@ -11,7 +11,7 @@ from oobleck.control.data import Sharding
 from oobleck.control.events import EndRun, StopRequested, Turn
 from oobleck.control.journal import WorkerError
 from oobleck.control.nodes import Membership
-from oobleck.control.protocol import FinishStep, Raised
+from oobleck.control.protocol import CommitRecord, FinishStep, Raised
 from oobleck.control.steps import PlanHistory, Progress
 from oobleck.errors import ExitCode
 from oobleck.job import JobSpec
@@ -81,6 +81,19 @@ class Shutdown:
         """End training with the step in flight."""
         self._stop = event
         self._asked_to_finish = 0
+
+    def stop_over(self, record: CommitRecord) -> bool:
+        """End training after a step that was skipped because it was bad, if the job asks for that; return whether."""
+        # Gradients that overflow in float16 while the loss is finite only change the loss scale.
+        is_bad = not math.isfinite(record.loss) or self._job.dtype != "float16"
+        ends = self._job.on_bad_step == "stop" and record.is_skipped and is_bad and self._stop is None
+        if ends:
+            norm = f"a gradient norm of {record.grad_norm:.4g}"
+            reason = (
+                f"step {record.step} has a loss of {record.loss:.4g} and {norm}: its update was left out (on_bad_step)"
+            )
+            self.stop(StopRequested(now=False, exit_code=ExitCode.FAILED, reason=reason))
+        return ends
 
     def worker_finished(self, turn: Turn, worker_id: WorkerId, generations: PlanHistory) -> None:
         """Note that a worker has finished."""

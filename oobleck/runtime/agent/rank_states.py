@@ -54,6 +54,7 @@ class RankStates:
         self._notes: dict[tuple[Path, int], tuple[int, scripts.PartNote | None]] = {}
         self._kept = scripts.Kept()
         self._kept_number = 0
+        self._heeded = 0
         self._order: protocol.KeepStates | None = None
         self._reported: protocol.StatesHeld | None = protocol.StatesHeld(parts=())
         self._leaves = False
@@ -150,12 +151,16 @@ class RankStates:
         while True:
             # A rank may have chosen its slot before the newest order, so that counts from the next look on.
             before, kept = kept, self._kept_number
-            parts = sorted(self._held_parts(), key=lambda part: (part.state, part.rank))
-            held = protocol.StatesHeld(parts=tuple(parts), kept=before)
-            if held != self._reported:
-                self._reported = held
-                await self._reports.send(held)
+            await self._report_held(before)
             await trio.sleep(max(_REPORT_S, self._num_nodes / _REPORTS_PER_S))
+
+    async def _report_held(self, kept: int) -> None:
+        self._heeded = kept
+        parts = sorted(self._held_parts(), key=lambda part: (part.state, part.rank))
+        held = protocol.StatesHeld(parts=tuple(parts), kept=kept)
+        if held != self._reported:
+            self._reported = held
+            await self._reports.send(held)
 
     def _held_parts(self) -> set[protocol.HeldPart]:
         return {
@@ -165,6 +170,7 @@ class RankStates:
                 world_size=note.world_size,
                 is_sharded=bool(note.shardings),
                 can_stay=not note.shardings or self._is_copy(slot) or len(slot.memory.slots()) >= scripts.SLOTS_TO_COPY,
+                progress=protocol.ScriptProgress(from_step=note.from_step, worked_s=note.worked_s, loss=note.loss),
             )
             for slot, note in self._all_slots()
         }
@@ -219,6 +225,11 @@ class RankStates:
                 self._finished = trio.Event()
             await trio.sleep(_POLL_S if slots else _POLL_FOR_FILES_S)
 
+    def bad_losses(self, local_rank: int) -> protocol.BadLosses | None:
+        """Return the bad losses over which a rank of the newest start has ended; None if it has named none."""
+        bad = scripts.bad_in(self._files.directory, local_rank)
+        return bad if bad is not None and bad.start.endswith(self._unique) else None
+
     def num_saved(self) -> int:
         """Return a number that grows with each save."""
         return sum(note.number for _, note in self._slots()) if self._is_open.is_set() else 0
@@ -228,6 +239,11 @@ class RankStates:
         slots = self._slots()
         if slots:
             self._requested += 1
+            # The master learns of the last saves before it learns of the ranks' end, over which the run may be.
+            await self._report_held(self._heeded)
+            while self._reports.statistics().current_buffer_used:
+                await trio.lowlevel.checkpoint()
+            await trio.lowlevel.checkpoint()
         if is_planned and any(note.shardings for _, note in slots):
             # Another node may need these shards, and this one may be about to leave.
             with trio.move_on_after(_WAIT_S):

@@ -18,13 +18,13 @@ import trio
 
 from oobleck.control import protocol
 from oobleck.control.node_ranks import RankSetup, rank_environment
-from oobleck.errors import ConfigError, StatesLost, WorkersUnavailable
+from oobleck.errors import BadStep, ConfigError, PeerError, StatesLost, WorkersUnavailable
 from oobleck.job.ranks import RanksSpec
 from oobleck.runtime.files import AgentDir, stat_fields
 from oobleck.runtime.python_process import module_command
 from oobleck.runtime.script_command import check_command
-from oobleck.storage.scripts import COPIES_VARIABLE, LOCAL_RANK_VARIABLE, SAVED_VARIABLE, START_VARIABLE
-from oobleck.wire import encode_frame
+from oobleck.storage import scripts
+from oobleck.wire import decode_json, encode_frame
 
 from .fork_client import ForkedProcess, ForkServer, OomKills, send_descriptors
 from .rank_states import RankStates
@@ -135,6 +135,7 @@ class Rank:
         logs: Path,
         *,
         host: RankProcesses,
+        local_rank: int,
         can_trace: bool,
     ) -> None:
         """Closing `guard`, also by the agent's end, ends the process; `overflow` brings what its files cannot take."""
@@ -147,12 +148,14 @@ class Rank:
         self._line = line
         self._overflow = overflow
         self._can_trace = can_trace
+        self._local_rank = local_rank
         self._write_to(logs)
 
     def _write_to(self, logs: Path) -> None:
         self._problem: str | None = None
         self._error_file = logs / "error.json"
         self._stack_file = logs / "stacks.log"
+        self._flight_file = logs / "flight.json"
         self._output = {False: _Output(logs / "stdout.log"), True: _Output(logs / "stderr.log")}
 
     async def wait(self) -> protocol.ProcessEnd | None:
@@ -208,6 +211,7 @@ class Rank:
         if self._process.ended.is_set():
             await self.wait()
             return False
+        self._local_rank = setup.local_rank
         order, logs = self._host.order_for(setup, self.pid)
         self._take_overflow()
         self._overflow.close()
@@ -228,7 +232,14 @@ class Rank:
             if not isinstance(message, str):
                 text, detail = str(message["message"]), str(message.get("extraInfo", {}).get("py_callstack", ""))
             is_lost = text.startswith(f"{StatesLost.__name__}: ")
-            return protocol.RankError(message=text, detail=detail.rstrip(), is_exception=True, has_lost_states=is_lost)
+            is_bad = text.startswith(f"{BadStep.__name__}: ")
+            return protocol.RankError(
+                message=text,
+                detail=detail.rstrip(),
+                is_exception=True,
+                has_lost_states=is_lost,
+                bad=self._host.bad_losses(self._local_rank) if is_bad else None,
+            )
         if isinstance(end, protocol.Killed) and end.signal not in _OWN_SIGNALS:
             return None  # another process killed it, so its last output is not about its end
         tail = self._output[True].tail().rstrip()
@@ -244,6 +255,7 @@ class Rank:
         # A program that is not Python has no stack to show, and the signal would end it.
         if self._can_trace:
             self._process.send(protocol.TRACE_SIGNAL)
+            self._process.send(protocol.FLIGHT_SIGNAL)
 
     def stack(self) -> str:
         with suppress(OSError):
@@ -251,6 +263,12 @@ class Rank:
             _log.info("process %d hangs with the others:\n%s", self.pid, stack)
             return stack
         return ""
+
+    def groups(self) -> tuple[protocol.GroupRecord, ...]:
+        try:
+            return decode_json(protocol.FlightRecord, self._flight_file.read_bytes()).groups
+        except (OSError, PeerError):
+            return ()
 
     def new_problem(self) -> str | None:
         self._take_overflow()
@@ -290,6 +308,7 @@ class RankProcesses:
         self.keep_in_memory = states.keep_in_memory
         self.recall = states.recall
         self.copy = states.copy
+        self.bad_losses = states.bad_losses
         self.next_report = states.next_report
         self.settle = states.settle
         self.leave = states.leave
@@ -366,7 +385,7 @@ class RankProcesses:
         with theirs, their_line, suppress(OSError, trio.BrokenResourceError):  # it has ended, which `wait` reports
             await _send(guard, order, (theirs.fileno(), their_line.fileno()))
         can_trace = setup.run.entry != "program"
-        return Rank(process, guard, line, overflow, logs, host=self, can_trace=can_trace)
+        return Rank(process, guard, line, overflow, logs, host=self, local_rank=setup.local_rank, can_trace=can_trace)
 
     def order_for(self, setup: RankSetup, pid: int, *, is_spare: bool = False) -> tuple[protocol.BecomeRank, Path]:
         """Prepare a process's place, and return the order for it, and its directory. Raises ConfigError."""
@@ -384,11 +403,12 @@ class RankProcesses:
         run = setup.run
         environment = {**os.environ, **rank_environment(setup, os.environ)}
         environment["TORCHELASTIC_ERROR_FILE"] = str(logs / "error.json")
-        environment |= {**self._states.environment, START_VARIABLE: setup.order.start}
-        environment[LOCAL_RANK_VARIABLE] = str(setup.local_rank)
-        environment[COPIES_VARIABLE] = str(run.copies if setup.order.num_groups > 1 else 0)
+        environment |= {**self._states.environment, scripts.START_VARIABLE: setup.order.start}
+        environment[scripts.LOCAL_RANK_VARIABLE] = str(setup.local_rank)
+        environment[scripts.GRACE_VARIABLE] = str(run.shutdown_timeout_s)
+        environment[scripts.COPIES_VARIABLE] = str(run.copies if setup.order.num_groups > 1 else 0)
         if setup.order.saved_step is not None:
-            environment[SAVED_VARIABLE] = str(setup.order.saved_step)
+            environment[scripts.SAVED_VARIABLE] = str(setup.order.saved_step)
         if is_spare:
             # A script may choose a file or a device by these before its attempts, but no rank serves others there.
             environment |= {"RANK": str(setup.order.world_size - 1), "MASTER_PORT": _NO_PORT}

@@ -66,7 +66,7 @@ class JournalWriter(LineFile):
     def append(self, entry: journal.JournalEntry) -> None:
         """Write an entry, now or once the disk has room. O(size)."""
         # A restarted master does not need these, so they are not forced to the disk, and are the first to be dropped.
-        is_minor = isinstance(entry, journal.StepDone | journal.LayersArriving | journal.Notice)
+        is_minor = isinstance(entry, journal.StepDone | journal.StepsSaved | journal.LayersArriving | journal.Notice)
         self._last_s = entry.t_s
         num_lost = self.num_lost
         self.write(encode_json(self._plans.line(entry)), is_minor=is_minor)

@@ -150,6 +150,9 @@ class VirtualRank:
     def stack(self) -> str:
         return ""
 
+    def groups(self) -> tuple[()]:
+        return ()
+
     def new_output(self, *, is_error: bool, is_last: bool) -> str:
         return ""
 

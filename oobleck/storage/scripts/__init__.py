@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from .choice import Chosen, Holding, LostState, Source, choose, sources
 from .identity import SCRIPT_VARIABLE, ScriptIdentity, identity_of
-from .kept import SLOTS_TO_COPY, Kept, kept_in, note_kept
+from .kept import SLOTS_TO_COPY, Kept, bad_in, kept_in, note_bad, note_kept
 from .part import (
     COPIES_VARIABLE,
     DIRECTORY_VARIABLE,
+    GRACE_VARIABLE,
     LOCAL_RANK_VARIABLE,
     MEMORY_VARIABLE,
     SAVED_VARIABLE,
@@ -19,6 +20,7 @@ from .part import (
     TREE,
     Part,
     PartNote,
+    Tensors,
     copy_start,
     copy_stem,
     find_parts,
@@ -39,6 +41,7 @@ from .values import TreeNode, from_tree, to_tree
 __all__ = [
     "COPIES_VARIABLE",
     "DIRECTORY_VARIABLE",
+    "GRACE_VARIABLE",
     "LOCAL_RANK_VARIABLE",
     "MEMORY_VARIABLE",
     "SAVED_VARIABLE",
@@ -56,7 +59,9 @@ __all__ = [
     "ScriptIdentity",
     "Sharding",
     "Source",
+    "Tensors",
     "TreeNode",
+    "bad_in",
     "choose",
     "copy_start",
     "copy_stem",
@@ -68,6 +73,7 @@ __all__ = [
     "kept_in",
     "make_room_for_taken",
     "memory_stem",
+    "note_bad",
     "note_kept",
     "note_of",
     "note_taken",

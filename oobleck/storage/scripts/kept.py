@@ -1,10 +1,11 @@
-"""What an agent tells its node's ranks of copies: which states in memory they must not overwrite."""
+"""What an agent and its ranks tell each other: which states in memory to keep, and which losses were bad."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from oobleck.control.protocol import BadLosses
 from oobleck.errors import PeerError
 from oobleck.storage.layer_file import write_file
 from oobleck.wire import decode_json, encode_json
@@ -14,6 +15,20 @@ SLOTS_TO_COPY = 4
 that is whole, and the one that is being written. With three, some ranks would overwrite the state that is protected
 from now on, while others overwrite the one that was protected before."""
 _FILE = "kept.json"
+_BAD_FILE = "bad{}.json"
+
+
+def note_bad(memory: Path, local_rank: int, bad: BadLosses) -> None:
+    """Tell the agent why a rank is about to end. Raises OSError."""
+    write_file(memory / _BAD_FILE.format(local_rank), [memoryview(encode_json(bad))])
+
+
+def bad_in(memory: Path, local_rank: int) -> BadLosses | None:
+    """Return what a rank of any start has told last."""
+    try:
+        return decode_json(BadLosses, (memory / _BAD_FILE.format(local_rank)).read_bytes())
+    except (OSError, PeerError):
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,8 @@ LOCAL_RANK_VARIABLE = "OOBLECK_CHECKPOINT_LOCAL_RANK"
 """A rank's number on its node, whatever LOCAL_RANK says."""
 COPIES_VARIABLE = "OOBLECK_CHECKPOINT_COPIES"
 """How many other nodes get copies of sharded states."""
+GRACE_VARIABLE = "OOBLECK_SHUTDOWN_TIMEOUT"
+"""How many seconds ranks may take to end after a SIGTERM; unset without an agent."""
 SAVED_VARIABLE = "OOBLECK_CHECKPOINT_SAVED"
 """The newest step that the ranks of an earlier generation had all saved; unset if there is none."""
 
@@ -48,6 +50,7 @@ TREE = "__tree__"
 _ANY = "rank*"
 _COPY = "rankcopy"
 _TAKEN = struct.Struct("<Q")
+_NEWER = {"script": "", "arguments": "", "from_step": 0, "worked_s": 0.0, "loss": "", "recent_losses": []}
 _KEPT_PLANNED = 3
 _KEPT_OTHERS = 2
 _WRITES = 3
@@ -73,6 +76,14 @@ class PartNote:
     script: str = ""
     arguments: str = ""
     """These are as in `ScriptIdentity`; empty if unknown."""
+    from_step: int = 0
+    """The step that the rank continued from at its start."""
+    worked_s: float = 0.0
+    """Seconds from there to this save."""
+    loss: str = ""
+    """As text, because not-a-number equals nothing; empty if unknown."""
+    recent_losses: tuple[float, ...] = ()
+    """Those that the rank compares its next ones with; empty if it compares none."""
 
     def __post_init__(self) -> None:
         # The start is a part of a directory's name, which is split at its dots.
@@ -191,7 +202,7 @@ def _read_note(raw: bytes) -> _PartFile:
         part = load_json(raw)
         if isinstance(part, dict) and isinstance(part.get("note"), dict):
             # Parts that older versions saved lack these fields, and the decoder requires all of them.
-            part["note"] = note = {"script": "", "arguments": "", **part["note"]}
+            part["note"] = note = {**_NEWER, **part["note"]}
             shardings = note.get("shardings")
             if isinstance(shardings, list):
                 note["shardings"] = [{"is_late": [], **each} if isinstance(each, dict) else each for each in shardings]

@@ -6,12 +6,13 @@ Nothing here loads torch: a rank whose script has no attempts needs none of it.
 from __future__ import annotations
 
 from .line import Line, set_line
-from .loop import Attempt, Interrupted, attempts, check_attempt, note_saved, on_next_attempt, resilient
+from .loop import Attempt, Interrupted, asked_s, attempts, check_attempt, note_saved, on_next_attempt, resilient
 
 __all__ = [
     "Attempt",
     "Interrupted",
     "Line",
+    "asked_s",
     "attempts",
     "check_attempt",
     "note_saved",

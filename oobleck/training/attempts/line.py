@@ -39,7 +39,8 @@ class Line:
         self.groups = Groups()
         self.is_over = False
         """Whether the attempt has ended for all ranks."""
-        self.ends_after_save = False
+        self.asked_s: float | None = None
+        """When it was asked to end after the next save, by the monotonic clock; None if it was not."""
         self._sock = sock
         self._enter = enter
         self._changed = threading.Condition()
@@ -72,7 +73,8 @@ class Line:
             self._changed.wait_for(lambda: self._place is not None)
             assert self._place is not None
             (order, overflow), self._place = self._place, None
-            self.is_over = self.ends_after_save = self.is_spare = False
+            self.is_over = self.is_spare = False
+            self.asked_s = None
         self.groups.forget()
         self._enter(order, overflow)
         self._has_left = False
@@ -105,7 +107,7 @@ class Line:
 
     def _interrupt(self, *, after_save: bool) -> None:
         if after_save:
-            self.ends_after_save = True
+            self.asked_s = time.monotonic()
             return
         with self._changed:
             self.is_over = True

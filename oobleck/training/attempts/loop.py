@@ -63,7 +63,7 @@ class Attempt:
         if not line.is_over and not isinstance(error, Interrupted) and not line.groups.may_have_raised(error):
             return False
         # Where nodes change, it has heard why.
-        if not line.ends_after_save and not line.wait_until_over(line.hears_within_s):
+        if line.asked_s is None and not line.wait_until_over(line.hears_within_s):
             return False
         self.is_interrupted = True
         if error is not None:
@@ -147,8 +147,14 @@ def check_attempt() -> None:
 def note_saved() -> None:
     """Note that a state is whole in this rank. Raises Interrupted if that was waited for."""
     line = the_line()
-    if line is not None and line.ends_after_save:
+    if line is not None and line.asked_s is not None:
         raise Interrupted("the nodes change: the next attempt continues from this state")
+
+
+def asked_s() -> float | None:
+    """Return when this attempt was asked to end after its next save, by the monotonic clock; None if it was not."""
+    line = the_line()
+    return None if line is None else line.asked_s
 
 
 def on_next_attempt(forget: Callable[[], None]) -> None:

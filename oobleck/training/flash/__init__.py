@@ -1,4 +1,4 @@
-"""`oobleck.checkpoint.load` and `save`, for scripts that torchrun can start, under any launcher.
+"""`oobleck.checkpoint.load`, `save` and `notice`, for scripts that torchrun can start, under any launcher.
 
 Under `oobleck run`, a save is a copy into shared memory that outlives the rank; the agent writes it to disk later.
 Elsewhere each save is written to disk before it returns.
@@ -6,6 +6,11 @@ Elsewhere each save is written to disk before it returns.
 
 from __future__ import annotations
 
-from .interface import load, save
+from oobleck.errors import BadStep
+from oobleck.storage.scripts import Tensors
 
-__all__ = ["load", "save"]
+from .interface import find_newest, load, place, save, save_flat
+from .notice import notice
+from .tensors import Flat
+
+__all__ = ["BadStep", "Flat", "Tensors", "find_newest", "load", "notice", "place", "save", "save_flat"]

@@ -8,20 +8,24 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 import torch.distributed as dist
 
-from oobleck.errors import StatesLost, UsageError
+from oobleck.control.protocol import BadLosses
+from oobleck.errors import BadStep, StatesLost, UsageError
 from oobleck.host.user_path import expand_user
 from oobleck.storage import scripts
 from oobleck.training import attempts
 
-from .loader import Loader, Peers
+from .loader import Found, Loader, Peers
+from .losses import Losses
 from .saver import DiskSaver, MemorySaver
 from .tensors import Flat, flatten
 
 _DEFAULT_DIRECTORY = "oobleck-checkpoints"
 _DISK_EVERY = 100
+_SHOWN_RANKS = 4
 
 
 class _Process:
@@ -32,20 +36,49 @@ class _Process:
         self.identity = scripts.ScriptIdentity.of_environment(os.environ, main=_main_path())
         self.start = ""  # until the first load or save settles it
         self.last_step = 0
+        self.from_step: int | None = None
+        self.began_s = 0.0
+        self.losses = Losses()
+        self.local_rank = 0
+        self.peers: Peers | None = None
         self.num_saved = 0
         self.saver: DiskSaver | MemorySaver = DiskSaver(self.directory)
         if self.memory is not None:
             # LOCAL_RANK alone is 0 for all ranks of a node with --virtual-local-rank.
             local_rank = os.environ.get(scripts.LOCAL_RANK_VARIABLE) or os.environ.get("LOCAL_RANK", "0")
+            self.local_rank = int(local_rank)
             num_local, num_copies = (
                 os.environ.get("LOCAL_WORLD_SIZE", "1"),
                 os.environ.get(scripts.COPIES_VARIABLE, "0"),
             )
             self.saver = MemorySaver(self.memory, int(local_rank), num_local=int(num_local), num_copies=int(num_copies))
 
-    def note(self, step: int, flat: Flat, *, is_planned: bool) -> scripts.PartNote:
-        rank, world_size = _place()
+    def begin(self, step: int) -> None:
+        """Note that steps begin after this one."""
+        self.from_step, self.began_s = step, time.monotonic()
+
+    def check(self, step: int, loss: float, *, redoes: bool) -> None:
+        """Compare losses with all ranks. Raises BadStep in all of them if any is bad."""
+        rank, world_size = place()
+        if self.peers is None:
+            self.peers = Peers(rank, world_size)
+        mine = repr(float(loss)) if self.losses.is_bad(float(loss)) else ""
+        answers = [answer.decode() for answer in self.peers.gather(mine.encode())]
+        bad = tuple((each, answer) for each, answer in enumerate(answers) if answer)
+        if not bad:
+            return
+        if self.memory is not None:
+            note = BadLosses(step=step, start=self.start, is_redone=redoes, losses=bad)
+            scripts.note_bad(self.memory, self.local_rank, note)
+        who = ", ".join(f"{answer} on rank {each}" for each, answer in bad[:_SHOWN_RANKS])
+        more = f" and {len(bad) - _SHOWN_RANKS} more" if len(bad) > _SHOWN_RANKS else ""
+        raise BadStep(f"the loss of step {step} is {who}{more}; the step is not saved")
+
+    def note(self, step: int, flat: Flat, *, is_planned: bool, loss: float | None) -> scripts.PartNote:
+        rank, world_size = place()
         self.num_saved += 1
+        if self.from_step is None:  # it has loaded nothing
+            self.begin(max(0, step - 1))
         return scripts.PartNote(
             name=scripts.state_name(step, self.start),
             step=step,
@@ -58,6 +91,10 @@ class _Process:
             shardings=flat.shardings,
             script=self.identity.script,
             arguments=self.identity.arguments,
+            from_step=self.from_step or 0,
+            worked_s=time.monotonic() - self.began_s,
+            loss="" if loss is None else repr(float(loss)),
+            recent_losses=self.losses.recent,
         )
 
     def parts(self, *, report: Callable[[str], None] = lambda problem: None) -> list[scripts.Part]:
@@ -123,9 +160,34 @@ def load() -> object | None:
     Raises UsageError if the state cannot be laid out on this number of ranks, or is another script's, StatesLost if
     states were saved and none is complete any more, and CorruptCheckpoint if none can be read.
     """
+    loader, report = _begin_load()
+    loaded = loader.load()
+    report()
+    if loaded is None:
+        _note_none()
+        return None
+    state, chosen = loaded
+    _note_loaded(chosen)
+    return state
+
+
+def find_newest() -> Found | None:
+    """Find what `load` would load, for ranks that read it themselves; all of them close it once they have."""
+    loader, report = _begin_load()
+    found = loader.find()
+    report()
+    if found is None:
+        _note_none()
+        return None
+    found.on_close(lambda: _note_loaded(found.chosen))
+    return found
+
+
+def _begin_load() -> tuple[Loader, Callable[[], None]]:
+    """Return a loader of what this rank can read, and what says afterwards which parts are not used."""
     attempts.check_attempt()
     this = _this()
-    rank, world_size = _place()
+    rank, world_size = place()
     if world_size > 1 and not dist.is_initialized():
         raise UsageError(
             "oobleck.checkpoint.load: call it after torch.distributed.init_process_group(), for all ranks load the same"
@@ -134,14 +196,23 @@ def load() -> object | None:
     parts = this.parts(report=problems.append)
     peers = Peers(rank, world_size)
     this.settle_start(peers, parts)
-    loaded = Loader(peers, parts, problems).load()
-    for problem in problems:
-        sys.stderr.write(f"oobleck: not used: {problem}\n")
-    if loaded is None:
-        if saved := os.environ.get(scripts.SAVED_VARIABLE):
-            raise StatesLost(f"step {saved} was saved, and no part of it is left in memory or in {this.directory}")
-        return None
-    state, chosen = loaded
+
+    def report() -> None:
+        for problem in problems:
+            sys.stderr.write(f"oobleck: not used: {problem}\n")
+
+    return Loader(peers, parts, problems), report
+
+
+def _note_none() -> None:
+    this = _this()
+    if saved := os.environ.get(scripts.SAVED_VARIABLE):
+        raise StatesLost(f"step {saved} was saved, and no part of it is left in memory or in {this.directory}")
+    this.begin(0)
+
+
+def _note_loaded(chosen: scripts.Chosen) -> None:
+    this, (rank, _) = _this(), place()
     this.identity.check_arguments(chosen.note, str(this.directory))
     this.last_step = chosen.note.step
     this.saver.protect(chosen.note.name)
@@ -151,10 +222,19 @@ def load() -> object | None:
         if this.identity.arguments and chosen.note.arguments not in ("", this.identity.arguments):
             saved += " with other arguments"
         sys.stderr.write(f"oobleck: continues after step {this.last_step}, {saved}, from {chosen.place}\n")
-    return state
+    this.begin(this.last_step)
+    if rank in chosen.notes:
+        this.losses = Losses(chosen.notes[rank].recent_losses)
 
 
-def save(step: int, state: object, *, disk_every: int = _DISK_EVERY) -> None:
+def save(
+    step: int,
+    state: object,
+    *,
+    loss: float | None = None,
+    on_bad_step: Literal["redo", "stop"] | None = None,
+    disk_every: int = _DISK_EVERY,
+) -> None:
     """Save a state after a step: dicts, lists, numbers, texts, tensors. All ranks call this, for the same steps.
 
     Values and plain tensors must be the same on all ranks, as those of a DDP model are; DTensors are saved piece by
@@ -162,27 +242,60 @@ def save(step: int, state: object, *, disk_every: int = _DISK_EVERY) -> None:
 
     Arguments:
         step: a number that grows.
+        loss: the step's loss, which `oobleck status` and the report show with the step; that of rank 0 counts.
+        on_bad_step: what follows if any rank's own loss is not finite, or exceeds the highest of its last 32 by more
+            than three times their range; all ranks name a loss then, and compare them. With "stop" the run ends. With
+            "redo" all start again from the newest saved state, with each rank on another node than before: if the
+            loss of the step is good there, the node is named that computed it wrongly; if it is bad again, the data
+            is at fault, or the script, and the run ends. Without it, losses are only shown.
         disk_every: the agent also writes the first save in every `disk_every` steps to disk. Under a launcher other
             than `oobleck run`, every save is written to disk before this returns.
 
-    Raises UsageError that names what cannot be saved, and where it is, or OSError if memory or disk is full.
+    Raises UsageError that names what cannot be saved, and where it is, OSError if memory or disk is full, and in all
+    ranks BadStep for a bad step, which is not saved. A script that catches it may skip the step: `load` returns the
+    state before.
     """
-    if type(step) is not int or step < 0:
-        raise UsageError(f"oobleck.checkpoint.save: step {step!r} is not a whole number from 0")
-    if disk_every < 1:
-        raise UsageError(f"oobleck.checkpoint.save: disk_every={disk_every}; it must be at least 1")
+    _check_step(step, disk_every)
+    this = _begin_save()
+    if on_bad_step is not None:
+        if on_bad_step not in ("redo", "stop") or loss is None:
+            raise UsageError(
+                f"oobleck.checkpoint.save: on_bad_step={on_bad_step!r} with loss={loss!r}; it can be 'redo' or 'stop', "
+                "and needs the step's loss"
+            )
+        this.check(step, loss, redoes=on_bad_step == "redo")
+    _save(this, step, flatten(state), loss=loss, disk_every=disk_every)
+
+
+def save_flat(step: int, flat: Flat, *, disk_every: int = _DISK_EVERY) -> None:
+    """Save what a rank has of a state, as `save` does."""
+    _check_step(step, disk_every)
+    _save(_begin_save(), step, flat, loss=None, disk_every=disk_every)
+
+
+def _begin_save() -> _Process:
     attempts.check_attempt()
     this = _this()
     if not this.start:
         this.settle_start_alone()
-    flat = flatten(state)
+    return this
+
+
+def _save(this: _Process, step: int, flat: Flat, *, loss: float | None, disk_every: int) -> None:
     is_planned = step // disk_every != this.last_step // disk_every
-    this.saver.save(this.note(step, flat, is_planned=is_planned), flat)
+    this.saver.save(this.note(step, flat, is_planned=is_planned, loss=loss), flat)
     this.last_step = step
     attempts.note_saved()
 
 
-def _place() -> tuple[int, int]:
+def _check_step(step: int, disk_every: int) -> None:
+    if type(step) is not int or step < 0:
+        raise UsageError(f"oobleck.checkpoint.save: step {step!r} is not a whole number from 0")
+    if disk_every < 1:
+        raise UsageError(f"oobleck.checkpoint.save: disk_every={disk_every}; it must be at least 1")
+
+
+def place() -> tuple[int, int]:
     """Return (rank, number of ranks), from the process group or the launcher."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()

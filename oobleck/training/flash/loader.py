@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,7 @@ class Loader:
 
     def load(self) -> tuple[object, scripts.Chosen] | None:
         """Return the newest complete state. Raises CorruptCheckpoint and UsageError, on all ranks alike."""
-        while (chosen := self._choose()) is not None:
+        while (chosen := self.choose()) is not None:
             exchange = _Exchange(self._peers, chosen, self._parts)
             has_read = exchange.has_read()
             if all(answer == b"1" for answer in self._peers.gather(b"1" if has_read else b"0")):
@@ -95,7 +95,23 @@ class Loader:
         self._peers.close()
         return None
 
-    def _choose(self) -> scripts.Chosen | None:
+    def find(self) -> Found | None:
+        """Return the newest whole state, of which no part is damaged, unread. Raises as `load` does."""
+        while (chosen := self.choose()) is not None:
+            found = Found(self._peers, chosen, self._parts)
+            damaged = []
+            for saver in found.served:
+                try:
+                    found.parts[saver].read()
+                except CorruptCheckpoint:
+                    damaged.append(found.parts[saver])
+            if all(answer == b"1" for answer in self._peers.gather(b"0" if damaged else b"1")):
+                return found
+            self._parts = [part for part in self._parts if part not in damaged]
+        self._peers.close()
+        return None
+
+    def choose(self) -> scripts.Chosen | None:
         mine = tuple(scripts.Holding(viewer=self._peers.rank, place=part.place, note=part.note) for part in self._parts)
         texts = self._peers.gather(encode_json(_Holdings(parts=mine, problems=self._problems)))
         reports = [decode_json(_Holdings, text) for text in texts]
@@ -107,6 +123,33 @@ class Loader:
         if chosen is None and problems:
             raise CorruptCheckpoint(f"no saved state can be read: {problems[0]}; remove what is there to begin again")
         return chosen
+
+
+class Found:
+    """A whole state, whose parts each have a rank that serves others with it."""
+
+    def __init__(self, peers: Peers, chosen: scripts.Chosen, parts: Sequence[scripts.Part]) -> None:
+        self.peers = peers
+        self.chosen = chosen
+        self.servers = {
+            saver: saver if saver in viewers else viewers[saver % len(viewers)]
+            for saver, viewers in chosen.viewers.items()
+        }
+        """The rank that reads each saver's part for others."""
+        self.served = sorted(saver for saver, server in self.servers.items() if server == peers.rank)
+        here = {part.note.rank: part for part in parts if part.note.name == chosen.name and part.place == chosen.place}
+        # All are verified.
+        self.parts = {saver: here[saver] for saver in self.served}
+        self._on_close: list[Callable[[], None]] = []
+
+    def on_close(self, function: Callable[[], None]) -> None:
+        self._on_close.append(function)
+
+    def close(self) -> None:
+        """Note that this rank has read all, and wait for the others."""
+        self.peers.close()
+        for function in self._on_close:
+            function()
 
 
 class _Exchange:
@@ -157,16 +200,20 @@ class _Exchange:
 
     def _exchange_tree(self) -> scripts.TreeNode:
         mine = self._wants[self._peers.rank][0]
-        text = torch.zeros(0, dtype=torch.uint8)
+        # A receiver has to allocate the text. Whoever sends one may receive its own from a third rank.
+        sizes = [
+            self._peers.send(torch.tensor([self._entry(values.saver, scripts.TREE).numel()]), rank)
+            for rank, values in self._served()
+        ]
+        requests = self._send_values(scripts.TREE)
         if mine.reader == self._peers.rank:
             text = self._entry(mine.saver, scripts.TREE)
-        # A receiver has to allocate the text.
-        sizes = self._peers.gather(str(text.numel()).encode())
-        requests = self._send_values(scripts.TREE)
-        if mine.reader != self._peers.rank:
-            text = torch.empty(int(sizes[mine.reader]), dtype=torch.uint8)
+        else:
+            size = torch.zeros(1, dtype=torch.int64)
+            self._peers.receive(size, mine.reader)
+            text = torch.empty(int(size), dtype=torch.uint8)
             self._peers.receive(text, mine.reader)
-        _wait(requests)
+        _wait([*sizes, *requests])
         try:
             tree: scripts.TreeNode = json.loads(bytes(text.numpy()))
         except (ValueError, RecursionError) as error:
@@ -175,10 +222,12 @@ class _Exchange:
 
     def _send_values(self, name: str) -> list[Any]:
         """Send an entry to the ranks for which this one reads values."""
+        return [self._peers.send(self._entry(values.saver, name), rank) for rank, values in self._served()]
+
+    def _served(self) -> list[tuple[int, scripts.Source]]:
+        """Return the other ranks for which this one reads values, with their sources."""
         return [
-            self._peers.send(self._entry(values.saver, name), rank)
-            for rank, (values, _) in enumerate(self._wants)
-            if values.reader == self._peers.rank != rank
+            (rank, values) for rank, (values, _) in enumerate(self._wants) if values.reader == self._peers.rank != rank
         ]
 
     def _exchange(self, leaf: Leaf) -> torch.Tensor:

@@ -30,6 +30,7 @@ from oobleck.training.attempts import Line, set_line
 from oobleck.training.forking import ENDS, set_command_line, set_name
 from oobleck.wire import FrameDecoder
 
+from . import flight
 from .generators import reseed_generators
 from .import_log import ImportLog
 
@@ -41,6 +42,7 @@ _OWN_FRAMES = ("runpy.py", "<frozen runpy>", __file__)
 _guard: socket.socket | None = None
 _logs: list[_RankLog] = []
 _stacks: TextIO | None = None
+_directory = ""
 
 
 def run_rank(sock: socket.socket, *, imports: int) -> NoReturn:
@@ -73,6 +75,7 @@ def run_rank(sock: socket.socket, *, imports: int) -> NoReturn:
     set_name(os.path.basename(sys.executable))
     _be_fresh()
     _leave_stack_when_asked(os.path.dirname(setup.stdout))
+    flight.write_when_asked(lambda: os.path.join(_directory, "flight.json"))
     set_line(Line(line, _enter, is_spare=setup.is_spare))
     if setup.logs_imports:
         sys.meta_path.insert(0, ImportLog(imports))
@@ -220,7 +223,8 @@ def _be_fresh() -> None:
 
 def _leave_stack_when_asked(directory: str) -> None:
     """Write the stacks of all threads to a file at a signal, even of threads in native code."""
-    global _stacks
+    global _stacks, _directory
+    _directory = directory
     try:
         _stacks = open(os.path.join(directory, "stacks.log"), "w", encoding="utf-8")  # noqa: SIM115  kept for good
     except OSError:  # the disk is full

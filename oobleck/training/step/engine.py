@@ -275,7 +275,7 @@ class Engine:
             loss_scale=scale,
             item_share=item_share,
             # All have the same total, so all skip a step whose float16 gradients overflow, or none does.
-            is_skipped=self._precision.scales_loss and not math.isfinite(grad_norm),
+            is_skipped=not math.isfinite(grad_norm + loss) and self._layer_store.can_skip,
             learning_rate=self._optimizer.learning_rate(effect.step),
             num_samples=self._step.batch.num_samples,
             samples_repeated=0,

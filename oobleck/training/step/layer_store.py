@@ -54,6 +54,11 @@ class LayerStore:
         """None where others continued without this worker, which must learn it before it takes part again."""
 
     @property
+    def can_skip(self) -> bool:
+        """Whether steps may be skipped, of which the loss scale then keeps count."""
+        return self._precision.scales_loss or self._job.on_bad_step != "apply"
+
+    @property
     def scale(self) -> float:
         """The factor on the loss of the step in flight."""
         assert self.loss_scale is not None
@@ -85,7 +90,7 @@ class LayerStore:
     def named_state(self, layer: int) -> dict[str, torch.Tensor]:
         """Return a layer's state, named as in a file."""
         state = self._optimizer.named_state(self._structure.layer_parameters(layer))
-        if self.loss_scale is not None and self._precision.scales_loss:
+        if self.loss_scale is not None and self.can_skip:
             state[_LOSS_SCALE] = torch.tensor(self.loss_scale.as_numbers(), dtype=torch.float64)
         return state
 
@@ -127,7 +132,7 @@ class LayerStore:
         sent = {item.layer for item in transfers if item.source == self._worker_id}
         restored: dict[int, LayerState] = {}
         # The files have the scale of that step. Without any layer to read, this worker learns it from others.
-        if self._precision.scales_loss:
+        if self.can_skip:
             self.loss_scale = None
         for layer in sorted(sent | (set(layers) - received)):
             tensors = saving.load(restore, layer)
@@ -182,7 +187,7 @@ class LayerStore:
         `sum_up` sums numbers over all workers that train; it is None for a spare, which takes no part.
         `is_current` if this worker holds the state from which training continues.
         """
-        if not self._precision.scales_loss:
+        if not self.can_skip:
             return
         if sum_up is None:
             self.loss_scale = None

@@ -23,6 +23,7 @@ _MAX_ROWS = 200
 _MAX_NODES = 16
 
 _CALM = frozenset(cause for cause in journal.PlanCause if cause.is_calm)
+_OF_SAVES = ("loss", "step time", "goodput", "steps lost")
 _COMMAND = re.compile(r"`([^`]+)`")
 _STATE_COLOURS = {journal.RunState.DONE: "well", journal.RunState.STOPPED: "on", journal.RunState.FAILED: "failed"}
 _STATE_WORDS = {
@@ -54,7 +55,7 @@ def report_html(
     body = "".join(
         (
             _header(history, summary, has_master=has_master),
-            _time(history, summary) if history.script is None else "",
+            _time(history, summary) if history.script is None or summary.steps_committed else "",
             _throughput(history, summary),
             _losses(history),
             _incidents(tuple(incidents)),
@@ -102,9 +103,11 @@ def _job_facts(summary: journal.Summary) -> tuple[tuple[str, str], ...]:
 
 
 def _script_facts(history: journal.History, summary: journal.Summary) -> tuple[tuple[str, str], ...]:
-    # Only the script itself knows its steps and losses.
     newest = history.generations[-1] if history.generations else None
+    facts = _job_facts(summary)
+    saved = [("steps", formatting.count_text(summary.last_step)), *(each for each in facts if each[0] in _OF_SAVES)]
     return (
+        *(saved if summary.steps_committed else ()),  # else only the script itself knows its steps
         ("generations", formatting.count_text(history.num_generations)),
         ("ranks", formatting.count_text(newest.world_size if newest else 0)),
         ("elapsed", formatting.duration_text(summary.elapsed_s)),

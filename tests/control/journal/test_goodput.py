@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.journal import Action, JobEnded, JournalEntry, LossCause, PlanCause, RecoveryStarted
+from oobleck.control.journal import Action, JobEnded, JournalEntry, LossCause, PlanCause, RecoveryStarted, StepsSaved
 from oobleck.control.journal.goodput import TimeAccount, TimeSplit
 from tests.control.journals import adopted, committed, job_started, plan, recovered, run_with_a_loss
 
@@ -128,6 +128,19 @@ def test_a_run_with_a_loss_adds_up():
     assert split.elapsed_s == pytest.approx(entries[-1].t_s)
     assert split.reconfiguring_s == 0.05
     assert split.stopping_s == pytest.approx(0.5)
+
+
+def saved(t_s: float, first_step: int, step: int, worked_s: float, *, generation: int = 1) -> StepsSaved:
+    return StepsSaved(t_s=t_s, generation=generation, first_step=first_step, step=step, worked_s=worked_s, loss=None)
+
+
+def test_of_a_script_the_steps_that_it_saves_are_useful_what_a_restart_costs_is_not_nor_what_is_done_again():
+    """It computes for 3 s what it never saves, is back 2 s later, and saves steps 9 and 10 again."""
+    before = account_of(saved(10.0, 1, 10, 8.0))
+    assert before.at(10.0) == TimeSplit(starting_s=2.0, useful_s=8.0)
+    after = account_of(saved(10.0, 1, 10, 8.0), saved(19.0, 9, 12, 4.0, generation=2))
+    assert after.at(19.0) == TimeSplit(starting_s=2.0, useful_s=10.0, redone_s=2.0, reconfiguring_s=5.0)
+    assert after.at(20.0).useful_s == 11.0
 
 
 @st.composite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -38,11 +39,14 @@ from oobleck.control.journal import (
     RankDown,
     RanksHung,
     ScriptStarted,
+    StepRecomputed,
+    StepsSaved,
     Unreachable,
 )
 from oobleck.control.protocol import (
     PROTOCOL_VERSION,
     AgentStopped,
+    BadLosses,
     CheckpointCommitted,
     ConfigureRanks,
     CopyDoor,
@@ -64,6 +68,7 @@ from oobleck.control.protocol import (
     RanksReady,
     RanksStarted,
     RankStacks,
+    ScriptProgress,
     ScriptState,
     StartRanks,
     StatesHeld,
@@ -633,3 +638,104 @@ def test_a_failure_while_ranks_are_asked_leaves_no_deadline_behind() -> None:
     down = RankFailed(generation=1, rank=0, local_rank=0, pid=9, end=Killed(signal=9), error=None)
     world.say("a", down)
     assert world.coordinator.due_s > world.now_s + 5.0
+
+
+def test_the_steps_that_ranks_save_are_recorded_once_a_second_at_most_and_at_the_end():
+    world = World(num_nodes=1)
+    world.come("a")
+    world.ready("a")
+    world.say("a", RanksStarted(generation=1, pids=(1, 2), is_warm=False))
+
+    def save(step: int, worked_s: float, loss: str, *, rank: int = 0) -> HeldPart:
+        state = ScriptState(number=1, step=step, start="s1-20260101-000001")
+        progress = ScriptProgress(from_step=0, worked_s=worked_s, loss=loss)
+        return HeldPart(state=state, rank=rank, world_size=2, is_sharded=False, progress=progress)
+
+    def told() -> list[tuple[int, int, float, float | None]]:
+        return [(each.first_step, each.step, each.worked_s, each.loss) for each in world.entries(StepsSaved)]
+
+    world.say("a", StatesHeld(parts=(save(1, 0.5, "2.5"),)))
+    assert told() == [], "rank 1 has not saved it"
+    world.say("a", StatesHeld(parts=(save(1, 0.5, "2.5"), save(1, 0.7, "9.0", rank=1))))
+    assert told() == [(1, 1, 0.5, 2.5)]
+    for step in (2, 3):
+        world.say("a", StatesHeld(parts=(save(step, 0.5 * step, ""), save(step, 0.0, "", rank=1))))
+    assert len(told()) == 1
+    due_s = world.coordinator.next_deadline()
+    assert due_s <= world.now_s + 1
+    world.commands += world.coordinator.handle_deadline(due_s)
+    assert told()[1:] == [(2, 3, 1.0, None)]
+    world.say("a", StatesHeld(parts=(save(4, 2.0, "nan"), save(4, 2.0, "nan", rank=1))))
+    world.say("a", RanksFinished(generation=1))
+    ((first, last, worked_s, loss),) = told()[2:]
+    assert (first, last, worked_s) == (4, 4, 0.5)
+    assert loss is not None
+    assert math.isnan(loss)
+
+
+def bad(rank: int, *, generation: int, step: int = 12, ranks: tuple[int, ...] = (), redoes: bool = True) -> RankFailed:
+    losses = tuple((each, "nan") for each in ranks or (rank,))
+    told = BadLosses(step=step, start="s1-x", is_redone=redoes, losses=losses)
+    error = replace(failed().error or RankError(message=""), bad=told)
+    return replace(failed(rank, generation=generation), error=error)
+
+
+def all_ready(world: World, generation: int, *nodes: str) -> list[str]:
+    """Have nodes report that no rank is left; returns the nodes of the next generation, in their order."""
+    for node in nodes:
+        world.ready(node, generation)
+    return [each.node for each in world.entries(GenerationFormed)[-1].nodes]
+
+
+def test_a_step_with_a_bad_loss_is_computed_with_each_rank_on_another_node_and_a_good_one_names_the_first():
+    world = World(max_restarts=9)
+    world.begin(*NODES)
+    world.say("b", bad(3, generation=1))
+    assert all_ready(world, 1, *NODES) == ["b", "c", "a"]
+    state = ScriptState(number=2, step=11, start="s2-20260101-000002")
+    for step in (11, 12):
+        assert world.entries(StepRecomputed) == []
+        parts = tuple(
+            HeldPart(state=replace(state, step=step), rank=rank, world_size=6, is_sharded=False) for rank in range(6)
+        )
+        world.say("a", StatesHeld(parts=parts))
+    (named,) = world.entries(StepRecomputed)
+    assert (named.step, named.nodes, named.is_sure) == (12, ("b",), True)
+
+
+@pytest.mark.parametrize(
+    ("again", "left_out"),
+    [(2, False), (0, True)],
+    ids=["the-same-rank-on-another-node", "another-rank-on-the-same-node"],
+)
+def test_a_step_that_is_bad_again_is_the_data_s_fault_or_a_node_s_which_is_left_out(again, left_out):
+    """Node b has ranks 2 and 3 at first, then 0 and 1."""
+    world = World(max_restarts=9)
+    world.begin(*NODES)
+    world.say("b", bad(2, generation=1))
+    assert all_ready(world, 1, *NODES) == ["b", "c", "a"]
+    world.say("c" if again == 2 else "b", bad(again, generation=2))
+    assert [lost.node for lost in world.entries(NodeLost)] == (["b"] if left_out else [])
+    assert [named.nodes for named in world.entries(StepRecomputed)] == ([("b",)] if left_out else [])
+    if left_out:
+        assert set(all_ready(world, 2, "a", "c")) == {"a", "c"}
+    else:
+        all_ready(world, 2, *NODES)
+        assert "its data is at fault" in world.end.reason
+        assert world.end.exit_code == ExitCode.FAILED
+
+
+def test_a_bad_loss_that_all_have_names_nobody_and_one_that_is_to_stop_the_run_does():
+    world = World(max_restarts=9)
+    world.begin(*NODES)
+    world.say("b", bad(3, generation=1, ranks=tuple(range(6))))
+    all_ready(world, 1, *NODES)
+    world.say("b", bad(3, generation=2, ranks=tuple(range(6))))
+    all_ready(world, 2, *NODES)
+    assert "its data is at fault" in world.end.reason
+    assert world.entries(StepRecomputed) == []
+    world = World(max_restarts=9)
+    world.begin(*NODES)
+    world.say("b", bad(3, generation=1, redoes=False))
+    all_ready(world, 1, *NODES)
+    assert "on_bad_step is 'stop'" in world.end.reason

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from oobleck.control.protocol import RanksQuiet, RankStacks
-from oobleck.control.scripts.hang import HangWatch, hung_rank
+from oobleck.control.protocol import GroupRecord, RanksQuiet, RankStacks
+from oobleck.control.scripts.hang import HangWatch, Missing, find_missing, hung_rank
 
 SLEEPING = """\
 Thread 0x00007f00 (most recent call first):
@@ -72,3 +72,29 @@ def test_a_rank_is_where_the_innermost_frame_of_the_script_is() -> None:
     assert (found.place, found.is_waiting) == ("/home/me/train.py:31 in <module>", True)
     found = hung_rank("node1", 3, "")
     assert (found.place, found.is_waiting) == ("", False)
+
+
+def record(group: str, ranks: tuple[int, ...], num_joined: int, *, waits: bool = False) -> GroupRecord:
+    return GroupRecord(group=group, ranks=ranks, num_joined=num_joined, what="gloo:all_reduce", is_waiting=waits)
+
+
+def test_flight_recorders_name_the_rank_that_has_not_joined_even_where_all_seem_to_wait():
+    """Rank 0 waits for both others, and rank 1 for rank 2, which waits for a message that nobody sends."""
+    everyone, two = (0, 1, 2), (1, 2)
+    records = {
+        0: (record("0", everyone, 4, waits=True),),
+        1: (record("0", everyone, 3), record("1", two, 1, waits=True)),
+        2: (record("0", everyone, 3), record("1", two, 0)),
+    }
+    found = find_missing(records)
+    assert found == Missing(what="collective 1 (gloo:all_reduce) of group 1", ranks=(2,), num_waiting=1)
+
+
+def test_flight_recorders_name_nobody_who_has_none_nor_a_group_that_is_not_waited_in():
+    everyone = (0, 1)
+    assert find_missing({}) is None
+    assert find_missing({0: (record("0", everyone, 4, waits=True),)}) is None
+    assert find_missing({0: (record("0", everyone, 4),), 1: (record("0", everyone, 3),)}) is None
+    assert find_missing({0: (record("0", everyone, 4, waits=True),), 1: ()}) == Missing(
+        what="collective 4 (gloo:all_reduce) of group 0", ranks=(1,), num_waiting=1
+    )

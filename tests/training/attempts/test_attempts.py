@@ -211,7 +211,7 @@ def test_where_nodes_change_an_attempt_ends_after_its_next_save(agent: Agent):
             the_line = line.the_line()
             assert the_line is not None
             agent.interrupt(after_save=True)
-            while not the_line.ends_after_save:
+            while the_line.asked_s is None:
                 pass
             check_attempt()
             steps.append(1)
