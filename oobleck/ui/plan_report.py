@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from oobleck.planner import Decision, PipelineTemplate, Profile
+from oobleck.planner import Decision, PipelineTemplate, Profile, StageTemplate
 from oobleck.planner.what_if import LossCase, LossReport, moved_bytes, transfer_s
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.forecast import Forecast, PipelineForecast, StageMemory
@@ -265,7 +265,9 @@ def _stages(report: PlanReport, forecast: Forecast) -> RenderableType:
 def _stage_table(each: PipelineForecast, kinds: Sequence[str]) -> Table:
     nodes = each.template.num_nodes
     title = f"stages of a pipeline of {_forms(kinds) or nodes} node{'s' if nodes != 1 else ''}"
-    table = _table(title, ("stage", "layers", "node", "devices", "busy", "memory", "of", "free"), left=0)
+    columns = ("stage", "layers", "node", "devices", "busy", "memory", "of", "free")
+    recomputed = [_recomputed(each.template.chunks_of(index)) for index in range(each.template.num_stages)]
+    table = _table(title, (*columns, "blocks that recompute") if any(recomputed) else columns, left=0)
     found = each.timeline
     for index in range(each.template.num_stages):
         stage = each.template.stages[index]
@@ -279,8 +281,15 @@ def _stage_table(each: PipelineForecast, kinds: Sequence[str]) -> Table:
             bytes_text(found.peak_memory_bytes[index]),
             bytes_text(available),
             Text(percent_text(headroom / available), style="red" if headroom < 0.05 * available else ""),
+            *([recomputed[index]] if any(recomputed) else []),
         )
     return table
+
+
+def _recomputed(chunks: Sequence[StageTemplate]) -> str:
+    """Say how many blocks recompute some, and all."""
+    counts = {"some": sum(each.num_selective for each in chunks), "all": sum(each.num_recomputed for each in chunks)}
+    return ", ".join(f"{count} {word}" for word, count in counts.items() if count)
 
 
 def _memory_table(each: PipelineForecast) -> Table:
