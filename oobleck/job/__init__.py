@@ -23,6 +23,7 @@ from .spec import (
     ScalingSpec,
     ScheduleName,
     ScriptSpec,
+    Sharding,
     Task,
     check_model_numbers,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "ScalingSpec",
     "ScheduleName",
     "ScriptSpec",
+    "Sharding",
     "Task",
     "check_kind_name",
     "check_model_numbers",

@@ -76,12 +76,17 @@ def with_times_of_groups(profile: Profile, degree: int) -> Profile:
         return profile
 
     def with_groups(seconds: Mapping[int, float]) -> Mapping[int, float]:
-        return {degree: seconds[1], **seconds}
+        return {**seconds, degree: seconds[1]}
 
     layers = (
         replace(
-            layer, forward_s=with_groups(layer.forward_s), backward_s=with_groups(layer.backward_s)
-        ).with_recomputed(lambda each: replace(each, more_s=with_groups(each.more_s)))
+            layer,
+            forward_s=with_groups(layer.forward_s),
+            backward_s=with_groups(layer.backward_s),
+            recomputed={
+                level: replace(each, more_s=with_groups(each.more_s)) for level, each in layer.recomputed.items()
+            },
+        )
         for layer in profile.layers
     )
     return replace(profile, layers=tuple(layers))

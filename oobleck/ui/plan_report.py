@@ -61,6 +61,8 @@ class PlanReport:
     after: AfterLosing | None = None
     model_flops: float | None = None
     """Floating-point operations of the model in one step; None if unknown."""
+    num_lanes: int = 1
+    """The devices of a stage that take a microbatch each."""
     peak_flops_per_s: float | None = None
     """The peak of one device; None if unknown."""
     kinds: tuple[tuple[str, int, int], ...] = ()
@@ -135,6 +137,8 @@ def _headline(report: PlanReport) -> Text:
         f"\nbatch {count_text(report.global_batch_size)} in microbatches of {profile.microbatch_size}, "
         f"{count_text(profile.sequence_length)} tokens each, f = {report.fault_threshold}"
     )
+    if report.num_lanes > 1:
+        text.append(f"\n{report.num_lanes} devices of a node hold each stage, and take a microbatch each")
     if profile.estimated:
         text.append("\nestimated from data sheets, not measured", "yellow")
     if "inter_node" in profile.network.assumed:
@@ -173,7 +177,7 @@ def _templates(report: PlanReport) -> RenderableType:
     table = _table("templates", ("nodes", "stages", "layers", "a microbatch", "the next", "samples/s a node"), left=0)
     for row in rows:
         count = row.template.num_nodes
-        rate = report.profile.microbatch_size / row.next_s / count
+        rate = report.num_lanes * report.profile.microbatch_size / row.next_s / count
         layers = sorted({len(stage.layers) for stage in row.template.stages})
         table.add_row(
             f"{'→ ' if count in used else ''}{count}",

@@ -92,16 +92,14 @@ def measure_profile(
     batch = _batch(structure, microbatch_size, stage.device) if whole is None else whole.to(stage.device)
     received: Carried | None = _hidden_states(structure, batch, stage) if structure.flow is None else None
     hidden_bytes = microbatch_size * structure.sequence_length * structure.hidden_size * stage.hidden_dtype.itemsize
-    splits = splits and structure.whole_loss is None
     measured: dict[object, _Cost] = {}
     layers = []
     for layer, name in enumerate(structure.layer_names):
         # Blocks that share class, shapes and kind of attention cost the same.
         kind = structure.layer_kind(layer)
         if kind not in measured:
-            measured[kind] = _measure(stage, layer, batch, received, compiles=compiles, splits=splits)
-            if recompute == "auto" and structure.is_block(layer):
-                measured[kind] = _with_levels(stage, layer, batch, received, measured[kind])
+            cost = _measure(stage, layer, batch, received, compiles=compiles, splits=splits)
+            measured[kind] = _with_levels(stage, layer, batch, received, cost, is_auto=recompute == "auto")
         cost = measured[kind]
         elements = _num_elements(structure, structure.layer_parameters(layer))
         trained = _num_elements(structure, structure.trained_parameters(layer))
@@ -205,6 +203,7 @@ def _measure(
     stage: StageModel, layer: int, batch: Batch, received: Carried | None, *, compiles: bool, splits: bool
 ) -> _Cost:
     """Measure a layer on what it receives, if it is not the first."""
+    splits = splits and stage.structure.whole_loss is None
     stage.adopt(layer, layer + 1, {})
     stage.initialize([layer], seed=0)
     received = None if stage.is_first else received
@@ -241,8 +240,12 @@ def _measure(
     )
 
 
-def _with_levels(stage: StageModel, layer: int, batch: Batch, received: Carried | None, whole: _Cost) -> _Cost:
-    """Measure a block at each level of recomputation as well; `whole` is what it costs without."""
+def _with_levels(
+    stage: StageModel, layer: int, batch: Batch, received: Carried | None, whole: _Cost, *, is_auto: bool
+) -> _Cost:
+    """Measure a block at each level of recomputation as well, if it is chosen; `whole` is what it costs without."""
+    if not is_auto or not stage.structure.is_block(layer):
+        return whole
     found = {}
     for level in LEVELS:
         stage.set_recomputation(layer, level)
