@@ -11,7 +11,7 @@ from .harness import GPT2, Runner
 from .test_losses import KILL_STEP
 
 SCARCE = ("--set", "recompute=auto", "--set", "device_memory_bytes=3800000")
-"""A stage of half of the model recomputes one block of its two, and one of all layers each of its four."""
+"""There is room for half of the model with all its activations, and for all of the model with few."""
 
 
 @pytest.fixture(name="path", scope="module")
@@ -45,5 +45,5 @@ def test_stages_that_recompute_compute_what_one_process_computes(
             [stage["num_recomputed"] + stage["num_selective"] for each in plan for stage in each["template"]["stages"]]
             for plan in plans
         ]
-        assert all(map(any, counts)), "each plan has blocks that recompute"
+        assert any(counts[-1]), "a node that has all layers must recompute"
         assert counts[0] != counts[-1]

@@ -39,15 +39,25 @@ class Case:
 CASES = (
     Case(
         name="Llama-3 8B",
-        config=_LLAMA_3
-        | {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336},
+        config={
+            **_LLAMA_3,
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "intermediate_size": 14336,
+        },
         num_nodes=4,
         batch=256,
     ),
     Case(
         name="Llama-3 70B",
-        config=_LLAMA_3
-        | {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672},
+        config={
+            **_LLAMA_3,
+            "hidden_size": 8192,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "intermediate_size": 28672,
+        },
         num_nodes=16,
         batch=256,
     ),
