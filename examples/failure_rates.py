@@ -46,7 +46,7 @@ def make_settings(model: str, *, microbatch_size: int, global_batch_size: int, s
         device_sheet("A40"),
         microbatch_size=microbatch_size,
         sequence_length=min(2048, model_shape(model).num_positions or 2048),
-        activation_checkpointing=True,
+        recompute="all",
     )
     settings = SweepSettings(profile=profile, global_batch_size=global_batch_size)
     decision = make_planner(settings).initial_plan([f"node{number}" for number in range(30)])

@@ -5,11 +5,11 @@ The wire carries these values too. The planner chooses plans, and the schedule o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cached_property
-from itertools import accumulate, chain, pairwise, starmap
+from itertools import accumulate, chain, pairwise, repeat, starmap
 from typing import NamedTuple
 
 from oobleck.errors import ConfigError
@@ -39,6 +39,9 @@ class StageTemplate:
     node_index: int
     first_device: int = 0
     num_devices: int = 1
+    num_selective: int = 0
+    num_recomputed: int = 0
+    """The last blocks of the stage recompute all that they do not have to keep, and those before them some of it."""
 
     def __post_init__(self) -> None:
         if self.stop_layer <= self.first_layer:
@@ -51,6 +54,13 @@ class StageTemplate:
     @property
     def devices(self) -> range:
         return range(self.first_device, self.first_device + self.num_devices)
+
+    def levels(self, blocks: Sequence[int]) -> dict[int, str]:
+        """Return what each of the stage's blocks recomputes, given in order: none, selective or all."""
+        num_whole = len(blocks) - self.num_selective - self.num_recomputed
+        counts = {"none": num_whole, "selective": self.num_selective, "all": self.num_recomputed}
+        each = chain.from_iterable(repeat(level, count) for level, count in counts.items())
+        return dict(zip(blocks, each, strict=True))
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -129,6 +139,8 @@ class Stage:
     chunks: tuple[range, ...]
     """The layers of each chunk, in order, with gaps between them."""
     worker_ids: tuple[WorkerId, ...]
+    templates: tuple[StageTemplate, ...]
+    """Each chunk as its template has it."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -155,8 +167,9 @@ class Pipeline:
             Stage(
                 chunks=chunks,
                 worker_ids=tuple([WorkerId(nodes[stage.node_index], device) for device in stage.devices]),
+                templates=self.template.chunks_of(index),
             )
-            for stage, chunks in zip(self.template.stages, all_chunks, strict=False)
+            for index, (stage, chunks) in enumerate(zip(self.template.stages, all_chunks, strict=False))
         )
 
     @cached_property
@@ -229,6 +242,16 @@ class ExecutionPlan:
             found.update(pipeline.layers_at)
         return found
 
+    def with_templates(self, change: Callable[[PipelineTemplate], PipelineTemplate]) -> ExecutionPlan:
+        """Return the plan with each of its templates changed; pipelines that share a template still do."""
+        known: dict[int, PipelineTemplate] = {}
+        for template in [pipeline.template for pipeline in self.pipelines]:
+            if id(template) not in known:
+                known[id(template)] = change(template)
+        return replace(
+            self, pipelines=tuple(replace(each, template=known[id(each.template)]) for each in self.pipelines)
+        )
+
     def microbatches_of(self, pipeline_index: int) -> range:
         """Return the numbers of the microbatches that a pipeline takes in each step."""
         return self.shares[pipeline_index]
@@ -294,9 +317,12 @@ class ExecutionPlan:
 _STAGE_FIELDS = tuple(part.name for part in fields(StageTemplate))
 
 
+_LATER_STAGE_FIELDS = ("num_selective", "num_recomputed")  # plans of earlier versions lack them
+
+
 def _stage_from(table: JsonTable) -> StageTemplate:
-    table.check_keys(_STAGE_FIELDS)
-    return StageTemplate(**{name: table.integer(name) for name in _STAGE_FIELDS})
+    table.check_keys([name for name in _STAGE_FIELDS if name not in _LATER_STAGE_FIELDS], _LATER_STAGE_FIELDS)
+    return StageTemplate(**{name: table.integer(name) for name in _STAGE_FIELDS if name in table.items})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -318,7 +318,7 @@ def our_settings(model: str, *, counts_all: bool = False) -> SweepSettings:
         device_sheet("a40"),
         microbatch_size=_MICROBATCH[model],
         sequence_length=_LENGTHS[model],
-        activation_checkpointing=True,
+        recompute="all",
     )
     if not counts_all:
         device = replace(profile.device, communication_bytes=0)

@@ -211,7 +211,7 @@ def _estimate(job: JobSpec, outline: ModelOutline, *, num_local: int, sheet: str
         microbatch_size=job.microbatch_size,
         sequence_length=job.data.sequence_length,
         precision="bfloat16" if job.dtype in ("bfloat16", "float16") else "float32",
-        activation_checkpointing=job.activation_checkpointing,
+        recompute=job.recompute,
     )
     if is_whole:
         profile = in_one_layer(profile, name=str(outline.config["model_type"]))
@@ -243,4 +243,10 @@ def _scaled(layer: LayerProfile, other: LayerOutline, item_bytes: int) -> LayerP
         optimizer_bytes=_MOMENTS * trained_bytes,
         activation_bytes=factor * layer.activation_bytes,
         output_bytes=factor * layer.output_bytes,
+    ).with_recomputed(
+        lambda each: replace(
+            each,
+            more_s={count: factor * seconds for count, seconds in each.more_s.items()},
+            activation_bytes=factor * each.activation_bytes,
+        )
     )

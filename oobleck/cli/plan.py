@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from oobleck.errors import UsageError
-from oobleck.job import MAX_NODES
+from oobleck.job import MAX_DEVICES, MAX_NODES, Sharding
 
 from . import inputs
 from .common_options import JsonOption
@@ -27,6 +27,18 @@ class PlanOptions:
     )
     planning: inputs.PlanningOptions
     schedule: str = option("--schedule", f"{inputs.SCHEDULE_NAMES} (the fastest, except gpipe).", default="1f1b")
+    sharding: str = option(
+        "--sharding",
+        "LEVEL",
+        "What the devices of a node that hold a stage together share out, as a job's sharding.",
+        default="none",
+    )
+    sharding_devices: int | None = option(
+        "--sharding-devices",
+        "N",
+        "How many devices hold a stage together; all of a node's by default.",
+        parser=inputs.whole(2, MAX_DEVICES),
+    )
     prices: str | None = option(
         "--prices",
         "KIND:PRICE,…",
@@ -98,11 +110,12 @@ def _report(options: PlanOptions, counts: int | tuple[inputs.KindCount, ...]) ->
     schedule = inputs.parse_schedule_name(options.schedule)
     kind = None if schedule == "auto" else ScheduleKind(schedule)
     batch, profile = planning.global_batch, kinds[0].profile
-    check_batch(batch, profile.microbatch_size)
+    num_lanes = _num_lanes(options)
+    check_batch(batch, profile.microbatch_size * num_lanes)
     settings = PlannerSettings(
-        num_microbatches=batch // profile.microbatch_size,
-        # Stages have several devices only where all nodes are of one kind.
-        max_devices_per_stage=kinds[0].devices_per_node if len(kinds) == 1 else 1,
+        num_microbatches=batch // (profile.microbatch_size * num_lanes),
+        # Stages have several devices only where all nodes are of one kind, or they share them out.
+        max_devices_per_stage=kinds[0].devices_per_node if len(kinds) == 1 and num_lanes == 1 else 1,
         fault_threshold=planning.fault_threshold,
         num_pipelines=planning.pipelines,
         max_redundancy_percent=options.max_redundancy,
@@ -115,12 +128,32 @@ def _report(options: PlanOptions, counts: int | tuple[inputs.KindCount, ...]) ->
             settings,
             kind_of,
             domain_of=dict(zip(names, inputs.racks(len(names), options.domains), strict=False)),
+            tensor_parallel=num_lanes,
+            is_sharded=options.sharding != "none",
             make_cutter=make_cutter(kind, planning.chunks),
         ),
         names,
         global_batch_size=batch,
+        num_lanes=num_lanes,
         kind=kind,
         lost=lost,
         utilisation=utilisation_of(profile, planning) if isinstance(counts, int) else None,
         prices=None if prices is None else inputs.parse_prices(prices, [each.name for each in kinds]),
     )
+
+
+def _num_lanes(options: PlanOptions) -> int:
+    """Return how many devices take a microbatch each. Raises UsageError for what cannot be shared out."""
+    if options.sharding not in get_args(Sharding):
+        raise UsageError(f"--sharding is {options.sharding!r}; it must be one of {', '.join(get_args(Sharding))}")
+    per_node = options.planning.devices_per_node
+    number = options.sharding_devices or per_node
+    if options.sharding == "none":
+        if options.sharding_devices is not None:
+            raise UsageError("--sharding-devices was given without --sharding, which says what they share out")
+        return 1
+    if number < 2 or per_node % number:
+        raise UsageError(
+            f"--sharding-devices is {number}; it must be 2 or more, and divide --gpus-per-node ({per_node})"
+        )
+    return number

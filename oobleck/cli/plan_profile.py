@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast, get_args
 
 from oobleck.errors import ConfigError, UsageError
-from oobleck.job import MAX_MICROBATCHES
+from oobleck.job import MAX_MICROBATCHES, Recompute
 from oobleck.json_table import parse_json
 from oobleck.planner import NodeKind, Profile, profile_from_json, profiles
 from oobleck.runtime.files import MAX_DATA_BYTES, read_input
@@ -38,13 +39,16 @@ def profile_of(options: inputs.PlanningOptions) -> Profile:
     if options.microbatch is None:
         raise UsageError("--microbatch is missing: an estimate needs the samples of a microbatch")
     shape = _shape(options.model)
+    recompute = "all" if options.recomputes_all else options.recompute
+    if recompute not in get_args(Recompute):
+        raise UsageError(f"--recompute is {recompute!r}; it must be one of {', '.join(get_args(Recompute))}")
     return profiles.estimate_profile(
         shape,
         _sheet(options.device),
         microbatch_size=options.microbatch,
         sequence_length=options.sequence_length or _usual_length(shape),
         precision="bfloat16" if options.precision == "bfloat16" else "float32",
-        activation_checkpointing=options.recompute,
+        recompute=cast("Recompute", recompute),
         device_counts=tuple(1 << exponent for exponent in range(options.devices_per_node.bit_length())),
     )
 

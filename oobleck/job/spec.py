@@ -23,6 +23,7 @@ microbatches' losses, or is made of the losses of the script's own batches, whic
 Tracker = Literal["clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 """Places that transformers' own callbacks report to, by its names."""
 Sharding = Literal["none", "optimizer"]
+Recompute = Literal["none", "selective", "all", "auto"]
 ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zero-bubble", "auto"]
 
 MAX_NODES = 16_384  # so that a typing error in a hostfile's range does not fill the memory
@@ -337,8 +338,9 @@ class JobSpec:
     on_bad_step: Literal["apply", "skip", "stop"] = "apply"
     """What follows if a step's loss or gradients are not finite: `skip` leaves its update out, and so does `stop`,
     which then ends the run."""
-    activation_checkpointing: bool = False
-    """Blocks keep only their input, and recompute their activations in the backward pass."""
+    recompute: Recompute = "none"
+    """What blocks compute again in the backward pass instead of keeping it: nothing; all but matrix products and
+    attention; all. With `auto`, each plan chooses for each block what its stage has memory for."""
     compile: bool = False
     """torch compiles blocks when they first run."""
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"] | None = None
@@ -416,6 +418,17 @@ class JobSpec:
             "false where devices share stages (tensor_parallel, sharding) or backward passes are split (zero-bubble)",
         )
         self._check_sharding(must)
+        is_simple = self.tensor_parallel == 1 and not self.compile
+        must(
+            "recompute",
+            is_simple or self.recompute in ("none", "all"),
+            "none or all with tensor_parallel or compile",
+        )
+        must(
+            "recompute",
+            self.recompute != "auto" or self.schedule == "1f1b",
+            "none, selective or all unless the schedule is 1f1b",
+        )
         is_short = self.device == "cuda" and self.dtype in ("bfloat16", "float16")
         must(
             "attn_implementation",

@@ -189,6 +189,14 @@ class Catalog(ABC):
         """Return the plan with its pipelines cut into chunks, where the schedule needs them."""
         return plan
 
+    def marked(self, plan: ExecutionPlan) -> ExecutionPlan:
+        """Return the plan with what its stages recompute, where that is for the planner to choose."""
+        return plan
+
+    def unmarked(self, plan: ExecutionPlan) -> ExecutionPlan:
+        """Return a marked plan as it was."""
+        return plan
+
     def predicted_step_s(self, plan: ExecutionPlan, bound_s: float, speeds: Mapping[str, float]) -> float:
         """Return the seconds of a plan's step: `bound_s`, or a closer prediction."""
         return bound_s

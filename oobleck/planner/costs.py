@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from oobleck.errors import PlanningError
 from oobleck.plan import PipelineTemplate, StageTemplate
 
-from .profiles import NetworkProfile, Profile
-
-Floats = NDArray[np.float64]
+from .profiles import NetworkProfile, Profile, activation_bytes, levels_of, transient_bytes
+from .recomputation import Recomputation
+from .tables import Floats, prefix_sums
 
 GRADIENT_COPIES = 1
 """Gradients are kept in the parameters' own precision."""
@@ -72,8 +72,15 @@ class Footprint:
 
 
 def footprint(profile: Profile, first_layer: int, stop_layer: int, *, num_devices: int) -> Footprint:
-    """Return the bytes that a stage of these layers holds on its devices; O(its layers)."""
-    layers = profile.layers[first_layer:stop_layer]
+    """Return the bytes that a stage of these layers holds on its devices, if it recomputes nothing; O(its layers)."""
+    stage = StageTemplate(first_layer=first_layer, stop_layer=stop_layer, node_index=0, num_devices=num_devices)
+    return stage_footprint(profile, stage)
+
+
+def stage_footprint(profile: Profile, stage: StageTemplate) -> Footprint:
+    """Return the bytes that a stage, or a chunk of one, holds on its devices; O(its layers)."""
+    first_layer, stop_layer, num_devices = stage.first_layer, stage.stop_layer, stage.num_devices
+    layers, levels = profile.layers[first_layer:stop_layer], levels_of(profile, stage)
     left = profile.layers[first_layer - 1].message_bytes if first_layer else 0
     right = layers[-1].message_bytes if stop_layer < profile.num_layers else 0
     # Each device of a stage has all of a message.
@@ -84,15 +91,15 @@ def footprint(profile: Profile, first_layer: int, stop_layer: int, *, num_device
         optimizer_bytes=sum(layer.optimizer_bytes for layer in layers),
         copy_bytes=sum(layer.copy_bytes for layer in layers),
         communication_bytes=num_devices * (messages + profile.device.communication_bytes),
-        transient_bytes=max(layer.transient_bytes for layer in layers),
-        activation_bytes=sum(layer.activation_bytes for layer in layers) + num_devices * right,
+        transient_bytes=max(transient_bytes(*each) for each in levels),
+        activation_bytes=sum(activation_bytes(*each) for each in levels) + num_devices * right,
     )
 
 
 def chunks_footprint(profile: Profile, chunks: Sequence[StageTemplate]) -> Footprint:
     """Return the bytes that a stage of these chunks holds: their sum, counting once what the devices share."""
     num_devices = chunks[0].num_devices
-    each = [footprint(profile, *ends, num_devices=num_devices) for ends in _ends(chunks)]
+    each = [stage_footprint(profile, chunk) for chunk in chunks]
     summed = Footprint(**{field.name: sum(getattr(held, field.name) for held in each) for field in fields(Footprint)})
     # The communication library's buffers belong to the devices, whatever the number of chunks.
     once = (len(chunks) - 1) * num_devices * profile.device.communication_bytes
@@ -104,8 +111,13 @@ def chunks_footprint(profile: Profile, chunks: Sequence[StageTemplate]) -> Footp
     )
 
 
-def _ends(chunks: Sequence[StageTemplate]) -> list[tuple[int, int]]:
-    return [(chunk.first_layer, chunk.stop_layer) for chunk in chunks]
+def exchange_s(profile: Profile, chunks: Sequence[StageTemplate]) -> float:
+    """Return the seconds of a step in which a stage's devices exchange what they share out, after its last pass."""
+    if not profile.exchange_s_per_byte:
+        return 0.0
+    return profile.exchange_s_per_byte * sum(
+        profile.layers[layer].trained_bytes for chunk in chunks for layer in chunk.layers
+    )
 
 
 def cut_seconds(network: NetworkProfile, output_bytes: int, *, same_node: bool) -> float:
@@ -156,10 +168,11 @@ class StageCosts:
         self._held = prefix_sums(
             [layer.state_bytes + GRADIENT_COPIES * layer.trained_bytes + layer.copy_bytes for layer in layers]
         )
-        self._transient = _largest([layer.transient_bytes for layer in layers])
+        self._recomputation = Recomputation(profile, self.device_counts)
+        self.recomputes = self._recomputation.is_chosen
+        """Whether stages take longer where less memory is left, as they recompute more."""
         # The first stage exchanges nothing to its left, and the last one nothing to its right.
         self._messages = np.array([0, *(layer.message_bytes for layer in layers[:-1]), 0], dtype=np.float64)
-        self._activation = prefix_sums([layer.activation_bytes for layer in layers])
         self._trained = prefix_sums([layer.trained_bytes for layer in layers])
         self._empty = np.tri(self.num_layers + 1, dtype=bool)
         self._cuts = {}
@@ -192,18 +205,35 @@ class StageCosts:
         """
         if num_devices in self._most_in_flight:
             return self._most_in_flight[num_devices]
-        at_cuts = MESSAGES_AT_A_CUT * (self._messages[None, :] + self._messages[:, None])
-        room = num_devices * (self.usable_bytes - self.profile.device.communication_bytes - at_cuts)
-        room -= self._held[None, :] - self._held[:, None] + self._transient
-        # Each device keeps the whole output, from which the backward pass starts.
-        activation = self._activation[None, :] - self._activation[:, None] + num_devices * self._messages[None, :]
-        # A stage that keeps no activations divides by 0; the line after that lets it take any number.
-        with np.errstate(divide="ignore", invalid="ignore"):
-            most = np.floor(room / activation)
-        most[(activation <= 0) & (room >= 0)] = np.inf
-        most[room < 0] = -1
+        most = self._recomputation.most_in_flight(*self._room(num_devices))
         self._most_in_flight[num_devices] = most
         return most
+
+    def _room(self, num_devices: int) -> tuple[Floats, Floats]:
+        """Return each stage's memory for activations and passes, and what each microbatch in flight holds besides."""
+        at_cuts = MESSAGES_AT_A_CUT * (self._messages[None, :] + self._messages[:, None])
+        room = num_devices * (self.usable_bytes - self.profile.device.communication_bytes - at_cuts)
+        room -= self._held[None, :] - self._held[:, None]
+        # Each device keeps the whole output, from which the backward pass starts.
+        return room, num_devices * self._messages[None, :]
+
+    def recomputing_s(self, num_devices: int, in_flight: int) -> Floats:
+        """Return by how many seconds stages with so many microbatches in flight take longer, to fit: `[L + 1, L + 1]`.
+
+        Infinite where they do not fit. Callers share the array and must not change it.
+        """
+        return self._recomputation.choose(num_devices, in_flight, *self._room(num_devices))[0]
+
+    def marked(self, template: PipelineTemplate) -> PipelineTemplate:
+        """Return the template with what each stage recomputes."""
+        stages = []
+        for index, stage in enumerate(template.stages):
+            count = stage.num_devices
+            in_flight = self._in_flight_at(template, index)
+            _, selective, recomputed = self._recomputation.choose(count, in_flight, *self._room(count))
+            at = stage.first_layer, stage.stop_layer
+            stages.append(replace(stage, num_selective=int(selective[at]), num_recomputed=int(recomputed[at])))
+        return PipelineTemplate(stages=tuple(stages))
 
     def in_flight(self, stages_to_end: int) -> int:
         """Return the microbatches that 1F1B keeps in flight at a stage; `stages_to_end` counts the stage itself."""
@@ -216,6 +246,9 @@ class StageCosts:
         for index, stage in enumerate(stages):
             table = self._compute[stage.num_devices]
             compute = float(table[stage.stop_layer] - table[stage.first_layer])
+            if self.recomputes:
+                more_s = self.recomputing_s(stage.num_devices, self._in_flight_at(template, index))
+                compute += float(more_s[stage.first_layer, stage.stop_layer])
             if speeds:
                 compute /= speeds[stage.node_index]
             left = index > 0 and stages[index - 1].node_index == stage.node_index
@@ -229,7 +262,14 @@ class StageCosts:
         seconds = self.stage_seconds(template, speeds)
         # The chunks of a stage take turns on its devices, so their seconds add up.
         size = template.num_stages
-        return Timing(first_s=math.fsum(seconds), next_s=max(math.fsum(seconds[stage::size]) for stage in range(size)))
+        return Timing(
+            first_s=math.fsum(seconds) + self.exchange_s(template),
+            next_s=max(math.fsum(seconds[stage::size]) for stage in range(size)),
+        )
+
+    def exchange_s(self, template: PipelineTemplate) -> float:
+        """Return the seconds of a step in which the devices of the largest stage exchange what they share out."""
+        return max(exchange_s(self.profile, template.chunks_of(stage)) for stage in range(template.num_stages))
 
     def fits(self, template: PipelineTemplate, *, more_copies: int = 0) -> bool:
         """Return whether every stage holds its state, its microbatches in flight, and more copies of gradients."""
@@ -238,12 +278,10 @@ class StageCosts:
     def stage_fits(self, template: PipelineTemplate, index: int, *, more_copies: int = 0) -> bool:
         """Return whether one stage fits its devices; see `fits`."""
         # Of several chunks, all in flight count as much as the largest.
-        chunks = template.chunks_of(index)
+        chunks = (self.marked(template) if self.recomputes else template).chunks_of(index)
         held = chunks_footprint(self.profile, chunks)
-        largest = max(
-            footprint(self.profile, *each, num_devices=chunks[0].num_devices).activation_bytes for each in _ends(chunks)
-        )
-        copies = sum(self._trained[stop] - self._trained[first] for first, stop in _ends(chunks))
+        largest = max(stage_footprint(self.profile, each).activation_bytes for each in chunks)
+        copies = sum(self._trained[each.stop_layer] - self._trained[each.first_layer] for each in chunks)
         needed = held.static_bytes + self._in_flight_at(template, index) * largest + more_copies * copies
         return bool(needed <= chunks[0].num_devices * self.usable_bytes)
 
@@ -260,6 +298,11 @@ class StageCosts:
         for stage in template.stages:
             nodes[stage.node_index] += int(self._trained[stage.stop_layer] - self._trained[stage.first_layer])
         return max(nodes)
+
+    def exchanges_s(self, stops: NDArray[np.int64]) -> Floats:
+        """Return what `exchange_s` would be for each of many cuts, [candidate, S + 1]."""
+        largest: Floats = self.profile.exchange_s_per_byte * np.diff(self._trained[stops], axis=1).max(axis=1)
+        return largest
 
     def most_reduced(self, template: PipelineTemplate, stops: NDArray[np.int64]) -> Floats:
         """Return what `reduced_bytes` would be for each of many cuts of the template, [candidate, S + 1]."""
@@ -279,17 +322,3 @@ class StageCosts:
             first_device=first_device,
             num_devices=num_devices,
         )
-
-
-def _largest(values: Sequence[float]) -> Floats:
-    """Return the largest value of every stage: `[L + 1, L + 1]`, at [i, j] of layers i to j - 1; else 0."""
-    size = len(values)
-    table = np.zeros((size + 1, size + 1))
-    for first in range(size if any(values) else 0):
-        table[first, first + 1 :] = np.maximum.accumulate(np.array(values[first:], dtype=np.float64))
-    return table
-
-
-def prefix_sums(values: Sequence[float]) -> Floats:
-    """Return 0, then the sum up to each value."""
-    return np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from oobleck.plan import PipelineTemplate
 
-from .costs import Floats, cut_seconds, prefix_sums
-from .profiles import Profile
+from .costs import StageCosts, cut_seconds
+from .tables import Floats, prefix_sums
 
 Stops = NDArray[np.int64]
 """[candidate, S + 1]: 0, and where each stage stops."""
@@ -30,8 +30,9 @@ def stops_of(template: PipelineTemplate) -> Stops:
 
 
 class PassTimes:
-    def __init__(self, profile: Profile, device_counts: Sequence[int]) -> None:
-        layers = profile.layers
+    def __init__(self, costs: StageCosts) -> None:
+        profile, device_counts, layers = costs.profile, costs.device_counts, costs.profile.layers
+        self._costs = costs
         self._lines: dict[object, tuple[float, float]] = {}
         self._forward = {n: prefix_sums([layer.forward_s[n] for layer in layers]) for n in device_counts}
         self._backward = {n: prefix_sums([layer.backward_s[n] for layer in layers]) for n in device_counts}
@@ -52,17 +53,17 @@ class PassTimes:
             most_s, each_s = self._line(template, stops, speeds)
             self._lines[key] = float(most_s[0]), float(each_s[0])
         first_s, next_s = self._lines[key]
-        return first_s + (num_microbatches - most) * next_s
+        return first_s + (num_microbatches - most) * next_s + self._costs.exchange_s(template)
 
     def steps_s(
         self, template: PipelineTemplate, stops: Stops, num_microbatches: int, speeds: Sequence[float] = ()
     ) -> Floats:
         """Return the seconds of a step for each candidate cut of the template; O(S · m) for m microbatches."""
-        most = MOST_ROUNDS * template.num_stages
+        most, exchange_s = MOST_ROUNDS * template.num_stages, self._costs.exchanges_s(stops)
         if num_microbatches <= most:
-            return _makespans(*self._passes(template, stops, speeds), num_microbatches)
+            return _makespans(*self._passes(template, stops, speeds), num_microbatches) + exchange_s
         most_s, each_s = self._line(template, stops, speeds)
-        steps_s: Floats = most_s + (num_microbatches - most) * each_s
+        steps_s: Floats = most_s + (num_microbatches - most) * each_s + exchange_s
         return steps_s
 
     def _line(self, template: PipelineTemplate, stops: Stops, speeds: Sequence[float]) -> tuple[Floats, Floats]:
@@ -82,6 +83,9 @@ class PassTimes:
             first, stop = stops[:, index], stops[:, index + 1]
             forward[index] = self._forward[stage.num_devices][stop] - self._forward[stage.num_devices][first]
             backward[index] = self._backward[stage.num_devices][stop] - self._backward[stage.num_devices][first]
+            if self._costs.recomputes:
+                in_flight = self._costs.in_flight(len(stages) - index)
+                backward[index] += self._costs.recomputing_s(stage.num_devices, in_flight)[first, stop]
             if speeds:
                 forward[index] /= speeds[stage.node_index]
                 backward[index] /= speeds[stage.node_index]

@@ -17,6 +17,7 @@ from .catalog import Catalog
 from .formatting import counted
 from .profiles import Profile
 from .reconfiguration import Changes, Domains, Propose, lack_of_domains, lacking, reconfigure
+from .sharding import with_exchanges
 from .values import Cutter, Decision, NodeKind, PlannerSettings
 
 
@@ -62,7 +63,8 @@ class Planner:
         self._propose: Propose
         if len(self.kinds) == 1:
             (kind,) = self.kinds
-            profile = groups.with_sharded_state(kind.profile, self._degree) if is_sharded else kind.profile
+            exchanging = with_exchanges(kind.profile, self._degree, "optimizer" if is_sharded else "none")
+            profile = groups.with_sharded_state(exchanging, self._degree) if is_sharded else kind.profile
             alike = one_kind.OneKindCatalog(
                 *groups.grouped(profile, replace(settings, devices_per_node=kind.devices_per_node), self._degree),
                 make_cutter=make_cutter,
@@ -73,6 +75,8 @@ class Planner:
         else:
             if self._degree > 1:
                 raise PlanningError(f"tensor_parallel is {self._degree}; with kinds of nodes, stages have 1 device")
+            if any(layer.recomputed for kind in self.kinds for layer in kind.profile.layers):
+                raise PlanningError("recompute is auto; with kinds of nodes, choose none, selective or all")
             several = mixed.MixedCatalog(self.kinds, settings, kind_of or {}, mixes=mixes)
             self._profiles = tuple(costs.profile for costs in several.costs.of)
             self._catalog, self._propose = several, partial(mixed.propose_moves, several)
@@ -161,7 +165,7 @@ class Planner:
         step_s = self._catalog.predicted_step_s(plan, step_s, speeds)
         redundant = not lacking(self._catalog, self._domains, plan)
         return Decision(
-            plan=groups.expand_plan(plan, self._degree),
+            plan=self._finished(plan),
             action="start",
             reason=self._reason(plan, redundant=redundant),
             transfers=(),
@@ -203,10 +207,10 @@ class Planner:
             held=None if held is None else groups.contract_held(held, self._degree),
             domains=self._domains,
         )
-        decision = reconfigure(self._catalog, self._propose, groups.contract_plan(plan, self._degree), changes)
+        decision = reconfigure(self._catalog, self._propose, self._as_searched(plan), changes)
         return replace(
             decision,
-            plan=groups.expand_plan(decision.plan, self._degree),
+            plan=self._finished(decision.plan),
             transfers=groups.expand_transfers(decision.transfers, self._degree),
         )
 
@@ -218,12 +222,12 @@ class Planner:
         `rests` maps a pipeline's index to how many of its own microbatches are left, and how many of other pipelines it
         takes afterwards, in a separate run. `slow` is as in `reconfigure`.
         """
-        pipelines = groups.contract_plan(plan, self._degree).pipelines
+        pipelines = self._as_searched(plan).pipelines
         return self._catalog.rest_s([(pipelines[index], *rest) for index, rest in rests.items()], _speeds_of(slow))
 
     def has_room(self, plan: ExecutionPlan, *, gradient_copies: int) -> bool:
         """Return whether every device under a plan has memory for `gradient_copies` more copies of its gradients."""
-        kinds_of, pipelines = self._catalog.kinds_of, groups.contract_plan(plan, self._degree).pipelines
+        kinds_of, pipelines = self._catalog.kinds_of, self._as_searched(plan).pipelines
         # Equal templates on equal kinds need equal memory, and thousands of pipelines share a few.
         distinct = {(id(each.template), kinds_of(each.nodes)): each for each in pipelines}
         forms = map(self._catalog.form_of, distinct.values())
@@ -247,6 +251,13 @@ class Planner:
         by_kind = zip(self._catalog.by_kind(nodes), counts, strict=True)
         chosen = {node for alike, number in by_kind for node in alike[:number]}
         return tuple(node for node in nodes if node in chosen)
+
+    def _finished(self, plan: ExecutionPlan) -> ExecutionPlan:
+        """Return a plan of the searches with single devices, and with what its stages recompute."""
+        return groups.expand_plan(self._catalog.marked(plan), self._degree)
+
+    def _as_searched(self, plan: ExecutionPlan) -> ExecutionPlan:
+        return self._catalog.unmarked(groups.contract_plan(plan, self._degree))
 
     def _check(self, nodes: Sequence[str]) -> None:
         if len(set(nodes)) != len(nodes):

@@ -53,6 +53,14 @@ def with_sharded_state(profile: Profile, degree: int) -> Profile:
             layer,
             activation_bytes=degree * layer.activation_bytes,
             transient_bytes=degree * layer.transient_bytes,
+            recomputed={
+                level: replace(
+                    each,
+                    activation_bytes=degree * each.activation_bytes,
+                    transient_bytes=degree * each.transient_bytes,
+                )
+                for level, each in layer.recomputed.items()
+            },
             copy_bytes=degree * layer.copy_bytes
             + (degree - 1) * layer.param_bytes
             + (degree + 1) * layer.trained_bytes,
@@ -68,10 +76,17 @@ def with_times_of_groups(profile: Profile, degree: int) -> Profile:
         return profile
 
     def with_groups(seconds: Mapping[int, float]) -> Mapping[int, float]:
-        return {degree: seconds[1], **seconds}
+        return {**seconds, degree: seconds[1]}
 
     layers = (
-        replace(layer, forward_s=with_groups(layer.forward_s), backward_s=with_groups(layer.backward_s))
+        replace(
+            layer,
+            forward_s=with_groups(layer.forward_s),
+            backward_s=with_groups(layer.backward_s),
+            recomputed={
+                level: replace(each, more_s=with_groups(each.more_s)) for level, each in layer.recomputed.items()
+            },
+        )
         for layer in profile.layers
     )
     return replace(profile, layers=tuple(layers))
@@ -90,17 +105,15 @@ def contract_plan(plan: ExecutionPlan, degree: int) -> ExecutionPlan:
 def _with_devices(plan: ExecutionPlan, degree: int, changed: Callable[[int], int]) -> ExecutionPlan:
     if degree == 1:
         return plan
-    # Pipelines that share a template still do afterwards.
-    templates: dict[int, PipelineTemplate] = {}
-    for template in [pipeline.template for pipeline in plan.pipelines]:
-        if id(template) not in templates:
-            stages = (
-                replace(stage, first_device=changed(stage.first_device), num_devices=changed(stage.num_devices))
-                for stage in template.stages
-            )
-            templates[id(template)] = PipelineTemplate(stages=tuple(stages))
-    pipelines = tuple(replace(each, template=templates[id(each.template)]) for each in plan.pipelines)
-    return replace(plan, pipelines=pipelines)
+
+    def with_devices(template: PipelineTemplate) -> PipelineTemplate:
+        stages = (
+            replace(stage, first_device=changed(stage.first_device), num_devices=changed(stage.num_devices))
+            for stage in template.stages
+        )
+        return PipelineTemplate(stages=tuple(stages))
+
+    return plan.with_templates(with_devices)
 
 
 def expand_transfers(transfers: Sequence[LayerTransfer], degree: int) -> tuple[LayerTransfer, ...]:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 from oobleck.planner import PipelineTemplate, Profile, StageTemplate
-from oobleck.planner.costs import chunks_footprint, cut_seconds, footprint
+from oobleck.planner.costs import chunks_footprint, cut_seconds, exchange_s, stage_footprint
+from oobleck.planner.profiles import stage_more_s
 
 from .cost import StageCost
 
@@ -24,7 +25,7 @@ def stage_costs(
     costs = []
     for index, (stage, profile) in enumerate(zip(stages, profiles, strict=True)):
         layers = [profile.layers[layer] for layer in stage.layers]
-        held = footprint(profile, stage.first_layer, stage.stop_layer, num_devices=stage.num_devices)
+        held = stage_footprint(profile, stage)
         is_first_chunk = index < template.num_stages  # costs that a stage has only once count for its first chunk
         static_bytes = chunks_footprint(profile, template.chunks_of(index)).static_bytes if is_first_chunk else 0
         parts = [layer.split for layer in layers if layer.split is not None]
@@ -36,6 +37,7 @@ def stage_costs(
         else:
             forward_s = math.fsum(layer.forward_s[stage.num_devices] for layer in layers)
             backward_s = math.fsum(layer.backward_s[stage.num_devices] for layer in layers)
+            backward_s += stage_more_s(profile, stage)
         costs.append(
             StageCost(
                 forward_s=forward_s,
@@ -44,7 +46,7 @@ def stage_costs(
                 weight_activation_bytes=sum(part.kept_bytes for part in parts) if is_split else None,
                 send_forward_s=_send_s(profile, stages, index, index + 1),
                 send_backward_s=_send_s(profile, stages, index, index - 1),
-                reduce_s=reduce_s if is_first_chunk else 0.0,
+                reduce_s=reduce_s + exchange_s(profile, template.chunks_of(index)) if is_first_chunk else 0.0,
                 activation_bytes=held.activation_bytes,
                 static_bytes=static_bytes,
             )

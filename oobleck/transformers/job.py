@@ -297,7 +297,7 @@ def _settings(
         "dtype": _dtype(trainer),
         "device": "cpu" if args.use_cpu or not torch.cuda.is_available() else "cuda",
         "seed": args.seed,
-        "activation_checkpointing": recomputes,
+        "recompute": "all" if recomputes else "none",
         "compile": args.torch_compile,
         "checkpoint": {},
         "control": {"start_timeout_s": _START_TIMEOUT_S},

@@ -103,6 +103,8 @@ def _pipeline(each: PipelineForecast) -> Json:
                 "node": stage.node_index,
                 "chunks": [[chunk.first_layer, chunk.stop_layer] for chunk in each.template.chunks_of(index)],
                 "devices": stage.num_devices,
+                "blocks_recomputing_some": sum(chunk.num_selective for chunk in each.template.chunks_of(index)),
+                "blocks_recomputing_all": sum(chunk.num_recomputed for chunk in each.template.chunks_of(index)),
                 "busy_s": found.busy_s[index],
                 "peak_memory_bytes": found.peak_memory_bytes[index],
                 "memory_bytes": asdict(each.memory[index]),

@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from oobleck.planner import Decision, PipelineTemplate, Profile
+from oobleck.planner import Decision, PipelineTemplate, Profile, StageTemplate
 from oobleck.planner.what_if import LossCase, LossReport, moved_bytes, transfer_s
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.forecast import Forecast, PipelineForecast, StageMemory
@@ -61,6 +61,8 @@ class PlanReport:
     after: AfterLosing | None = None
     model_flops: float | None = None
     """Floating-point operations of the model in one step; None if unknown."""
+    num_lanes: int = 1
+    """The devices of a stage that take a microbatch each."""
     peak_flops_per_s: float | None = None
     """The peak of one device; None if unknown."""
     kinds: tuple[tuple[str, int, int], ...] = ()
@@ -135,6 +137,8 @@ def _headline(report: PlanReport) -> Text:
         f"\nbatch {count_text(report.global_batch_size)} in microbatches of {profile.microbatch_size}, "
         f"{count_text(profile.sequence_length)} tokens each, f = {report.fault_threshold}"
     )
+    if report.num_lanes > 1:
+        text.append(f"\n{report.num_lanes} devices of a node hold each stage, and take a microbatch each")
     if profile.estimated:
         text.append("\nestimated from data sheets, not measured", "yellow")
     if "inter_node" in profile.network.assumed:
@@ -173,7 +177,7 @@ def _templates(report: PlanReport) -> RenderableType:
     table = _table("templates", ("nodes", "stages", "layers", "a microbatch", "the next", "samples/s a node"), left=0)
     for row in rows:
         count = row.template.num_nodes
-        rate = report.profile.microbatch_size / row.next_s / count
+        rate = report.num_lanes * report.profile.microbatch_size / row.next_s / count
         layers = sorted({len(stage.layers) for stage in row.template.stages})
         table.add_row(
             f"{'→ ' if count in used else ''}{count}",
@@ -265,7 +269,9 @@ def _stages(report: PlanReport, forecast: Forecast) -> RenderableType:
 def _stage_table(each: PipelineForecast, kinds: Sequence[str]) -> Table:
     nodes = each.template.num_nodes
     title = f"stages of a pipeline of {_forms(kinds) or nodes} node{'s' if nodes != 1 else ''}"
-    table = _table(title, ("stage", "layers", "node", "devices", "busy", "memory", "of", "free"), left=0)
+    columns = ("stage", "layers", "node", "devices", "busy", "memory", "of", "free")
+    recomputed = [_recomputed(each.template.chunks_of(index)) for index in range(each.template.num_stages)]
+    table = _table(title, (*columns, "blocks that recompute") if any(recomputed) else columns, left=0)
     found = each.timeline
     for index in range(each.template.num_stages):
         stage = each.template.stages[index]
@@ -279,8 +285,15 @@ def _stage_table(each: PipelineForecast, kinds: Sequence[str]) -> Table:
             bytes_text(found.peak_memory_bytes[index]),
             bytes_text(available),
             Text(percent_text(headroom / available), style="red" if headroom < 0.05 * available else ""),
+            *([recomputed[index]] if any(recomputed) else []),
         )
     return table
+
+
+def _recomputed(chunks: Sequence[StageTemplate]) -> str:
+    """Say how many blocks recompute some, and all."""
+    counts = {"some": sum(each.num_selective for each in chunks), "all": sum(each.num_recomputed for each in chunks)}
+    return ", ".join(f"{count} {word}" for word, count in counts.items() if count)
 
 
 def _memory_table(each: PipelineForecast) -> Table:

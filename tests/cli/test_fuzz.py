@@ -101,7 +101,7 @@ PROFILE = json.loads(
             microbatch_size=1,
             sequence_length=64,
             precision="float32",
-            activation_checkpointing=False,
+            recompute="none",
         )
     )
 )

@@ -452,3 +452,20 @@ def test_kinds_may_have_profiles_of_their_own(tmp_path, capsys):
 def test_wrong_words_about_kinds_say_what_to_change(capsys, arguments, message):
     assert run(*arguments) in (ExitCode.USAGE, ExitCode.CONFIG)
     assert message in capsys.readouterr().err
+
+
+def test_devices_that_share_a_stage_out_take_a_microbatch_each(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    file = write(tmp_path, make_profile([1.0, 2.0, 1.0]))
+    common = ("--profile", file, "--nodes", 2, "--gpus-per-node", 4, "--sharding", "optimizer")
+    assert run(*common, "--global-batch", 48) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    assert "4 devices of a node hold each stage, and take a microbatch each" in shown
+    assert run(*common, "--global-batch", 48, "--json") == ExitCode.DONE
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    assert sum(each["microbatches"] for each in plan["pipelines"]) == 48 // 2 // 4
+    assert run(*common, "--global-batch", 12) == ExitCode.USAGE
+    assert "multiple of 8" in capsys.readouterr().err
+    for wrong in (("--sharding-devices", 3), ("--sharding", "weights")):
+        assert run(*common, "--global-batch", 48, *wrong) == ExitCode.USAGE
+        assert wrong[0] in capsys.readouterr().err

@@ -31,7 +31,7 @@ def on_the_timeline(profile: Profile, template: PipelineTemplate, num_microbatch
 def test_a_step_takes_as_long_as_on_the_timeline(profile: Profile, shape: tuple[int, int, int], rounds: int) -> None:
     per_node, per_stage, num_nodes = shape
     costs = StageCosts(profile, devices_per_node=per_node, max_devices_per_stage=per_stage, max_in_flight=rounds)
-    times = PassTimes(profile, costs.device_counts)
+    times = PassTimes(costs)
     for template in all_templates(costs, num_nodes):
         num_microbatches = min(rounds, 8 * template.num_stages)
         expected = on_the_timeline(profile, template, num_microbatches)
@@ -42,7 +42,7 @@ def test_a_step_takes_as_long_as_on_the_timeline(profile: Profile, shape: tuple[
 @given(profile=profiles(max_layers=6))
 def test_many_cuts_are_evaluated_as_each_alone(profile: Profile) -> None:
     costs = StageCosts(profile, max_in_flight=8)
-    times = PassTimes(profile, (1,))
+    times = PassTimes(costs)
     templates = list(all_templates(costs, 3))
     if templates:
         together = times.steps_s(templates[0], np.concatenate([stops_of(each) for each in templates]), 7)
@@ -53,7 +53,7 @@ def test_many_cuts_are_evaluated_as_each_alone(profile: Profile) -> None:
 @given(profile=profiles(max_layers=5), num_microbatches=st.integers(33, 300))
 def test_long_steps_go_on_as_they_have_begun(profile: Profile, num_microbatches: int) -> None:
     costs = StageCosts(profile, max_in_flight=8)
-    times = PassTimes(profile, (1,))
+    times = PassTimes(costs)
     for template in all_templates(costs, 4):
         expected = on_the_timeline(profile, template, num_microbatches)
         assert times.step_s(template, num_microbatches) == pytest.approx(expected, rel=0.02)

@@ -170,7 +170,7 @@ def test_a_slow_node_gets_a_place_within_a_percent_of_the_best(model: str, num_n
     asked = PlannerSettings(num_microbatches=32, fault_threshold=0)
     planner, catalog, nodes = Planner(profile, asked), OneKindCatalog(profile, asked), names(num_nodes)
     costs = StageCosts(profile, max_in_flight=32)
-    times = PassTimes(profile, costs.device_counts)
+    times = PassTimes(costs)
     cuts = [each for each in all_cuts(some_template(num_nodes, profile.num_layers)) if costs.fits(each)]
     places = [_slow_at(place, num_nodes, factor) for place in range(num_nodes)]
     best_s = min(times.step_s(cut, 32, speeds) for cut in cuts for speeds in places)

@@ -138,7 +138,7 @@ def deal(steps_s: Mapping[int, Sequence[float]], sizes: Sequence[int], num_micro
 def best_s(case: Case) -> float:
     """The shortest step of all plans. Each pipeline is cut as is best for its microbatches."""
     catalog, total = OneKindCatalog(case.profile, case.settings), case.settings.num_microbatches
-    times = PassTimes(case.profile, (1,))
+    times = PassTimes(StageCosts(case.profile, max_in_flight=total))
     fewest, most = catalog.num_pipelines((case.num_nodes,))
     steps_s: dict[int, list[float]] = {}
     for size in catalog.options(case.num_nodes):

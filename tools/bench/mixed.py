@@ -49,9 +49,7 @@ def make_kinds(shape: ModelShape, devices_per_node: int, devices: Sequence[str] 
 
 
 def make_profile(shape: ModelShape, device: str) -> Profile:
-    return estimate_profile(
-        shape, device_sheet(device), microbatch_size=1, sequence_length=2048, activation_checkpointing=True
-    )
+    return estimate_profile(shape, device_sheet(device), microbatch_size=1, sequence_length=2048, recompute="all")
 
 
 def measure(model: str, per_kind: int, devices_per_node: int) -> str:

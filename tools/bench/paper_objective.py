@@ -28,8 +28,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from oobleck.plan import PipelineTemplate, StageTemplate
-from oobleck.planner.costs import Floats, StageCosts
+from oobleck.planner.costs import StageCosts
 from oobleck.planner.profiles import Profile
+from oobleck.planner.tables import Floats
 
 _EQUAL = 1e-12
 """Stages whose seconds differ by less than this share are equally slow: sums in floating point are not exact."""

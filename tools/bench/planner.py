@@ -317,7 +317,7 @@ def paper_planner(model: str) -> Planner:
         microbatch_size=microbatch,
         sequence_length=tokens,
         precision="float32",
-        activation_checkpointing=True,
+        recompute="all",
     )
     return Planner(profile, PlannerSettings(num_microbatches=samples // microbatch))
 

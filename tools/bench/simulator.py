@@ -45,7 +45,7 @@ def main() -> None:
         microbatch_size=1,
         sequence_length=2048,
         precision="bfloat16",
-        activation_checkpointing=False,
+        recompute="none",
         device_counts=(1,),
     )
     settings = SweepSettings(profile=profile, global_batch_size=4 * given.nodes)

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         microbatch_size=2,
         sequence_length=2048,
         precision="bfloat16",
-        activation_checkpointing=True,
+        recompute="all",
     )
     print("| nodes | pipelines | factor | fewer microbatches | left out | chosen | by the timeline | decided |")
     print("|---|---|---|---|---|---|---|---|")

@@ -162,7 +162,8 @@ WAYS: Mapping[str, _Way] = {
     "bfloat16": _Way(changes={"dtype": "bfloat16"}),
     "float16": _Way(changes={"dtype": "float16", "initial_loss_scale": 2.0**26}),
     "compile": _Way(changes={"compile": True}),
-    "activation_checkpointing": _Way(changes={"activation_checkpointing": True}),
+    "recompute": _Way(changes={"recompute": "all"}),
+    "selective": _Way(changes={"recompute": "selective"}),
     "zero_bubble": _Way(changes={"schedule": "zero-bubble"}, kind=ScheduleKind.ZERO_BUBBLE),
     "tensor_parallel": _Way(changes={"tensor_parallel": 2}, degree=2),
 }

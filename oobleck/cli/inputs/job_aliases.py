@@ -23,7 +23,6 @@ ALIASES: dict[str, tuple[str, ...]] = {
     **{key: ("data", key) for key in _DATA},
     **{part.name: ("optimizer", part.name) for part in fields(OptimizerSpec)},
     "per_device_train_batch_size": ("microbatch_size",),
-    "gradient_checkpointing": ("activation_checkpointing",),
     "torch_compile": ("compile",),
     "run_name": ("tag",),
     "global_microbatch_size": ("global_batch_size",),
@@ -38,8 +37,14 @@ ALIASES: dict[str, tuple[str, ...]] = {
 _MODEL_KEYS = ("model_name", "model_args", "model_tag", "dataset_path", "dataset_name")
 # Other names lead into these sections, so their keys may be spread over a file.
 _SECTIONS = (("optimizer",), ("data",), ("model",), ("checkpoint",))
-_PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
-OTHER_KEYS = ("bf16", "fp16", "job", "dist")
+# Switches that stand for a word of another key: that of true, and that of false if it has one.
+_SWITCHES = {
+    "bf16": ("dtype", "bfloat16", None),
+    "fp16": ("dtype", "float16", None),
+    "activation_checkpointing": ("recompute", "all", "none"),
+    "gradient_checkpointing": ("recompute", "all", "none"),
+}
+OTHER_KEYS = (*_SWITCHES, "job", "dist")
 """Keys at the top that stand for no key of a job."""
 # This section named the nodes in Oobleck 0.1. A hostfile does now, so the section is ignored.
 _NODES = "dist"
@@ -60,8 +65,8 @@ def _placed(tree: YamlMapping) -> Iterator[_Entry]:
             yield from _placed(value)
         elif key.text == "model" and isinstance(value, YamlMapping):
             yield from _placed_of_model(key, value)
-        elif key.text in _PRECISIONS:
-            yield from _precision(key, value)
+        elif key.text in _SWITCHES:
+            yield from _switch(key, value)
         elif key.text != _NODES:
             yield from _spread(ALIASES.get(key.text, (key.text,)), key, value)
 
@@ -86,12 +91,12 @@ def _spread(path: tuple[str, ...], key: YamlScalar, value: YamlValue) -> Iterato
         yield path, key, value
 
 
-def _precision(key: YamlScalar, value: YamlValue) -> Iterator[_Entry]:
+def _switch(key: YamlScalar, value: YamlValue) -> Iterator[_Entry]:
     if not isinstance(value, YamlScalar) or not isinstance(value.value, bool):
         raise YamlError(f"{key.text}: expected true or false", key.line)
-    if value.value:
-        name = _PRECISIONS[key.text]
-        yield ("dtype",), key, YamlScalar(value=name, text=name, line=value.line)
+    own_key, of_true, of_false = _SWITCHES[key.text]
+    if word := of_true if value.value else of_false:
+        yield (own_key,), key, YamlScalar(value=word, text=word, line=value.line)
 
 
 def _nested(tree: YamlMapping, entries: list[_Entry], prefix: tuple[str, ...]) -> YamlMapping:

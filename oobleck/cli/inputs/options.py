@@ -142,7 +142,14 @@ class PlanningOptions:
         default="bfloat16",
         autocompletion=one_of("float32", "bfloat16"),
     )
-    recompute: bool = flag("--activation-checkpointing", "Estimate with activation recomputation.")
+    recompute: str = option(
+        "--recompute",
+        "LEVEL",
+        "What blocks recompute in estimates: none, selective, all, or auto: as much as each stage has to.",
+        default="none",
+        autocompletion=one_of("none", "selective", "all", "auto"),
+    )
+    recomputes_all: bool = flag("--activation-checkpointing", "Short for --recompute all.")
     fault_threshold: int = option(
         "-f",
         "--fault-threshold",

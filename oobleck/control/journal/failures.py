@@ -37,7 +37,7 @@ class Remedy(Worded):
         "correct_data",
         "Correct data.paths, data.shards or their files; all nodes must have the same.",
     )
-    USE_LESS_MEMORY = "use_less_memory", "Make microbatch_size smaller, or turn activation_checkpointing on."
+    USE_LESS_MEMORY = "use_less_memory", "Make microbatch_size smaller, or set recompute."
     LOOK_AT_DEVICE = (
         "look_at_device",
         (

@@ -33,7 +33,9 @@ def profile_key(
         "microbatch_size": job.microbatch_size,
         "sequence_length": job.data.sequence_length,
         "dtype": job.dtype,
-        "activation_checkpointing": job.activation_checkpointing,
+        # Keys stay those of profiles that knew two of the words.
+        "activation_checkpointing": job.recompute == "all",
+        **({"recompute": job.recompute} if job.recompute not in ("none", "all") else {}),
         # Options that came later are written only where they are set, so the keys of other jobs stay the same.
         **({"compile": True} if job.compile else {}),
         **({"attention": job.attn_implementation} if job.attn_implementation else {}),

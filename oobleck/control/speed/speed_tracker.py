@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from oobleck.control.protocol import Pace
 from oobleck.planner import ExecutionPlan, Profile, Stage, WorkerId
+from oobleck.planner.profiles import stage_more_s
 
 REPORTS_NEEDED = 5
 """How many reports have to agree."""
@@ -229,4 +230,5 @@ def microbatch_s(profile: Profile, stage: Stage) -> float:
     """Return the profile's seconds for a microbatch, forward and backward, on a stage's devices."""
     devices = len(stage.worker_ids)
     layers = [profile.layers[layer] for layer in stage.layers]
-    return math.fsum(layer.forward_s[devices] + layer.backward_s[devices] for layer in layers)
+    own_s = math.fsum(layer.forward_s[devices] + layer.backward_s[devices] for layer in layers)
+    return own_s + math.fsum(stage_more_s(profile, chunk) for chunk in stage.templates)

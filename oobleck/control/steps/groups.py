@@ -6,7 +6,7 @@ Pure functions of plans and plan updates: all workers derive the same groups wit
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -103,6 +103,13 @@ class PlaceInPlan:
     def chunks(self) -> tuple[range, ...]:
         """The layers of each chunk of its stage."""
         return self.pipeline.stages[self.stage].chunks
+
+    def levels(self, is_block: Callable[[int], bool]) -> dict[int, str]:
+        """Return what each block of its stage recomputes; `is_block` tells which layers are blocks."""
+        found: dict[int, str] = {}
+        for chunk in self.pipeline.stages[self.stage].templates:
+            found |= chunk.levels([layer for layer in chunk.layers if is_block(layer)])
+        return found
 
     @property
     def layers(self) -> tuple[int, ...]:

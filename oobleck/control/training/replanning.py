@@ -135,7 +135,7 @@ class Replanning:
             # Without the node, which may not come back.
             smaller.initial_plan(sorted(self._members.ready_names - {node}))
         except PlanningError as error:
-            more = "add nodes, give each more memory, make microbatch_size smaller or turn activation_checkpointing on"
+            more = "add nodes, give each more memory, make microbatch_size smaller or set recompute"
             turn.note("warning", f"{node} ran out of memory, and no plan of the others needs less ({error}): {more}")
             return
         self.kinds, self._planner = (less,), smaller

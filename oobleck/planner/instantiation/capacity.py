@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from oobleck.planner.costs import Floats, Timing, taken_within
+from oobleck.planner.costs import Timing, taken_within
+from oobleck.planner.tables import Floats
 
 from .knapsack import Ints, best_filling, best_items, best_values
 

@@ -12,7 +12,7 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
-from oobleck.planner.costs import Floats
+from oobleck.planner.tables import Floats
 
 Ints = NDArray[np.int64]
 

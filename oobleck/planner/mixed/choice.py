@@ -15,9 +15,10 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from oobleck.planner.costs import Floats, Timing, taken_within
+from oobleck.planner.costs import Timing, taken_within
 from oobleck.planner.instantiation import distribute_microbatches
 from oobleck.planner.kinds import Counts
+from oobleck.planner.tables import Floats
 
 Ints = NDArray[np.int64]
 

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oobleck.plan import PipelineTemplate, StageTemplate
-from oobleck.planner.costs import Floats, Timing
+from oobleck.planner.costs import Timing
 from oobleck.planner.kinds import Counts, Form, KindCosts
+from oobleck.planner.tables import Floats
 
 from .choice import Ints, at
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from oobleck.plan import ExecutionPlan, PipelineTemplate
+from oobleck.plan import ExecutionPlan, PipelineTemplate, StageTemplate
 from oobleck.planner import instantiation
 from oobleck.planner.catalog import STILL_FAST, Catalog, speeds_among
-from oobleck.planner.costs import Timing, footprint
+from oobleck.planner.costs import Timing, footprint, stage_footprint
 from oobleck.planner.formatting import counted
 from oobleck.planner.kinds import Counts, Form, KindCosts
 from oobleck.planner.profiles import Profile
@@ -165,6 +165,12 @@ class OneKindCatalog(Catalog):
         pipelines = (replace(each, template=self._cut(each.template, each.num_microbatches)) for each in plan.pipelines)
         return replace(plan, pipelines=tuple(pipelines))
 
+    def marked(self, plan: ExecutionPlan) -> ExecutionPlan:
+        return plan.with_templates(self._costs.marked) if self._costs.recomputes else plan
+
+    def unmarked(self, plan: ExecutionPlan) -> ExecutionPlan:
+        return plan.with_templates(_unmarked) if self._costs.recomputes else plan
+
     def usual_if_faster(self, form: Form, total: Counts, num_microbatches: int) -> Form:
         template = form.template
         is_usual = template is self._templates[template.num_nodes]
@@ -307,7 +313,14 @@ class OneKindCatalog(Catalog):
         usable = largest * self._costs.usable_bytes
         each = f"a stage has {usable} bytes ({largest} × {self.profile.device.name})"
         for index, layer in enumerate(self.profile.layers):
-            held = footprint(self.profile, index, index + 1, num_devices=largest)
+            alone = StageTemplate(
+                first_layer=index,
+                stop_layer=index + 1,
+                node_index=0,
+                num_devices=largest,
+                num_recomputed=int(bool(layer.recomputed)),
+            )
+            held = stage_footprint(self.profile, alone)
             missing = held.static_bytes + held.activation_bytes - usable
             if missing > 0:
                 return f"layer {index} ({layer.name}) fits on no number of nodes: {each}, {missing} bytes too few"
@@ -328,3 +341,9 @@ class OneKindCatalog(Catalog):
             f"the model fits on no number of nodes: {each}, the model takes {whole.static_bytes} bytes and "
             f"{whole.activation_bytes} for each microbatch in flight"
         )
+
+
+def _unmarked(template: PipelineTemplate) -> PipelineTemplate:
+    return PipelineTemplate(
+        stages=tuple(replace(stage, num_selective=0, num_recomputed=0) for stage in template.stages)
+    )

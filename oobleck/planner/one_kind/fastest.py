@@ -36,7 +36,7 @@ class ExactTimes:
 
     def __init__(self, costs: StageCosts) -> None:
         self._costs = costs
-        self._times = PassTimes(costs.profile, costs.device_counts)
+        self._times = PassTimes(costs)
         self._recut = Recut(costs, self._times)
         self._best: dict[tuple[object, ...], PipelineTemplate] = {}
         self._steps_s: dict[tuple[object, ...], float] = {}

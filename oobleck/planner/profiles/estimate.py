@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from oobleck.errors import ConfigError
+from oobleck.job import Recompute
 
 from .devices import ASSUMED_COMMUNICATION_BYTES, DeviceSheet
-from .profile import DeviceProfile, LayerProfile, NetworkProfile, Profile
+from .profile import LEVELS, DeviceProfile, LayerProfile, NetworkProfile, Profile, Recomputed
 from .shapes import ModelShape
 
 ASSUMED_SHARE_OF_PEAK = 0.45
@@ -26,6 +27,9 @@ MAX_LOGITS = 1 << 27
 _PARAM_BYTES = 4
 _OPTIMIZER_BYTES = 8
 _CAST_BYTES = 2
+# Bytes moved for each token and hidden unit where a block recomputes all but matrix products and attention, keyed by
+# whether it is gated and whether it is computed in half precision. Counted on a CPU (tests/training/model).
+_REPEATED = {(True, True): 179, (True, False): 191, (False, True): 213, (False, False): 377}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +40,7 @@ class _Setting:
     microbatch_size: int
     sequence_length: int
     is_half: bool
-    recompute: bool
+    recompute: Recompute
     device_counts: tuple[int, ...]
     max_logits: int
 
@@ -70,7 +74,7 @@ def estimate_profile(
     microbatch_size: int,
     sequence_length: int,
     precision: Literal["float32", "bfloat16"] = "bfloat16",
-    activation_checkpointing: bool = False,
+    recompute: Recompute = "none",
     device_counts: Sequence[int] = (1,),
     network: NetworkProfile | None = None,
     max_logits: int = MAX_LOGITS,
@@ -92,7 +96,7 @@ def estimate_profile(
         microbatch_size=microbatch_size,
         sequence_length=sequence_length,
         is_half=precision == "bfloat16",
-        recompute=activation_checkpointing,
+        recompute=recompute,
         device_counts=tuple(device_counts),
         max_logits=max_logits,
     )
@@ -132,23 +136,44 @@ def _block(setting: _Setting) -> LayerProfile:
     flops = 2 * shape.block_params * tokens + 4 * tokens * setting.sequence_length * shape.hidden_size
     kept = tokens * _kept_of_token(setting)
     forward, backward = {}, {}
+    more_s: dict[str, dict[int, float]] = {level: {} for level in LEVELS}
     for count in setting.device_counts:
         params_bytes = _PARAM_BYTES * shape.block_params
         compute = _seconds(setting, flops / count, (params_bytes + kept) / count)
         # Devices share a block as in Megatron-LM (Shoeybi et al. 2019): two all-reduces of its output in each pass.
         reduced = 2 * _all_reduce_s(setting, count)
         forward[count] = compute + reduced
-        backward[count] = 2 * compute + reduced + (compute + reduced if setting.recompute else 0.0)
-    gradients = (tokens + shape.hidden_size) * max(shape.feed_forward_size, shape.hidden_size)
-    return _layer(
-        setting,
-        "block",
-        forward,
-        backward,
-        shape.block_params,
-        setting.hidden_bytes if setting.recompute else kept,
-        transient_bytes=setting.gradient_bytes * gradients + (kept if setting.recompute else 0),
-    )
+        backward[count] = 2 * compute + reduced
+        more_s["selective"][count] = _seconds(setting, 0.0, _repeated_bytes(setting) / count)
+        more_s["all"][count] = compute + reduced
+    gradients = setting.gradient_bytes * (tokens + shape.hidden_size) * max(shape.feed_forward_size, shape.hidden_size)
+    block = _layer(setting, "block", forward, backward, shape.block_params, kept, transient_bytes=gradients)
+    kept_at = {"selective": tokens * _kept_of_products(setting), "all": setting.hidden_bytes}
+    recomputed = {
+        level: Recomputed(
+            more_s=more_s[level],
+            activation_bytes=kept_at[level],
+            # A block is computed again before its gradients are.
+            transient_bytes=0 if setting.device.is_host else gradients + kept - kept_at[level] * (level != "all"),
+        )
+        for level in LEVELS
+    }
+    if setting.recompute == "auto":
+        return replace(block, recomputed=recomputed)
+    return block if setting.recompute == "none" else block.at(recomputed[setting.recompute])
+
+
+def _kept_of_products(setting: _Setting) -> int:
+    """Return the bytes that a block keeps of one token where it recomputes all but matrix products and attention."""
+    shape = setting.shape
+    # Queries, keys and values, attention, the outputs of both parts, and what goes through the feed-forward part.
+    outputs = 4 * shape.hidden_size + 2 * shape.kv_size + (2 if shape.is_gated else 1) * shape.feed_forward_size
+    return _PARAM_BYTES * shape.hidden_size + setting.value_bytes * outputs
+
+
+def _repeated_bytes(setting: _Setting) -> int:
+    """Return the bytes that a block moves to recompute all but matrix products and attention."""
+    return _REPEATED[setting.shape.is_gated, setting.is_half] * setting.tokens * setting.shape.hidden_size
 
 
 def _kept_of_token(setting: _Setting) -> int:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 
 from oobleck.errors import ConfigError, shown
 from oobleck.job import MAX_DEVICES
@@ -23,6 +23,9 @@ _SPLIT_KEYS = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes
 _GPU_KEYS = ("copy_bytes", "transient_bytes", "message_bytes")
 _BYTES_KEYS = ("param_bytes", "optimizer_bytes", "activation_bytes", "output_bytes")
 _OPTIONAL_KEYS = ("frozen_bytes", *_GPU_KEYS)
+_RECOMPUTED_KEYS = ("activation_bytes", "transient_bytes")
+LEVELS = ("selective", "all")
+"""What a layer may recompute: all but matrix products and attention, or all. The second keeps the least."""
 
 _MAX_LAYERS = 1_024
 _MAX_SECONDS = 1e6
@@ -54,6 +57,22 @@ class SplitBackward:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputed:
+    """One layer and one microbatch where it keeps less for its backward pass, and recomputes the rest."""
+
+    more_s: Mapping[int, float]
+    """By how many seconds the passes take longer, keyed as `LayerProfile.backward_s`."""
+    activation_bytes: int
+    transient_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for num_devices, seconds in self.more_s.items():
+            _check_number(f"recomputed: more_s[{num_devices}]", seconds, most=_MAX_SECONDS)
+        for field_name in _RECOMPUTED_KEYS:
+            _check_number(f"recomputed: {field_name}", getattr(self, field_name), most=_MAX_BYTES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
     """One layer and one microbatch. `forward_s` and `backward_s` map a device count within a node to seconds."""
 
@@ -77,6 +96,8 @@ class LayerProfile:
     """Bytes of the output in the memory of the sending or receiving device; the gradient has as many."""
     frozen_bytes: int = 0
     """The share of `param_bytes` that is not trained: without gradients and optimizer state."""
+    recomputed: Mapping[str, Recomputed] = field(default_factory=dict)
+    """Keyed by `LEVELS`: both, where a planner chooses what a layer recomputes; all else is then without."""
 
     def __post_init__(self) -> None:
         where = f"layer {self.name!r}"
@@ -92,9 +113,29 @@ class LayerProfile:
                 _check_number(f"{where}: {field_name}[{num_devices}]", value, most=_MAX_SECONDS)
         if set(self.forward_s) != set(self.backward_s):
             raise ConfigError(f"{where}: forward_s and backward_s must name the same device counts")
+        if self.recomputed and set(self.recomputed) != set(LEVELS):
+            raise ConfigError(
+                f"{where}: recomputed names {', '.join(self.recomputed)}; it must name {', '.join(LEVELS)}"
+            )
+        if any(set(each.more_s) != set(self.backward_s) for each in self.recomputed.values()):
+            raise ConfigError(f"{where}: recomputed and backward_s must name the same device counts")
         for field_name in (*_BYTES_KEYS, *_OPTIONAL_KEYS):
             _check_number(f"{where}: {field_name}", getattr(self, field_name), most=_MAX_BYTES)
         _check_number(f"{where}: frozen_bytes", self.frozen_bytes, most=self.param_bytes)
+
+    def at(self, level: Recomputed) -> LayerProfile:
+        """Return the layer as it is at one of its levels."""
+        return replace(
+            self,
+            backward_s={count: seconds + level.more_s[count] for count, seconds in self.backward_s.items()},
+            activation_bytes=level.activation_bytes,
+            transient_bytes=level.transient_bytes,
+            recomputed={},
+        )
+
+    def with_recomputed(self, change: Callable[[Recomputed], Recomputed]) -> LayerProfile:
+        """Return the layer with each of its `recomputed` changed."""
+        return replace(self, recomputed={level: change(each) for level, each in self.recomputed.items()})
 
     @property
     def trained_bytes(self) -> int:
@@ -165,6 +206,9 @@ class Profile:
     version: int = PROFILE_VERSION
     estimated: bool = False
     """True where the times come from data sheets rather than from a device."""
+    exchange_s_per_byte: float = 0.0
+    """Seconds of each step for each trained byte of a stage, in which its devices exchange what they share out
+    (`planner/sharding.py`). Files do not have it."""
 
     def __post_init__(self) -> None:
         if self.version != PROFILE_VERSION:
@@ -203,6 +247,8 @@ def with_speed(profile: Profile, speed: float) -> Profile:
             forward_s={count: seconds / speed for count, seconds in layer.forward_s.items()},
             backward_s={count: seconds / speed for count, seconds in layer.backward_s.items()},
             split=split,
+        ).with_recomputed(
+            lambda each: replace(each, more_s={count: seconds / speed for count, seconds in each.more_s.items()})
         )
 
     return replace(profile, layers=tuple(map(at_speed, profile.layers)))
@@ -237,6 +283,7 @@ def profile_to_json(profile: Profile) -> str:
                 "backward_s": {str(count): layer.backward_s[count] for count in sorted(layer.backward_s)},
                 **{key: getattr(layer, key) for key in _BYTES_KEYS},
                 **({} if layer.split is None else {"split": asdict(layer.split)}),
+                **({"recomputed": _recomputed_to(layer)} if layer.recomputed else {}),
                 **{key: value for key in _OPTIONAL_KEYS if (value := getattr(layer, key))},
             }
             for layer in profile.layers
@@ -292,15 +339,37 @@ def _read_layer(value: object, index: int) -> LayerProfile:
     table = JsonTable(value, f"layer {index}")
     if isinstance(name := table.items.get("name"), str):
         table.where = f"layer {index} ({name})"
-    table.check_keys(_LAYER_KEYS, optional=("split", *_OPTIONAL_KEYS))
+    table.check_keys(_LAYER_KEYS, optional=("split", "recomputed", *_OPTIONAL_KEYS))
     return LayerProfile(
         name=table.text("name"),
         forward_s=_read_seconds(table.table("forward_s")),
         backward_s=_read_seconds(table.table("backward_s")),
         **{key: table.integer(key) for key in _BYTES_KEYS},
         split=_read_split(table.table("split")) if "split" in table.items else None,
+        recomputed=_read_recomputed(table.table("recomputed")) if "recomputed" in table.items else {},
         **{key: _integer_or_0(table, key) for key in _OPTIONAL_KEYS},
     )
+
+
+def _recomputed_to(layer: LayerProfile) -> dict[str, object]:
+    return {
+        level: {
+            "more_s": {str(count): each.more_s[count] for count in sorted(each.more_s)},
+            **{key: getattr(each, key) for key in _RECOMPUTED_KEYS},
+        }
+        for level, each in layer.recomputed.items()
+    }
+
+
+def _read_recomputed(table: JsonTable) -> dict[str, Recomputed]:
+    table.check_keys(LEVELS)
+    found = {}
+    for level in LEVELS:
+        own = table.table(level)
+        own.check_keys(("more_s", *_RECOMPUTED_KEYS))
+        seconds = _read_seconds(own.table("more_s"))
+        found[level] = Recomputed(more_s=seconds, **{key: own.integer(key) for key in _RECOMPUTED_KEYS})
+    return found
 
 
 def _integer_or_0(table: JsonTable, key: str) -> int:

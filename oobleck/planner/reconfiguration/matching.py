@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oobleck.planner.costs import Floats
 from oobleck.planner.inventory import Holding, Inventory, missing_bytes
+from oobleck.planner.tables import Floats
 
 from .transport import transport
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from oobleck.planner.costs import Floats
+from oobleck.planner.tables import Floats
 
 Flows = NDArray[np.int64]
 

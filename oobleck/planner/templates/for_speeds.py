@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oobleck.plan import PipelineTemplate
-from oobleck.planner.costs import Floats, StageCosts, prefix_sums
+from oobleck.planner.costs import StageCosts
 from oobleck.planner.inventory import Holding
+from oobleck.planner.tables import Floats, prefix_sums
 
 from .recut import with_stops
 
@@ -168,6 +169,8 @@ class _Search:
         if key not in self._known:
             self._known[key] = own.seconds(num_devices, left_same_node=left, right_same_node=right, speed=sort.speed)
         seconds: Floats = np.where(own.most_in_flight(num_devices) < in_flight, np.inf, self._known[key])
+        if own.recomputes:
+            seconds += own.recomputing_s(num_devices, in_flight) / sort.speed
         return seconds
 
     def best(self, num_microbatches: int) -> _Cut | None:

@@ -9,8 +9,9 @@ from itertools import combinations, product
 import numpy as np
 
 from oobleck.plan import PipelineTemplate
-from oobleck.planner.costs import Floats, StageCosts
+from oobleck.planner.costs import StageCosts
 from oobleck.planner.makespan import PassTimes, Stops, stops_of
+from oobleck.planner.tables import Floats
 
 MOST_STAGES = 12
 """Pipelines of more stages keep their cut: the cost grows with the fourth power."""

@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oobleck.plan import PipelineTemplate
-from oobleck.planner.costs import Floats, StageCosts, Timing
+from oobleck.planner.costs import StageCosts, Timing
+from oobleck.planner.tables import Floats
 
 # Of equal sums the most even stages win: a stage costs w · (1 + 1e-9 · w / sum), so sums are exact to 1e-9.
 _EVENNESS = 1e-9
@@ -63,14 +64,32 @@ class _Table:
         self.most_in_flight = np.where(inside, most_in_flight[firsts, stops], np.inf)
 
 
-@dataclass(frozen=True, slots=True)
 class _Stages:
-    costs: StageCosts
-    tables: dict[_Key, _Table]
-    scale_s: float
-    """The seconds of the whole model."""
-    counted: bool
-    """Whether runs carry the number of stages along."""
+    """The tables of all kinds of stages; `counted` tells whether runs carry the number of stages along."""
+
+    def __init__(self, costs: StageCosts, *, counted: bool) -> None:
+        self.costs, self.counted = costs, counted
+        whole = [
+            float(costs.seconds(count, left_same_node=False, right_same_node=False)[0, -1])
+            for count in costs.device_counts
+        ]
+        self.scale_s = max(whole) or 1.0
+        """The seconds of the whole model."""
+        neighbours = (False, True) if costs.devices_per_node > 1 else (False,)
+        self.keys: list[_Key] = list(product(costs.device_counts, neighbours, neighbours))
+        self._tables: dict[tuple[_Key, int], _Table] = {}
+
+    def table(self, key: _Key, num_stages: int) -> _Table:
+        """Return the stages of a kind that have so many stages from them on, themselves included."""
+        costs, (count, left, right) = self.costs, key
+        # All else equal, more microbatches in flight leave less memory, and a stage may have to recompute more.
+        in_flight = costs.in_flight(num_stages) if costs.recomputes else 0
+        if (key, in_flight) not in self._tables:
+            seconds = costs.seconds(count, left_same_node=left, right_same_node=right)
+            if costs.recomputes:
+                seconds += costs.recomputing_s(count, in_flight)
+            self._tables[key, in_flight] = _Table(seconds, costs.most_in_flight(count), self.scale_s)
+        return self._tables[key, in_flight]
 
 
 class StageSearch:
@@ -80,18 +99,9 @@ class StageSearch:
     """
 
     def __init__(self, costs: StageCosts, *, counted: bool = False) -> None:
-        whole = [
-            float(costs.seconds(count, left_same_node=False, right_same_node=False)[0, -1])
-            for count in costs.device_counts
-        ]
-        scale_s = max(whole) or 1.0
-        neighbours = (False, True) if costs.devices_per_node > 1 else (False,)
-        tables = {}
-        for count, left, right in product(costs.device_counts, neighbours, neighbours):
-            seconds = costs.seconds(count, left_same_node=left, right_same_node=right)
-            tables[count, left, right] = _Table(seconds, costs.most_in_flight(count), scale_s)
-        self._stages = _Stages(costs, tables, scale_s, counted)
-        self._quickest = np.min([table.seconds.min(axis=1) for table in tables.values()], axis=0)
+        self._stages = stages = _Stages(costs, counted=counted)
+        # The last stage of a pipeline has the least in flight, and so no other takes less time for as many layers.
+        self._quickest = np.min([stages.table(key, 1).seconds.min(axis=1) for key in stages.keys], axis=0)
 
     def tightest(self, num_devices: int) -> Floats:
         """Return, at [v], the least possible seconds of the slowest stage of a pipeline of v devices."""
@@ -135,27 +145,18 @@ class _Run:
     """One evaluation of the programme; `best` is [devices, query, stages, first layer], padded with infinities."""
 
     def __init__(self, stages: _Stages, bounds: Floats, num_devices: int, width: int, combine: np.ufunc) -> None:
-        costs, tables, counted = stages.costs, stages.tables, stages.counted
+        costs, counted = stages.costs, stages.counted
+        self._stages, self._bounds = stages, bounds
         self._costs, self._width, self._combine, self._counted = costs, width, combine, counted
         self._size = size = costs.num_layers
-        self._allowed: dict[_Key, Floats] = {}
-        self._most_in_flight = {key: table.most_in_flight[:width] for key, table in tables.items()}
-        self._least_most: dict[_Key, float] = {}
-        for key, table in tables.items():
-            seconds = table.seconds[:width]
-            values = seconds if combine is np.maximum else table.cost[:width]
-            within = seconds[:, None, :] <= bounds[None, :, None]
-            self._allowed[key] = np.where(within, values[:, None, :], np.inf)
-            possible = within.any(axis=1) & np.isfinite(values)
-            self._least_most[key] = float(self._most_in_flight[key].min(where=possible, initial=np.inf))
+        self._allowed: dict[_Table, tuple[Floats, float]] = {}
         depth = min(num_devices, size) + 1 if counted else 1
         self.best = np.full((num_devices + 1, len(bounds), depth, size + width), np.inf)
         self.best[0, :, 0, size] = 0.0
         # The index of the kind of stage, times the width, plus its layers less one.
         self._choice = np.zeros((num_devices + 1, len(bounds), depth, size), dtype=np.int32)
         self._bias = -_LEFTMOST * stages.scale_s * np.arange(width, dtype=np.float64)[:, None, None]
-        self._keys = list(tables)
-        self._seconds = [table.seconds for table in tables.values()]
+        self._keys = stages.keys
         # From the right, because 1F1B keeps as many microbatches in flight at a stage as there are stages from it on.
         for total in range(1, num_devices + 1):
             for key, rest in self._steps(total):
@@ -170,14 +171,27 @@ class _Run:
             if count <= total and (total - count) % per_node + count <= per_node
         ]
 
-    def _stage_costs(self, key: _Key, in_flight: int, firsts: slice) -> Floats:
+    def _stage_costs(self, key: _Key, num_stages: int, firsts: slice) -> Floats:
         """Return the costs of the stages that fit: [stage's layers - 1, query, first layer]."""
-        costs = self._allowed[key][:, :, firsts]
+        table, in_flight = self._stages.table(key, num_stages), self._costs.in_flight(num_stages)
+        if table not in self._allowed:
+            self._allowed[table] = self._within_bounds(table)
+        allowed, least_most = self._allowed[table]
+        costs = allowed[:, :, firsts]
         # Every possible stage of this kind holds that many, so no mask is needed.
-        if in_flight <= self._least_most[key]:
+        if in_flight <= least_most:
             return costs
-        fits = self._most_in_flight[key][:, None, firsts] >= in_flight
+        fits = table.most_in_flight[: self._width, None, firsts] >= in_flight
         return np.where(fits, costs, np.inf)
+
+    def _within_bounds(self, table: _Table) -> tuple[Floats, float]:
+        """Return costs, infinite where stages exceed a bound, and the most in flight that fits all other stages."""
+        seconds = table.seconds[: self._width]
+        values = seconds if self._combine is np.maximum else table.cost[: self._width]
+        within = seconds[:, None, :] <= self._bounds[None, :, None]
+        possible = within.any(axis=1) & np.isfinite(values)
+        least_most = float(table.most_in_flight[: self._width].min(where=possible, initial=np.inf))
+        return np.where(within, values[:, None, :], np.inf), least_most
 
     def _extend(self, key: _Key, rest: int, total: int) -> None:
         size, width = self._size, self._width
@@ -188,11 +202,11 @@ class _Run:
         # A suffix of v devices has v stages if stages have one device, and at least v / largest otherwise. This assumes
         # the least number, so memory limits may be broken.
         if not self._counted:
-            costs = self._stage_costs(key, self._costs.in_flight(least_stages), firsts)
+            costs = self._stage_costs(key, least_stages, firsts)
             self._improve(costs, kind, (rest, 0), (total, 0), firsts)
             return
         for num_stages in range(1, self.best.shape[2]):
-            costs = self._stage_costs(key, self._costs.in_flight(num_stages), firsts)
+            costs = self._stage_costs(key, num_stages, firsts)
             self._improve(costs, kind, (rest, num_stages - 1), (total, num_stages), firsts)
 
     def _improve(
@@ -235,7 +249,8 @@ class _Run:
         first, left = 0, total
         while left:
             kind, layers = divmod(int(self._choice[left, query, num_stages, first]), self._width)
-            seconds.append(float(self._seconds[kind][layers, first]))
+            after = num_stages if self._counted else -(-left // self._costs.device_counts[-1])
+            seconds.append(float(self._stages.table(self._keys[kind], after).seconds[layers, first]))
             first += layers + 1
             left -= self._keys[kind][0]
             # The axis of stages has length 1 unless they are counted.

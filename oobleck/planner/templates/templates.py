@@ -117,7 +117,8 @@ def _ask(costs: StageCosts, search: StageSearch, queries: list[_Query], *, tight
 def _keep(costs: StageCosts, query: _Query, cut: Cut) -> Timing:
     """Make a cut the query's best if it is better; return its timing."""
     if costs.device_counts[-1] > 1:
-        query.is_exact = query.is_exact and costs.fits(cut.template(costs))
+        # The search without counts assumes the fewest stages, and so takes stages for quicker than they may be.
+        query.is_exact = query.is_exact and not costs.recomputes and costs.fits(cut.template(costs))
     if cut.timing.step_s(query.num_microbatches) < query.best_s:
         query.best, query.best_s = cut, cut.timing.step_s(query.num_microbatches)
     return cut.timing

@@ -10,20 +10,36 @@ import os
 import shutil
 import sysconfig
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from oobleck.errors import ConfigError
+from oobleck.job import Recompute
 from oobleck.training.data import Batch
 
 _of_thread = threading.local()
+
+# Operations that take long for the bytes that they return, by torch's names. Products of batches of matrices are not
+# among them: where attention is made of these, they return its scores.
+_PRODUCTS = ("mm", "addmm", "_grouped_mm")
+_ATTENTION = tuple(
+    f"_scaled_dot_product_{kind}"
+    for kind in (
+        "flash_attention",
+        "flash_attention_for_cpu",
+        "efficient_attention",
+        "cudnn_attention",
+        "fused_attention_overrideable",
+    )
+)
 
 
 def compile_forward(module: nn.Module) -> None:
@@ -54,30 +70,47 @@ def require_compiler(
         )
 
 
-def recompute_activations(module: nn.Module, *, draws_at_random: bool) -> None:
-    """Have a block keep only its input in training, and recompute its activations in the backward pass.
+class RecomputingBlock:
+    """A block that recomputes in the backward pass what its `level` says, instead of keeping it from the forward pass.
 
-    Dropout draws the same numbers again. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+    `all` keeps the block's input alone (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016);
+    `selective` keeps the outputs of matrix products and attention as well, and repeats the rest. Dropout draws the same
+    numbers again. No bit of a result depends on the level.
     """
-    forward = module.forward
 
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        if not module.training:
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=draws_at_random, **kwargs)
+    def __init__(self, module: nn.Module, *, level: Recompute, draws_at_random: bool) -> None:
+        """`level` may be `auto`, which keeps all until another one is set."""
+        self.level: str = level
+        self._module, self._forward, self._draws_at_random = module, module.forward, draws_at_random
+        # Attention that draws at random has to draw again: if it were kept, what follows would draw other numbers.
+        kept = _PRODUCTS if draws_at_random else _PRODUCTS + _ATTENTION
+        self._selective = partial(create_selective_checkpoint_contexts, _operations(kept))
+        module.forward = self._compute
 
-    module.forward = checkpointed
+    def _compute(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._module.training or self.level not in ("selective", "all"):
+            return self._forward(*args, **kwargs)
+        context: Any = {"context_fn": self._selective} if self.level == "selective" else {}
+        draws = self._draws_at_random
+        return checkpoint(self._forward, *args, use_reentrant=False, preserve_rng_state=draws, **context, **kwargs)
 
 
-def prepare_whole(model: nn.Module, *, recomputes: bool, compiles: bool) -> None:
+def _operations(names: Iterable[str]) -> list[Any]:
+    """Return torch's operations of these names that it has."""
+    return [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
+
+
+def prepare_whole(model: nn.Module, *, recompute: Recompute, compiles: bool) -> None:
     """Set up a model that is kept whole. Raises ConfigError where it cannot recompute, or is to be compiled."""
     name = type(model).__name__
     if compiles:
         raise ConfigError(f"compile: {name} is kept whole, and blocks alone are compiled; leave it out")
-    if not recomputes:
+    if recompute == "none":
         return
+    if recompute != "all":
+        raise ConfigError(f"recompute: {name} is kept whole, and cannot be {recompute}; choose none or all")
     if not isinstance(model, PreTrainedModel) or not model.supports_gradient_checkpointing:
-        raise ConfigError(f"activation_checkpointing: {name} is kept whole, and cannot do it itself; leave it out")
+        raise ConfigError(f"recompute: {name} is kept whole, and cannot do it itself; leave it out")
     enable: Any = model.gradient_checkpointing_enable
     enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 

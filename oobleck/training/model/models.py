@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from oobleck.errors import ConfigError
+from oobleck.job import Recompute
 from oobleck.planner import MAX_LOGITS
 from oobleck.training.data import Batch, WholeBatch, mapped_tensors
 from oobleck.training.dropout import turn_off_dropout
@@ -56,7 +57,7 @@ class StageModel:
         dtype: torch.dtype,
         device: torch.device | str,
         autocast: torch.dtype | None = None,
-        activation_checkpointing: bool = False,
+        recompute: Recompute = "none",
         compiles: bool = False,
         attention: str | None = None,
         max_logits: int = MAX_LOGITS,
@@ -96,12 +97,15 @@ class StageModel:
             move_buffers(self.model, device=self.device)
         else:
             materialize_buffers(self.model, device=self.device)
+        self._recomputing: dict[str, forward_passes.RecomputingBlock] = {}
         for root in () if structure.is_whole else structure.blocks:
             module = self.model.get_submodule(root)
             if compiles:
                 forward_passes.compile_forward(module)
-            if activation_checkpointing:
-                forward_passes.recompute_activations(module, draws_at_random=structure.draws_at_random)
+            if recompute != "none":
+                self._recomputing[root] = forward_passes.RecomputingBlock(
+                    module, level=recompute, draws_at_random=structure.draws_at_random
+                )
         self._modules: StageModules | FlowModules
         if structure.flow is None:
             self._modules = StageModules(self.model, structure, device=self.device)
@@ -111,7 +115,7 @@ class StageModel:
             self._modules = FlowModules(self.model, structure.flow, device=self.device, draws_at_random=draws)
         self._buffers = StageBuffers(self.model, self._modules.by_name, structure)
         if structure.is_whole:
-            prepare_whole(self.model, recomputes=activation_checkpointing, compiles=compiles)
+            prepare_whole(self.model, recompute=recompute, compiles=compiles)
 
     # --- what it holds -------------------------------------------------------------------------------------
 
@@ -175,6 +179,20 @@ class StageModel:
         for layer in self.layers:
             self._plug(self.structure.sites[layer], held)
         self._modules.put_in_place(self.chunks[0] if self.chunks else range(0))
+
+    def set_recomputation(self, layer: int, level: str) -> None:
+        """Set what a block recomputes from its next forward pass on; see `RecomputingBlock`."""
+        for block in self._recomputing_in(layer):
+            block.level = level
+
+    def recomputation(self, layer: int) -> str:
+        """Return what a layer recomputes: none, selective or all."""
+        return next((block.level for block in self._recomputing_in(layer) if block.level != "auto"), "none")
+
+    def _recomputing_in(self, layer: int) -> list[forward_passes.RecomputingBlock]:
+        # There are none where a job recomputes nothing.
+        roots = self.structure.layer_roots(layer)
+        return [self._recomputing[root] for root in roots if root in self._recomputing]
 
     def share_vocabulary(self, share: losses.VocabularyShare) -> None:
         """Compute the standard loss from the logits of these words alone, which the head has from now on."""

@@ -174,7 +174,7 @@ def _values(job: JobSpec) -> dict[str, object]:
         "bf16": job.dtype == "bfloat16",
         "fp16": job.dtype == "float16",
         "use_cpu": job.device == "cpu",
-        "gradient_checkpointing": job.activation_checkpointing,
+        "gradient_checkpointing": job.recompute != "none",
         "torch_compile": job.compile,
         "eval_strategy": IntervalStrategy.NO if job.eval_steps is None else IntervalStrategy.STEPS,
         "eval_steps": job.eval_steps,

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from oobleck.job import Recompute
 from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, SplitBackward
-from oobleck.planner.profiles import ASSUMED_COMMUNICATION_BYTES, LINKS
+from oobleck.planner.profiles import ASSUMED_COMMUNICATION_BYTES, LEVELS, LINKS, Recomputed
 from oobleck.training import flow as flows
 from oobleck.training.assembly import Assembly
 from oobleck.training.data import Batch
 from oobleck.training.model import MicrobatchKey, ModelStructure, Precision, StageModel, WeightGradients
+
+from .allocated import Allocated
 
 Carried = flows.Carried
 
@@ -48,6 +51,7 @@ class _Cost:
     cast_bytes: int
     """Copies of weights that autocast makes once for all microbatches."""
     transient_bytes: int
+    recomputed: Mapping[str, Recomputed] = field(default_factory=dict)
 
 
 def measure_profile(
@@ -58,7 +62,7 @@ def measure_profile(
     device: torch.device | str,
     device_memory_bytes: int,
     autocast: torch.dtype | None = None,
-    activation_checkpointing: bool = False,
+    recompute: Recompute = "none",
     compiles: bool = False,
     attention: str | None = None,
     splits: bool = False,
@@ -80,7 +84,7 @@ def measure_profile(
         dtype=dtype,
         device=device,
         autocast=autocast,
-        activation_checkpointing=activation_checkpointing,
+        recompute=recompute,
         compiles=compiles,
         attention=attention,
     )
@@ -94,9 +98,8 @@ def measure_profile(
         # Blocks that share class, shapes and kind of attention cost the same.
         kind = structure.layer_kind(layer)
         if kind not in measured:
-            measured[kind] = _measure(
-                stage, layer, batch, received, compiles=compiles, splits=splits and structure.whole_loss is None
-            )
+            cost = _measure(stage, layer, batch, received, compiles=compiles, splits=splits)
+            measured[kind] = _with_levels(stage, layer, batch, received, cost, is_auto=recompute == "auto")
         cost = measured[kind]
         elements = _num_elements(structure, structure.layer_parameters(layer))
         trained = _num_elements(structure, structure.trained_parameters(layer))
@@ -114,6 +117,7 @@ def measure_profile(
                 activation_bytes=cost.activation_bytes,
                 output_bytes=output_bytes,
                 split=cost.split,
+                recomputed=cost.recomputed,
                 # Copies of gradients and messages in transit are counted on GPUs only.
                 copy_bytes=cost.cast_bytes + (trained * dtype.itemsize if on_gpu else 0),
                 transient_bytes=cost.transient_bytes,
@@ -148,7 +152,7 @@ def profile_of_job(assembly: Assembly, *, device_memory_bytes: int, owns_device:
         device=device,
         device_memory_bytes=device_memory_bytes,
         autocast=precision.autocast,
-        activation_checkpointing=job.activation_checkpointing,
+        recompute=job.recompute,
         compiles=job.compile,
         attention=job.attn_implementation,
         splits=job.may_split_backward,
@@ -199,6 +203,7 @@ def _measure(
     stage: StageModel, layer: int, batch: Batch, received: Carried | None, *, compiles: bool, splits: bool
 ) -> _Cost:
     """Measure a layer on what it receives, if it is not the first."""
+    splits = splits and stage.structure.whole_loss is None
     stage.adopt(layer, layer + 1, {})
     stage.initialize([layer], seed=0)
     received = None if stage.is_first else received
@@ -233,6 +238,25 @@ def _measure(
         cast_bytes=cast_bytes,
         transient_bytes=transient_bytes,
     )
+
+
+def _with_levels(
+    stage: StageModel, layer: int, batch: Batch, received: Carried | None, whole: _Cost, *, is_auto: bool
+) -> _Cost:
+    """Measure a block at each level of recomputation as well, if it is chosen; `whole` is what it costs without."""
+    if not is_auto or not stage.structure.is_block(layer):
+        return whole
+    found = {}
+    for level in LEVELS:
+        stage.set_recomputation(layer, level)
+        cost = _measure(stage, layer, batch, received, compiles=False, splits=False)
+        found[level] = Recomputed(
+            more_s={1: max(0.0, cost.forward_s + cost.backward_s - whole.forward_s - whole.backward_s)},
+            activation_bytes=cost.activation_bytes,
+            transient_bytes=cost.transient_bytes,
+        )
+    stage.set_recomputation(layer, "none")
+    return replace(whole, recomputed=found)
 
 
 def _run_split(stage: StageModel, batch: Batch, received: Carried | None, put_off: WeightGradients) -> SplitBackward:
@@ -306,8 +330,12 @@ def _memory(stage: StageModel, batch: Batch, received: Carried | None, *, compil
         cast = {} if compiles else _cast_weights(stage, batch, received)
         kept = _kept(stage, batch, received)
         kept_bytes = sum(each.untyped_storage().nbytes() for address, each in kept.items() if address not in cast)
-        # With activation checkpointing, autograd shows nothing of a block, which keeps the hidden states it received.
+        # Autograd shows nothing of a block that recomputes, which keeps the hidden states it received.
         activation_bytes = max(kept_bytes, 0 if stage.is_first else received_bytes)
+        if stage.recomputation(stage.layers[0]) == "selective":
+            created_bytes = _created_bytes(stage, batch, received)
+            is_copied = isinstance(received, torch.Tensor) and received.dtype != stage.dtype
+            activation_bytes = created_bytes if is_copied else activation_bytes + created_bytes
         cast_bytes = sum(each.untyped_storage().nbytes() for each in cast.values())
         # Only a GPU's allocator knows its peak.
         on_gpu = stage.device.type == "cuda"
@@ -344,6 +372,16 @@ def _kept(stage: StageModel, batch: Batch, received: Carried | None) -> dict[int
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         stage.carry(batch, leaf, num_items=max(1, batch.num_items), key=_KEY)
     return kept
+
+
+def _created_bytes(stage: StageModel, batch: Batch, received: Carried | None) -> int:
+    """Return the bytes that a forward pass leaves in use, except for its output."""
+    leaf = None if received is None else flows.leaf_of(received)
+    created = Allocated()
+    with created:
+        output = stage.carry(batch, leaf, num_items=max(1, batch.num_items), key=_KEY)
+    output_bytes = sum(each.untyped_storage().nbytes() for each in _carrying(output))
+    return created.num_bytes - output_bytes
 
 
 def _transient_bytes(stage: StageModel, batch: Batch, received: Carried | None, activation_bytes: int) -> int:

@@ -72,6 +72,7 @@ class Engine:
         self._precision = Precision.of(job.dtype)
         self._optimizer = assembly.optimizer
         self._model = _stage_model(job, share, self._precision, groups.waiter.device)
+        self._recompute = job.recompute
         self._stage_sums = StageSums(commit_state.is_pipeline_stopped)
         install(self._model, share, self._stage_sums)
         state = StageState(self._model, share)
@@ -382,6 +383,9 @@ class Engine:
             is_initial=update.initial,
             sums=self._sections.sums if update.partial.microbatches else None,
         )
+        if seat is not None and self._recompute == "auto":
+            for layer, level in seat.levels(self._model.structure.is_block).items():
+                self._model.set_recomputation(layer, level)
         stage = None if seat is None else self._groups.find(seat.stage_key)
         self._stage_sums.adopt(stage)
         # Reducers take the parameters of the layers that the model holds by now.
@@ -398,7 +402,7 @@ def _stage_model(job: JobSpec, share: Share, precision: Precision, device: torch
         dtype=precision.parameters,
         device=device,
         autocast=precision.autocast,
-        activation_checkpointing=job.activation_checkpointing,
+        recompute=job.recompute,
         compiles=job.compile,
         attention=job.attn_implementation,
     )

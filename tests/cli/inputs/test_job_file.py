@@ -51,7 +51,7 @@ def test_the_names_of_training_arguments_are_understood():
     """
     job = load(text)
     assert (job.checkpoint.save_steps, job.data.sequence_length) == (50, 128)
-    assert (job.tag, job.microbatch_size, job.dtype, job.activation_checkpointing) == ("mine", 4, "bfloat16", True)
+    assert (job.tag, job.microbatch_size, job.dtype, job.recompute) == ("mine", 4, "bfloat16", "all")
     assert (job.optimizer.learning_rate, job.optimizer.weight_decay) == (1e-4, 0.3)
     assert change("learning_rate=0.5", "optimizer.weight_decay=0").optimizer.learning_rate == 0.5
 

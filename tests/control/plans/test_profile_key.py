@@ -24,7 +24,8 @@ def key_of(job: JobSpec, *, parameters: int = 1000, memory_bytes: int = 1 << 30)
     [
         replace(JOB, dtype="bfloat16"),
         replace(JOB, microbatch_size=2 * JOB.microbatch_size),
-        replace(JOB, activation_checkpointing=not JOB.activation_checkpointing),
+        replace(JOB, recompute="selective"),
+        replace(JOB, recompute="all"),
         replace(JOB, data=replace(JOB.data, sequence_length=2 * JOB.data.sequence_length)),
         replace(JOB, optimizer=replace(JOB.optimizer, optim="sgd")),
         replace(JOB, model=replace(JOB.model, config={**JOB.model.config, "activation_function": "relu"})),

@@ -59,7 +59,7 @@ def estimate(
         microbatch_size=2,
         sequence_length=512,
         precision=precision,
-        activation_checkpointing=checkpointing,
+        recompute="all" if checkpointing else "none",
         device_counts=counts,
         network=network,
     )

@@ -12,10 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from oobleck.job import ModelSpec
+from oobleck.job import ModelSpec, Recompute
 from oobleck.planner import device_sheet, estimate_profile, shape_from_config
 from oobleck.training.data import Batch
 from oobleck.training.model import MicrobatchKey, ModelStructure, StageModel
+from oobleck.training.process.allocated import Allocated
 
 BATCH, LENGTH, VOCABULARY = 2, 128, 500
 NUM_BLOCKS = 2
@@ -38,13 +39,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def blocks(model: str, autocast: torch.dtype | None, *, checkpointing: bool = False, **config: Any) -> StageModel:
+def blocks(model: str, autocast: torch.dtype | None, *, recompute: Recompute = "none", **config: Any) -> StageModel:
     """A stage of all blocks of a model, without its embedding and head."""
     spec = ModelSpec(type=model, config={**CONFIGS[model], **config})
     structure = ModelStructure.from_spec(spec, vocab_size=VOCABULARY, sequence_length=LENGTH)
-    stage = StageModel(
-        structure, dtype=torch.float32, device="cpu", autocast=autocast, activation_checkpointing=checkpointing
-    )
+    stage = StageModel(structure, dtype=torch.float32, device="cpu", autocast=autocast, recompute=recompute)
     stage.adopt(1, 1 + NUM_BLOCKS, {})
     stage.initialize(range(1, 1 + NUM_BLOCKS), seed=0)
     return stage
@@ -117,7 +116,7 @@ def test_a_block_launches_no_more_kernels_and_moves_no_more_bytes_than_it_did(
     model: str, autocast: torch.dtype | None, recomputed: bool
 ) -> None:
     """Whoever makes it launch fewer changes the numbers here; more is a regression."""
-    stage = blocks(model, autocast, checkpointing=recomputed)
+    stage = blocks(model, autocast, recompute="all" if recomputed else "none")
     weights = frozenset(each.untyped_storage().data_ptr() for each in stage.parameters.values())
     with stage.casting_once():
         first, second = Pass.of(stage, 0), Pass.of(stage, 1)
@@ -136,6 +135,39 @@ def test_a_block_launches_no_more_kernels_and_moves_no_more_bytes_than_it_did(
     assert backward.a_block[0] <= backward_kernels, backward.names
     assert forward.a_block[1] <= num_bytes
     assert backward.a_block[1] <= backward_bytes
+
+
+@pytest.mark.parametrize("autocast", [BF16, None])
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_estimates_know_what_a_block_moves_and_keeps_where_it_recomputes_some(
+    model: str, autocast: torch.dtype | None
+) -> None:
+    stage, moved = blocks(model, autocast, recompute="auto"), {}
+    for level in ("none", "selective"):
+        for layer in stage.layers:
+            stage.set_recomputation(layer, level)
+        with stage.casting_once():
+            Pass.of(stage, 0).forward().sum().backward()
+            with Allocated() as allocated:
+                output = Pass.of(stage, 1).forward()
+            kept = allocated.num_bytes - output.nbytes
+            with Kernels() as backward:
+                output.backward(torch.ones_like(output))
+        moved[level] = backward.a_block[1]
+    shape = shape_from_config({"model_type": model, "vocab_size": VOCABULARY, **CONFIGS[model]})
+    precision = "float32" if autocast is None else "bfloat16"
+    sheet = device_sheet("H100")
+    block = estimate_profile(
+        shape,
+        sheet,
+        microbatch_size=BATCH,
+        sequence_length=LENGTH,
+        precision=precision,
+        recompute="auto",
+    ).layers[1].recomputed["selective"]  # fmt: skip
+    repeated = block.more_s[1] * sheet.memory_bytes_per_s / (BATCH * LENGTH * 64)
+    assert repeated == pytest.approx(moved["selective"] - moved["none"], rel=0.1)
+    assert block.activation_bytes == pytest.approx(kept / NUM_BLOCKS, rel=0.1)
 
 
 def kept_bytes(stage: StageModel) -> float:

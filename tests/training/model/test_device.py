@@ -21,7 +21,7 @@ def test_a_pass_makes_nothing_on_the_host_and_asks_the_device_nothing(
     # The one question that transformers itself asks, whether samples are packed; docs/gpu.md names it.
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda _: None)
     structure = structure_of(family)
-    stage = StageModel(structure, dtype=torch.bfloat16, device=META, activation_checkpointing=recomputes)
+    stage = StageModel(structure, dtype=torch.bfloat16, device=META, recompute="all" if recomputes else "none")
     stage.adopt(0, structure.num_layers, {})
     batch = random_batch(1, is_causal=structure.task == "causal_lm")
     loss = stage.forward(batch.to(META), None, num_items=batch.num_items, key=KEY)

@@ -25,7 +25,7 @@ def _stages(structure: ModelStructure, cuts: list[int], dtype: str, *, forgetful
             dtype=precision.parameters,
             device="cpu",
             autocast=precision.autocast,
-            activation_checkpointing=forgetful,
+            recompute="all" if forgetful else "none",
         )
         stage.adopt(first, stop, {name: tensor.clone() for name, tensor in state.items()})
         stages.append(stage)

@@ -203,7 +203,7 @@ def test_a_block_sums_twice_forward_and_twice_backward_in_the_type_it_computes_i
         dtype=torch.float32,
         device="cpu",
         autocast=torch.bfloat16,
-        activation_checkpointing=recomputes,
+        recompute="all" if recomputes else "none",
     )
     install(stage, share, sums)
     stage.adopt(0, whole.num_layers, {})

@@ -76,7 +76,7 @@ def test_weights_that_autocast_casts_once_count_once_and_for_no_microbatch(check
             device="cpu",
             device_memory_bytes=1 << 30,
             autocast=autocast,
-            activation_checkpointing=checkpoints,
+            recompute="all" if checkpoints else "none",
         )
         for autocast in (torch.bfloat16, None)
     )

@@ -246,7 +246,7 @@ def test_a_weight_is_cast_once_a_step_wherever_backward_passes_run(recomputes: b
         dtype=torch.float32,
         device="cpu",
         autocast=torch.bfloat16,
-        activation_checkpointing=recomputes,
+        recompute="all" if recomputes else "none",
     )
     model.adopt(0, structure.num_layers, {})
     model.initialize(range(structure.num_layers), seed=0)

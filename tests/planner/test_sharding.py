@@ -1,0 +1,63 @@
+"""The seconds in which devices that share a stage out exchange its weights and its gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from oobleck.planner import Planner, PlannerSettings
+from oobleck.planner.sharding import with_exchanges
+from oobleck.schedule.forecast import forecast
+
+from .drawing import make_layer, make_network, make_profile
+
+D = 4
+PER_BYTE = (D - 1) / D / 1000
+"""Seconds of an all-gather of a byte; a sum takes twice as long."""
+LATENCY = 0.001
+
+
+def profile(param_bytes: int = 1000, seconds: float = 3.0):
+    layers = [replace(make_layer(seconds, param_bytes=param_bytes), frozen_bytes=200) for _ in range(2)]
+    return make_profile(layers, network=make_network(intra=1000.0))
+
+
+def test_a_step_gathers_weights_and_sums_gradients_once_where_the_optimizers_state_is_shared_out() -> None:
+    found = with_exchanges(profile(), D, "optimizer")
+    assert found.layers == profile().layers
+    assert found.exchange_s_per_byte == pytest.approx(3 * PER_BYTE)
+
+
+def test_gradients_are_summed_under_backward_passes_that_are_long_enough() -> None:
+    found = with_exchanges(profile(), D, "gradients")
+    sum_s = LATENCY + 2 * 800 * PER_BYTE
+    assert (found.layers[0].forward_s[1], found.layers[0].backward_s[1]) == (1.0, 2.0), f"longer than {sum_s} s"
+    assert found.exchange_s_per_byte == pytest.approx(PER_BYTE)
+    short = with_exchanges(profile(seconds=0.3), D, "gradients").layers[0]
+    assert short.forward_s[1] == pytest.approx(0.1)
+    assert short.backward_s[1] == pytest.approx(sum_s)
+
+
+def test_weights_come_in_both_passes_where_they_are_shared_out() -> None:
+    short = with_exchanges(profile(seconds=0.3), D, "all")
+    gather_s = LATENCY + 1000 * PER_BYTE
+    assert short.layers[0].forward_s[1] == pytest.approx(gather_s)
+    assert short.layers[0].backward_s[1] == pytest.approx(gather_s + LATENCY + 2 * 800 * PER_BYTE)
+    assert short.exchange_s_per_byte == 0
+
+
+def test_nothing_is_exchanged_without_sharding() -> None:
+    assert with_exchanges(profile(), D, "none") == with_exchanges(profile(), 1, "all") == profile()
+
+
+def test_plans_and_timelines_know_the_exchanges() -> None:
+    settings = PlannerSettings(num_microbatches=4, devices_per_node=D, fault_threshold=0)
+
+    def step_s(is_sharded: bool) -> tuple[float, float]:
+        planner = Planner(profile(), settings, tensor_parallel=D, is_sharded=is_sharded)
+        decision = planner.initial_plan(["node0"])
+        return decision.predicted_step_s, forecast(planner.profile, decision.plan).step_s
+
+    for sharded_s, alone_s in zip(step_s(is_sharded=True), step_s(is_sharded=False), strict=True):
+        assert sharded_s - alone_s == pytest.approx(2 * 800 * 3 * PER_BYTE)
