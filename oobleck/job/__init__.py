@@ -22,6 +22,7 @@ from .spec import (
     ScalingSpec,
     ScheduleName,
     ScriptSpec,
+    Sharding,
     Task,
     check_model_numbers,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "ScalingSpec",
     "ScheduleName",
     "ScriptSpec",
+    "Sharding",
     "Task",
     "check_kind_name",
     "check_model_numbers",
