@@ -44,6 +44,10 @@ CLAIMS = "tests/control/steps/test_follower.py::test_who_has_not_applied_a_step_
 SECTIONS = "tests/control/test_commit.py::test_sections_of_a_step_break_no_promise"
 SHARED_OUT = "tests/control/test_commit.py::test_devices_that_share_out_a_stage_break_no_promise"
 SHARED_WEIGHTS = "tests/training/step/test_node_sums.py::test_whole_weights_are_those_of_all_shares_to_the_last_bit"
+POSTED = "tests/training/step/test_node_sums.py::test_what_a_device_posts_does_not_depend_on_where_it_was_interrupted"
+COMPUTED_BY_DEVICES = (
+    "tests/training/step/test_node_sums.py::test_devices_compute_what_one_does_with_all_of_their_microbatches"
+)
 STACK = "tests/sim/test_promises.py::test_faults_of_all_kinds_break_no_promise"
 SAVES = "tests/control/test_commit.py::test_no_run_waits_for_a_save_that_nobody_makes"
 RELAYED = "tests/sim/cluster/test_relays.py::test_what_a_frozen_relay_did_not_pass_on_is_said_again"
@@ -689,14 +693,6 @@ MUTATIONS = (
         caught_by=SHARED_WEIGHTS,
     ),
     Mutation(
-        name="rounded_weights",
-        what="whole weights of a sharded stage are sums with zeros, which change the sign of a zero",
-        file="oobleck/training/step/node_sums.py",
-        old="torch.full((self._degree, own.numel()), ABSENT,",
-        new="torch.full((self._degree, own.numel()), 0.0,",
-        caught_by=SHARED_WEIGHTS,
-    ),
-    Mutation(
         name="gather_in_apply",
         what="a device of a sharded stage waits for the others before a committed step is applied",
         file="oobleck/sim/cluster/step.py",
@@ -704,22 +700,49 @@ MUTATIONS = (
         new=(
             "        self._layers.apply(self.reduced, record)\n"
             "        if self.seat is not None:\n"
-            "            yield from self._node_sums.gather(self.seat.stage_key, record.step)\n"
+            "            yield from self._node_sums.begin(self.seat.stage_key, record.step)\n"
         ),
         caught_by=SHARED_OUT,
     ),
     Mutation(
         name="full_cache",
-        what="a device whose weights are whole does not take part in gathering them",
+        what="a device begins a program with the weights that it has left whole",
         file="oobleck/training/step/node_sums.py",
-        old="        shares, wholes = self._state.parameters, self._state.model.parameters\n",
-        new=(
-            "        shares, wholes = self._state.parameters, self._state.model.parameters\n"
-            "        if not any(bool(whole.isnan().any()) for whole in wholes.values()):\n"
-            "            return\n"
-        ),
-        caught_by="tests/training/step/test_node_sums.py"
-        "::test_what_a_device_posts_does_not_depend_on_where_it_was_interrupted",
+        old="            self._drop(self._whole)\n            return\n",
+        new="            return\n",
+        caught_by=POSTED,
+    ),
+    Mutation(
+        name="unfinished_sums",
+        what="sums of an interrupted program count in the next",
+        file="oobleck/training/step/node_sums.py",
+        old="        self._posted, self._pass = deque(), None\n        if",
+        new="        if",
+        caught_by=POSTED,
+    ),
+    Mutation(
+        name="late_gradients",
+        what="autocast casts weights once for passes that each end with sums of gradients",
+        file="oobleck/training/step/node_sums.py",
+        old="        return nullcontext() if self._sums_in_passes else self._state.model.casting_once()\n",
+        new="        return self._state.model.casting_once()\n",
+        caught_by="tests/training/step/test_node_sums.py::test_gradients_of_short_types_are_summed_in_float32",
+    ),
+    Mutation(
+        name="skipped_layers",
+        what="passes of a sharded stage sum only the layers that autograd tells of",
+        file="oobleck/training/step/node_sums.py",
+        old="        self._reach(len(layers) - 1)\n        self._leave",
+        new="        self._leave",
+        caught_by=COMPUTED_BY_DEVICES,
+    ),
+    Mutation(
+        name="weights_for_one_layer",
+        what="a tied weight is dropped after the first layer that uses it",
+        file="oobleck/training/step/node_sums.py",
+        old="                ends[own[-1]].add(name)\n",
+        new="                ends[own[0]].add(name)\n",
+        caught_by=COMPUTED_BY_DEVICES,
     ),
     Mutation(
         name="kept_stage_group",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, cast, get_args
 
 from oobleck.errors import UsageError
 from oobleck.job import MAX_DEVICES, MAX_NODES, Sharding
@@ -129,7 +129,8 @@ def _report(options: PlanOptions, counts: int | tuple[inputs.KindCount, ...]) ->
             kind_of,
             domain_of=dict(zip(names, inputs.racks(len(names), options.domains), strict=False)),
             tensor_parallel=num_lanes,
-            is_sharded=options.sharding != "none",
+            sharding=_sharding(options),
+            is_cast=planning.precision == "bfloat16",
             make_cutter=make_cutter(kind, planning.chunks),
         ),
         names,
@@ -142,13 +143,19 @@ def _report(options: PlanOptions, counts: int | tuple[inputs.KindCount, ...]) ->
     )
 
 
+def _sharding(options: PlanOptions) -> Sharding:
+    """Return what devices share out. Raises UsageError."""
+    for level in get_args(Sharding):
+        if level == options.sharding:
+            return cast("Sharding", level)
+    raise UsageError(f"--sharding is {options.sharding!r}; it must be one of {', '.join(get_args(Sharding))}")
+
+
 def _num_lanes(options: PlanOptions) -> int:
     """Return how many devices take a microbatch each. Raises UsageError for what cannot be shared out."""
-    if options.sharding not in get_args(Sharding):
-        raise UsageError(f"--sharding is {options.sharding!r}; it must be one of {', '.join(get_args(Sharding))}")
     per_node = options.planning.devices_per_node
     number = options.sharding_devices or per_node
-    if options.sharding == "none":
+    if _sharding(options) == "none":
         if options.sharding_devices is not None:
             raise UsageError("--sharding-devices was given without --sharding, which says what they share out")
         return 1

@@ -22,7 +22,7 @@ LossCounting = Literal["items", "labels", "samples", "sum", "batch"]
 microbatches' losses, or is made of the losses of the script's own batches, which are not cut."""
 Tracker = Literal["clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 """Places that transformers' own callbacks report to, by its names."""
-Sharding = Literal["none", "optimizer"]
+Sharding = Literal["none", "optimizer", "gradients", "all"]
 Recompute = Literal["none", "selective", "all", "auto"]
 ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zero-bubble", "auto"]
 
@@ -373,7 +373,8 @@ class JobSpec:
     tensor_parallel: int = bounded(1, 1, MAX_DEVICES)
     """The number of a node's devices that share each stage, by the model's own plan."""
     sharding: Sharding = "none"
-    """What the devices of a node that hold one stage share out: nothing, or the state of its optimizer."""
+    """What the devices of a node that hold one stage share out: nothing, the optimizer's state, that and gradients, or
+    weights as well."""
     sharding_devices: int = bounded(1, 1, MAX_DEVICES)
     """The number of a node's devices that hold one stage and take a microbatch each, with `sharding`."""
     device_memory_bytes: int | None = bounded(None, 1, 2**50)
@@ -446,7 +447,9 @@ class JobSpec:
         must(
             "sharding_devices",
             is_on == (self.sharding_devices > 1),
-            "the number of a node's devices, 2 or more, with sharding: optimizer" if is_on else "1 with sharding: none",
+            f"the number of a node's devices, 2 or more, with sharding: {self.sharding}"
+            if is_on
+            else "1 with sharding: none",
         )
         must("tensor_parallel", not is_on or self.tensor_parallel == 1, f"1 with sharding: {self.sharding}")
         must(

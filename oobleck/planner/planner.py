@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from oobleck.errors import PlanningError
+from oobleck.job import Sharding
 from oobleck.plan import ExecutionPlan, Pipeline, PipelineTemplate, WorkerId
 
 from . import mixed, one_kind
@@ -32,7 +33,8 @@ class Planner:
         *,
         domain_of: Mapping[str, str] | None = None,
         tensor_parallel: int = 1,
-        is_sharded: bool = False,
+        sharding: Sharding = "none",
+        is_cast: bool = False,
         make_cutter: Callable[[Profile], Cutter] | None = None,
         mixes: bool = True,
     ) -> None:
@@ -40,7 +42,7 @@ class Planner:
 
         With several kinds, `kind_of` names the kind of each node and may grow; stages have one device and one chunk;
         `mixes=False` keeps each pipeline to one kind. With one kind, each `tensor_parallel` devices hold the same
-        layers, each with all weights and some of the optimizer's state if `is_sharded`; `make_cutter`, called with the
+        layers, and share them out as `sharding` and `is_cast` say (`with_shares`); `make_cutter`, called with the
         planner's profile, cuts pipelines into chunks. `domain_of` names the failure domain of nodes, and may grow: f
         counts domains, and a node that it leaves out is one by itself. Raises PlanningError.
         """
@@ -53,7 +55,8 @@ class Planner:
             kind_of=kind_of,
             domain_of=domain_of,
             tensor_parallel=tensor_parallel,
-            is_sharded=is_sharded,
+            sharding=sharding,
+            is_cast=is_cast,
             make_cutter=make_cutter,
         )
         self._domain_of = {} if domain_of is None else domain_of
@@ -63,8 +66,8 @@ class Planner:
         self._propose: Propose
         if len(self.kinds) == 1:
             (kind,) = self.kinds
-            exchanging = with_exchanges(kind.profile, self._degree, "optimizer" if is_sharded else "none")
-            profile = groups.with_sharded_state(exchanging, self._degree) if is_sharded else kind.profile
+            exchanging = with_exchanges(kind.profile, self._degree, sharding)
+            profile = groups.with_shares(exchanging, self._degree, sharding, is_cast=is_cast)
             alike = one_kind.OneKindCatalog(
                 *groups.grouped(profile, replace(settings, devices_per_node=kind.devices_per_node), self._degree),
                 make_cutter=make_cutter,

@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from oobleck.job import Sharding
+
 from .profiles import LayerProfile, NetworkProfile, Profile
 
 
-def with_exchanges(profile: Profile, degree: int, sharding: str) -> Profile:
+def with_exchanges(profile: Profile, degree: int, sharding: Sharding) -> Profile:
     """Return the profile of `degree` devices that share a stage out, with the seconds of what they exchange."""
     if sharding == "none" or degree == 1:
         return profile

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from oobleck.errors import PlanningError
+from oobleck.job import Sharding
 from oobleck.plan import ExecutionPlan, LayerTransfer, PipelineTemplate, WorkerId
 
-from .profiles import Profile
+from .profiles import LayerProfile, Profile
 from .values import PlannerSettings
 
 
@@ -38,36 +39,52 @@ def grouped(profile: Profile, settings: PlannerSettings, degree: int) -> tuple[P
     )
 
 
-def with_sharded_state(profile: Profile, degree: int) -> Profile:
-    """Return the profile of `degree` devices that hold a stage with sharded optimizer state, in bytes of all of them.
+def with_shares(profile: Profile, degree: int, sharding: Sharding, *, is_cast: bool = False) -> Profile:
+    """Return the profile of `degree` devices that hold a sharded stage, in bytes of all of them.
 
-    Each computes a microbatch of its own, with whole weights and whole gradients. Once, the devices hold shares of
-    trained weights and their sums beside the optimizer's state, and sums with other nodes. Microbatches of all devices
-    take the time of one.
+    Each computes a microbatch of its own. Once, the devices hold shares of what is shared out; each of them holds whole
+    what is not, and of a layer at a time what is. With `is_cast`, autocast computes blocks in a type of half the size:
+    whole weights are of that type where gradients are summed in each pass. Microbatches of all devices take the time of
+    one.
     """
-    if degree == 1:
+    if sharding == "none":
         return profile
-    # `StageCosts` counts weights, gradients and optimizer state once, as of a stage that one device holds.
-    layers = (
-        replace(
+    layers = profile.layers
+    frees_weights, frees_gradients = sharding == "all", sharding != "optimizer"
+    saved = [
+        layer.param_bytes // 2 if is_cast and frees_gradients and 0 < index < len(layers) - 1 else 0
+        for index, layer in enumerate(layers)
+    ]
+    weights = [layer.param_bytes - less for layer, less in zip(layers, saved, strict=True)]
+
+    def shared(index: int) -> LayerProfile:
+        layer = layers[index]
+        # `StageCosts` counts weights, gradients and optimizer state once: for these, the shares.
+        whole = 0 if frees_weights else degree * weights[index] - layer.frozen_bytes
+        whole += 0 if frees_gradients else degree * layer.trained_bytes
+        # A layer's gradients, and their copy that is summed; its weights, and those of the layer that comes next.
+        unit = 2 * layer.trained_bytes - saved[index] if frees_gradients else 0
+        if frees_weights:
+            unit += weights[index] + max(
+                (weights[at] for at in (index - 1, index + 1) if 0 <= at < len(layers)), default=0
+            )
+        return replace(
             layer,
             activation_bytes=degree * layer.activation_bytes,
-            transient_bytes=degree * layer.transient_bytes,
+            transient_bytes=degree * (layer.transient_bytes + unit),
             recomputed={
                 level: replace(
                     each,
                     activation_bytes=degree * each.activation_bytes,
-                    transient_bytes=degree * each.transient_bytes,
+                    transient_bytes=degree * (each.transient_bytes + unit),
                 )
                 for level, each in layer.recomputed.items()
             },
-            copy_bytes=degree * layer.copy_bytes
-            + (degree - 1) * layer.param_bytes
-            + (degree + 1) * layer.trained_bytes,
+            # Such weights need no cast.
+            copy_bytes=degree * max(0, layer.copy_bytes - saved[index]) + whole,
         )
-        for layer in profile.layers
-    )
-    return replace(profile, layers=tuple(layers))
+
+    return replace(profile, layers=tuple(map(shared, range(len(layers)))))
 
 
 def with_times_of_groups(profile: Profile, degree: int) -> Profile:

@@ -135,8 +135,7 @@ def try_out(job: JobSpec, made: _Made | None = None) -> model.ModelStructure:
     made = made_by_script(job) if made is None else made
     check_optimizer(job, made)
     structure = structure_of_job(job, made)
-    cut = model.share_of if job.sharding == "none" else model.sharded
-    cut(structure, rank=0, degree=job.devices_per_stage)
+    model.share_for(job, structure, rank=0)
     if "model" in made:
         model.try_layers(structure, _sizes(job))
     return structure

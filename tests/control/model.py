@@ -64,7 +64,7 @@ from oobleck.control.protocol import (
 from oobleck.control.recovery import Phase
 from oobleck.control.training.coordinator import Coordinator
 from oobleck.errors import ExitCode
-from oobleck.job import CheckpointSpec, ControlSpec, DataSpec, JobSpec, NodeSpec, ScheduleName
+from oobleck.job import CheckpointSpec, ControlSpec, DataSpec, JobSpec, NodeSpec, ScheduleName, Sharding
 from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, WorkerId, profile_to_json
 from oobleck.sim.cluster.fabric import Fabric, Violation
 from oobleck.sim.cluster.layers import Version
@@ -89,7 +89,9 @@ class Shape:
     num_nodes: int = 4
     devices: int = 1
     sharding_devices: int = 1
-    """How many of them hold a stage together, and share out its state."""
+    """How many of them hold a stage together."""
+    sharding: Sharding = "optimizer"
+    """What these share out."""
     num_layers: int = 4
     layers_per_device: int = 4
     """How many layers fit the memory of a device."""
@@ -125,7 +127,7 @@ class Shape:
             max_steps=self.max_steps,
             global_batch_size=self.num_microbatches * self.sharding_devices,
             microbatch_size=1,
-            sharding="none" if self.sharding_devices == 1 else "optimizer",
+            sharding="none" if self.sharding_devices == 1 else self.sharding,
             sharding_devices=self.sharding_devices,
             fault_threshold=self.fault_threshold,
             num_pipelines=self.num_pipelines,

@@ -41,18 +41,18 @@ class SteppedPrograms(Programs):
         )
         self._wires = schedule.wires_of(seat.stage)
         try:
-            yield from self.node_sums.gather(seat.stage_key, work.step)
+            yield from self.node_sums.begin(seat.stage_key, work.step)
             before = len(work.microbatches)
             for instruction in schedule.programs[seat.stage]:
                 assert instruction.microbatch is not None
                 if instruction.op is Op.COMMIT_SECTION:
-                    yield from self.node_sums.scatter(seat.stage_key, work.step, work.microbatches[before:])
+                    yield from self.node_sums.conclude(seat.stage_key, work.step, work.microbatches[before:])
                     yield from self.carry_out(self.partial_commit.begin(work.step))
                     before = len(work.microbatches)
                 else:
                     yield from self._instruct(instruction, program.microbatches[instruction.microbatch], work, seat)
                     yield from self.carry_out(self.partial_commit.look())
-            yield from self.node_sums.scatter(seat.stage_key, work.step, work.microbatches[before:])
+            yield from self.node_sums.conclude(seat.stage_key, work.step, work.microbatches[before:])
         except (Interrupted, PeerLost):
             self.spoiled.add(seat.lane_key)
             raise
@@ -70,10 +70,13 @@ class SteppedPrograms(Programs):
                 yield Wait("send", lambda: True, can_fail=lambda: self.fabric.lacks_a_member(seat.lane_key))
                 tag = self._tag(wire, microbatch, seat)
                 self.fabric.send(seat.lane_key, self.worker_id, target, tag, (work.step, microbatch))
+            case Op.FORWARD:
+                yield from self.node_sums.forward(seat.stage_key, work.step)
             case Op.BACKWARD_INPUT:
                 yield Wait("backward_input", lambda: not stopped(), stopped)
             case Op.BACKWARD | Op.BACKWARD_WEIGHT:
                 yield Wait("backward", lambda: not stopped(), stopped)
+                yield from self.node_sums.backward(seat.stage_key, work.step, microbatch)
                 if seat.lane_key in self.spoiled:
                     group = label(seat.lane_key)
                     raise Violation(f"{self.worker_id} computes over {group}, which was given up half-way before")

@@ -33,6 +33,9 @@ SHARDED = (
     Shape(num_nodes=3, devices=4, sharding_devices=2, layers_per_device=2, num_microbatches=6, reductions=3),
     Shape(num_nodes=5, devices=2, sharding_devices=2, layers_per_device=2, eval_steps=2),
     Shape(num_nodes=5, devices=2, sharding_devices=2, layers_per_device=2, layer_s=0.6, num_microbatches=6),
+    Shape(num_nodes=3, devices=4, sharding_devices=2, layers_per_device=8, num_microbatches=6, sharding="gradients"),
+    Shape(num_nodes=5, devices=2, sharding_devices=2, layers_per_device=8, num_microbatches=6, sharding="all"),
+    Shape(num_nodes=4, devices=2, sharding_devices=2, layers_per_device=8, sharding="all", eval_steps=2, reductions=2),
 )
 IN_SECTIONS = (
     Shape(reductions=2),

@@ -161,7 +161,13 @@ def test_a_master_that_dies_in_the_middle_of_a_step_is_succeeded_and_learns_what
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharing", [("tensor_parallel=2",), ("sharding=optimizer", "sharding_devices=2")])
+@pytest.mark.parametrize(
+    "sharing",
+    [
+        ("tensor_parallel=2",),
+        *((f"sharding={level}", "sharding_devices=2") for level in ("optimizer", "gradients", "all")),
+    ],
+)
 def test_devices_that_share_stages_commit_their_shares(runner: Runner, sharing: tuple[str, ...]) -> None:
     sets = [word for setting in sharing for word in ("--set", setting)]
     with runner.up(*options(runner, WIDE), *sets) as up:

@@ -25,13 +25,23 @@ from .test_checkpoints import first_step_of, steps_of
 from .test_losses import KILL_STEP
 from .test_tensor_parallel import assert_evaluated, evaluated_job, evaluated_reference
 
-OPTIMIZER = ("--set", "sharding=optimizer", "--set", "sharding_devices=2")
-"""Of the 300 rows of its tied embedding a device of two has 150, and of three 100; its norms have 32."""
+PHASED = str(Path(__file__).with_name("phased_job.py"))
+
+
+def by(sharding: str) -> tuple[str, ...]:
+    return ("--set", f"sharding={sharding}", "--set", "sharding_devices=2")
+
+
+OPTIMIZER, ALL = by("optimizer"), by("all")
+LEVELS = ["optimizer", pytest.param("gradients", marks=pytest.mark.slow), pytest.param("all", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(name="path", scope="module")
 def _path(runner: Runner) -> Path:
-    return evaluated_job(runner, GPT2)
+    path = evaluated_job(runner, GPT2)
+    # 19 microbatches: not each device has as many.
+    path.write_text(path.read_text(encoding="utf-8").replace("samples: 40", "samples: 38"), encoding="utf-8")
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +49,15 @@ def reference(runner: Runner, path: Path) -> tuple[Reference, list[float]]:
     return evaluated_reference(runner, path)
 
 
+@pytest.mark.parametrize("sharding", LEVELS)
 def test_sharded_stages_compute_what_one_process_computes(
-    runner: Runner, path: Path, reference: tuple[Reference, list[float]]
+    runner: Runner, path: Path, reference: tuple[Reference, list[float]], sharding: str
 ) -> None:
     """A pipeline of one stage and one of two, of two devices each, with dropout, a tied head, evaluations and clipping.
 
     A node of the two is killed: the node that is left with it continues with the layers of the other pipeline.
     """
-    options = ("--job", str(path), *OPTIMIZER, "--set", "checkpoint.compare_steps=2")
+    options = ("--job", str(path), *by(sharding), "--set", "checkpoint.compare_steps=2")
     with runner.up(*options, "--kill", f"node2@{KILL_STEP}", nodes=("--local", "3")) as up:
         up.wait_for("no step lost")
         up.wait_for_steps(8)
@@ -70,7 +81,7 @@ def test_what_devices_saved_in_shares_is_gone_on_from_without_shares_and_the_oth
     options = ("--job", str(path), "--set", f"checkpoint={{enabled: true, save_steps: 5, directory: {directory.path}}}")
     losses: dict[int, float] = {}
     begins = 1
-    for number, sharing in enumerate((OPTIMIZER, (), OPTIMIZER)):
+    for number, sharing in enumerate((OPTIMIZER, (), ALL)):
         with runner.up(*options, *sharing, nodes=("--local", "2")) as up:
             if not number:
                 up.wait_for_step(4)
@@ -92,7 +103,8 @@ def test_what_devices_saved_in_shares_is_gone_on_from_without_shares_and_the_oth
 
 
 @pytest.mark.slow
-def test_interleaved_sharded_stages_of_frozen_layers_and_adapters_lose_no_step(runner: Runner) -> None:
+@pytest.mark.parametrize("sharding", ["optimizer", "all"])
+def test_interleaved_sharded_stages_of_frozen_layers_and_adapters_lose_no_step(runner: Runner, sharding: str) -> None:
     """With adapters most weights are frozen: the losses are those of the same run without sharding."""
     path = runner.job_file(LLAMA)
     adapted = path.read_text(encoding="utf-8").replace(
@@ -100,10 +112,34 @@ def test_interleaved_sharded_stages_of_frozen_layers_and_adapters_lose_no_step(r
     )
     path.write_text(adapted.replace("max_steps: 24", f"max_steps: {ENDLESS}"), encoding="utf-8")
     options = ("--job", str(path), "--set", "schedule=interleaved")
-    with runner.up(*options, *OPTIMIZER, "--kill", f"node2@{KILL_STEP}") as up:
+    with runner.up(*options, *by(sharding), "--kill", f"node2@{KILL_STEP}") as up:
         up.wait_for("no step lost")
         up.wait_for_steps(4)
         outcome = stopped(runner, up)
     assert [recovery["nodes"] for recovery in outcome.recoveries] == [["node2"]]
     alone = run_without_a_kill(runner, *options, steps=len(outcome.losses))
     assert_losses(outcome.losses, lambda count: alone.losses[:count], tolerance=LLAMA_TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["forward", "backward", "sums", "apply"])
+@pytest.mark.parametrize("sharding", ["optimizer", "gradients", "all"])
+def test_a_worker_that_ends_in_any_phase_of_a_step_and_a_node_soon_after_cost_no_step(
+    runner: Runner, tmp_path: Path, sharding: str, phase: str
+) -> None:
+    nodes, script = ("--local", "3", PHASED), ("--", str(tmp_path), phase)
+    options = ("--set", "dtype=float64", "--set", "num_pipelines=3", "--steps", str(ENDLESS))
+    with runner.up(*options, *by(sharding), *script, nodes=nodes) as up:
+        up.wait_for_step(4)
+        (tmp_path / "now").touch()
+        up.wait_for("the node's workers are started again")
+        runner.signal("node2", "*", signal.SIGKILL)
+        up.wait_for("no step lost")
+        up.wait_for_steps(6)
+        outcome = stopped(runner, up)
+    assert outcome.exit_code == 0, outcome.output
+    assert (outcome.summary["samples_repeated"], outcome.summary["samples_missing"]) == (0, 0)
+    with runner.up(*options, *script, nodes=nodes) as up:
+        up.wait_for_step(len(outcome.losses))
+        alone = stopped(runner, up)
+    assert_losses(outcome.losses, lambda count: alone.losses[:count])

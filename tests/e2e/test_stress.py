@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -34,18 +34,20 @@ class Storm:
     seed: int
     start: Callable[[], Up]
     """Runs `oobleck up`, at first and once a master was killed."""
-    living: set[str] = field(default_factory=lambda: {f"node{index}" for index in range(NUM_NODES)})
+    nodes: frozenset[str] = frozenset(f"node{index}" for index in range(NUM_NODES))
+    living: set[str] = field(init=False)
     done: list[str] = field(default_factory=list)
     harmed: dict[str, int] = field(default_factory=dict)
     """By node that lost its state: how many entries the journal had then."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
+        self.living = set(self.nodes)
         self.up = self.start()
 
     def strike(self) -> None:
         """Do something that the members of the job allow."""
-        away = sorted({f"node{index}" for index in range(NUM_NODES)} - self.living)
+        away = sorted(self.nodes - self.living)
         acts = [self.kill_worker, self.kill_master, self.freeze_a_while]
         if away:
             acts += [self.add, self.add]
@@ -102,7 +104,7 @@ class Storm:
         self.living.discard(node)
 
     def add(self) -> None:
-        node = self.random.choice(sorted({f"node{index}" for index in range(NUM_NODES)} - self.living))
+        node = self.random.choice(sorted(self.nodes - self.living))
         if self._command("add", node):
             self.living.add(node)
 
@@ -151,7 +153,15 @@ class Storm:
         return oobleck(command, node, "--tag", TAG, "--base-dir", str(self.runner.base_dir)).returncode == 0
 
 
-def ride_out(runner: Runner, reference: Reference, *settings: str, seed: int, faults: int, steps: int) -> None:
+def ride_out(
+    runner: Runner,
+    reference: Reference,
+    *settings: str,
+    seed: int,
+    faults: int,
+    steps: int,
+    nodes: Sequence[str] = ("--local", str(NUM_NODES)),
+) -> None:
     """Let so many faults strike a run, one after the other, within about so many steps; more are made if it takes."""
     options = ("--job", str(runner.job_file()), "--steps", str(ENDLESS))
     given = (f"control.lease_s={LEASE_S}", "control.rejoin_after_s=4", *settings)
@@ -159,9 +169,10 @@ def ride_out(runner: Runner, reference: Reference, *settings: str, seed: int, fa
     with ExitStack() as runs:
 
         def start() -> Up:
-            return runs.enter_context(runner.up(*options, *control, nodes=("--local", str(NUM_NODES))))
+            return runs.enter_context(runner.up(*options, *control, nodes=nodes))
 
-        storm = Storm(runner, seed, start)
+        number = int(nodes[1].rpartition(":")[2].partition("x")[0])
+        storm = Storm(runner, seed, start, frozenset(f"node{index}" for index in range(number)))
         for _ in range(faults):
             storm.up.wait_for_steps(storm.random.randint(1, 2 * steps // faults - 1))
             storm.strike()
@@ -199,3 +210,16 @@ def test_a_storm_over_steps_in_sections_changes_no_loss(
     """As many sections as the microbatches allow: faults find some committed, some under way."""
     ride_out(runner, endless_reference, "reductions_per_step=4", seed=100 + seed, faults=20, steps=200)
     assert max(entry["num_sections"] for entry in runner.journal() if entry["@type"] == "PlanAdopted") > 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("sharding", ["optimizer", "gradients", "all"])
+@pytest.mark.parametrize("nodes", ["4", "cpu:4x4"])
+@pytest.mark.parametrize("seed", seeds(1))
+def test_a_storm_over_sharded_stages_changes_no_loss(
+    runner: Runner, endless_reference: Reference, sharding: str, nodes: str, seed: int
+) -> None:
+    """Of two devices each: one stage a node, and two."""
+    settings = (f"sharding={sharding}", "sharding_devices=2", "reductions_per_step=2")
+    ride_out(runner, endless_reference, *settings, seed=200 + seed, faults=12, steps=120, nodes=("--local", nodes))

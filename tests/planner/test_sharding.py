@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from oobleck.job import Sharding
 from oobleck.planner import Planner, PlannerSettings
 from oobleck.planner.sharding import with_exchanges
 from oobleck.schedule.forecast import forecast
@@ -54,10 +55,10 @@ def test_nothing_is_exchanged_without_sharding() -> None:
 def test_plans_and_timelines_know_the_exchanges() -> None:
     settings = PlannerSettings(num_microbatches=4, devices_per_node=D, fault_threshold=0)
 
-    def step_s(is_sharded: bool) -> tuple[float, float]:
-        planner = Planner(profile(), settings, tensor_parallel=D, is_sharded=is_sharded)
+    def step_s(sharding: Sharding) -> tuple[float, float]:
+        planner = Planner(profile(), settings, tensor_parallel=D, sharding=sharding)
         decision = planner.initial_plan(["node0"])
         return decision.predicted_step_s, forecast(planner.profile, decision.plan).step_s
 
-    for sharded_s, alone_s in zip(step_s(is_sharded=True), step_s(is_sharded=False), strict=True):
+    for sharded_s, alone_s in zip(step_s("optimizer"), step_s("none"), strict=True):
         assert sharded_s - alone_s == pytest.approx(2 * 800 * 3 * PER_BYTE)

@@ -244,7 +244,7 @@ def job_specs(draw: st.DrawFn) -> JobSpec:
             schedule=st.just(schedule),
             compile=st.booleans() if degree == lanes and schedule != "zero-bubble" else st.just(False),
             tensor_parallel=st.just(degree),
-            sharding=st.just("none" if lanes == 1 else "optimizer"),
+            sharding=st.just("none") if lanes == 1 else st.sampled_from(("optimizer", "gradients", "all")),
             sharding_devices=st.just(lanes),
             initial_loss_scale=_LOSS_SCALES,
             num_pipelines=st.none() | st.integers(1, num_microbatches),

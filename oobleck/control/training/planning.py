@@ -48,7 +48,8 @@ def planner_for(
         kind_of,
         domain_of=domain_of,
         tensor_parallel=job.devices_per_stage,
-        is_sharded=job.sharding != "none",
+        sharding=job.sharding,
+        is_cast=job.dtype in ("bfloat16", "float16"),
         make_cutter=cutter,
     )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from oobleck.control.protocol import WorkerAddress
 from oobleck.control.steps import CommitState, Committee, GroupKey
+from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
 
 from .fabric import Contribution, Violation, Wait, label
@@ -143,13 +144,17 @@ def buckets_of(committee: Committee, worker_id: WorkerId, *, degree: int = 1) ->
 class NodeSums:
     """Collectives of the devices of a sharded stage: the twin of `training.step.node_sums`."""
 
-    def __init__(self, commit_state: CommitState, groups: GroupTable, layers: HeldLayers, *, num_lanes: int) -> None:
-        """`num_lanes` as in `JobSpec`; with one there is nothing to sum."""
+    def __init__(self, job: JobSpec, commit_state: CommitState, groups: GroupTable, layers: HeldLayers) -> None:
         self._worker_id, self._stopped = commit_state.worker_id, commit_state.is_pipeline_stopped
         self._groups, self._layers = groups, layers
-        self._num_lanes = num_lanes
+        self._num_lanes, self._sharding = job.num_lanes, job.sharding
 
-    def gather(self, key: GroupKey, step: int, *, interrupted: Callable[[], bool] | None = None) -> Moves:
+    def begin(self, key: GroupKey, step: int, *, interrupted: Callable[[], bool] | None = None) -> Moves:
+        """Begin a program, or an evaluation: take all weights, unless each pass takes its own."""
+        if self._sharding != "all":
+            yield from self._gather(key, step, interrupted=interrupted)
+
+    def _gather(self, key: GroupKey, step: int, *, interrupted: Callable[[], bool] | None = None) -> Moves:
         """Take all devices' shares of the weights with which `step` is computed."""
         # Shares of several steps would be no model's weights.
         own = Contribution(step, (), self._layers.digests(sorted(self._layers.held)))
@@ -157,8 +162,24 @@ class NodeSums:
             sequence = self._groups.post(key, own)
             yield from self._groups.sum(key, sequence, step, interrupted=interrupted or self._stopped)
 
-    def scatter(self, key: GroupKey, step: int, microbatches: Sequence[int]) -> Moves:
-        """Sum the gradients of a plan's microbatches, of which each device has computed its own."""
+    def forward(self, key: GroupKey, step: int) -> Moves:
+        """Take the weights of a forward pass, where each takes its own."""
+        if self._sharding == "all":
+            yield from self._gather(key, step)
+
+    def backward(self, key: GroupKey, step: int, microbatch: int) -> Moves:
+        """Take the weights of a backward pass, and sum its gradients, where each has sums."""
+        yield from self.forward(key, step)
+        if self._sharding != "optimizer":
+            yield from self._sum(key, step, [microbatch])
+
+    def conclude(self, key: GroupKey, step: int, microbatches: Sequence[int]) -> Moves:
+        """Sum the gradients of a plan's microbatches, unless that was done in their passes."""
+        if self._sharding == "optimizer":
+            yield from self._sum(key, step, microbatches)
+
+    def _sum(self, key: GroupKey, step: int, microbatches: Sequence[int]) -> Moves:
+        """Sum gradients of microbatches, of which each device has computed its own."""
         if self._num_lanes == 1:
             return
         lanes = range(self._num_lanes)

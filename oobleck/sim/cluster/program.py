@@ -72,14 +72,17 @@ class Programs:
         self._running = running = _Running(self._clock(), times)
         try:
             done, began_s = 0, 0.0
-            yield from self.node_sums.gather(seat.stage_key, work.step)
+            yield from self.node_sums.begin(seat.stage_key, work.step)
             for stop in section_stops(
                 len(microbatches), program.num_sections, round_size=seat.pipeline.template.round_size
             ):
                 is_last = stop == len(microbatches)
                 ends_s = times.end_s if is_last else times.backward_ends_s[stop - 1]
                 yield from self._run_section(work, seat, ends_s - began_s)
-                yield from self.node_sums.scatter(seat.stage_key, work.step, microbatches[done:stop])
+                for microbatch in microbatches[done:stop]:
+                    yield from self.node_sums.forward(seat.stage_key, work.step)
+                    yield from self.node_sums.backward(seat.stage_key, work.step, microbatch)
+                yield from self.node_sums.conclude(seat.stage_key, work.step, microbatches[done:stop])
                 work.microbatches += microbatches[done:stop]
                 done, began_s = stop, ends_s
                 if not is_last:

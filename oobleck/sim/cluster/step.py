@@ -199,7 +199,7 @@ class StepDriver:
     def _evaluate(self, effect: steps.Evaluate) -> Generator[Wait, None, steps.Evaluation]:
         if any(version.partial for version in self._layers.held.values()):
             raise Violation(f"{self._commit_state.worker_id} evaluates in the middle of step {effect.step + 1}")
-        yield from self._node_sums.gather(effect.stage_key, effect.step, interrupted=self._commit_state.is_fenced)
+        yield from self._node_sums.begin(effect.stage_key, effect.step, interrupted=self._commit_state.is_fenced)
         yield from self._agreements.total(effect.committee, effect.subject, Totals(()))
         # The time of an evaluation is not the next step's.
         self._step_began_s, self._posted_s = self._ports.clock(), None

@@ -48,7 +48,7 @@ class VirtualWorker:
         self._follower = steps.Follower(job, self.commit_state, records=records, evaluates=True)
         agreements = steps.Agreements(worker_id, lock=nullcontext())
         self._agreements = VirtualAgreements(agreements, self.commit_state, ports)
-        node_sums = NodeSums(self.commit_state, self._groups, self.store, num_lanes=job.num_lanes)
+        node_sums = NodeSums(job, self.commit_state, self._groups, self.store)
         self._programs = self.programs(
             ports, self.commit_state, self._follower.partial_commit, self._carry_out, node_sums
         )

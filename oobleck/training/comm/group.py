@@ -7,12 +7,13 @@ has a GPU of its own, NCCL carries the sums (`nccl.py`) and the messages between
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
+from torch._C._distributed_c10d import AllgatherOptions, ProcessGroupGloo, Store, Work
 
 from oobleck.control.steps import GroupKey, Interrupted, PeerLost
 from oobleck.planner import WorkerId
@@ -194,8 +195,8 @@ class Group:
     def all_reduce(self, tensor: torch.Tensor, *, stage: Group | None = None) -> Reduction:
         """Post a sum over the members, in place. Raises PeerLost, or Interrupted after a fence aborted such sums.
 
-        With `stage`, the tensor may depend on `sum_in_order` in that group: it is posted once those sums are whole, and
-        never if one of them was aborted.
+        With `stage`, the tensor may depend on what was joined in that group: it is posted once those sums are whole,
+        and never if one of them was aborted.
         """
         with blaming_peers(f"all-reduce in {self.key.name}"):
             if stage is not None and stage.sums_in_order(tensor):
@@ -203,24 +204,28 @@ class Group:
             return Reduction(self, self._sum(tensor, self.waiter.announce))
 
     def sums_in_order(self, tensor: torch.Tensor) -> bool:
-        """Return whether `sum_in_order` leaves a tensor's sum to the device."""
+        """Return whether `Reduction.join` leaves a tensor's sum to the device."""
         return self._nccl is not None and tensor.device == self._nccl.device
 
-    def sum_in_order(self, tensor: torch.Tensor, interrupted: Callable[[], bool]) -> None:
-        """Sum over the members, in place, before this thread's next launches. Raises Interrupted or PeerLost.
+    def all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> Reduction:
+        """Post a copy of each member's `own` [size] into its row of every member's `rows` [members, size].
 
-        The host waits, until `interrupted`, only where NCCL does not carry the sum. Else the sum is not known to be
-        whole until `conclude_in_order`.
+        Raises as `all_reduce`.
         """
-        if self._nccl is None or not self.sums_in_order(tensor):
-            self.all_reduce(tensor).wait(interrupted)
-            return
-        try:
-            with blaming_peers(f"all-reduce in {self.key.name}"):
-                self._nccl.sum_in_order(tensor)
-        except (Interrupted, PeerLost):
-            self.abort()
-            raise
+        if self._is_staged(own) and not self.sums_in_order(own):
+            # Everywhere else -0.0, to which adding a number changes none of its bits: the sum is what all have.
+            rows.fill_(-0.0)[self.rank] = own
+            return self.all_reduce(rows)
+        with blaming_peers(f"all-gather in {self.key.name}"):
+            if self._nccl is not None and self.sums_in_order(own):
+                return Reduction(self, self._nccl.all_gather(rows, own))
+            work = self._process_group._allgather_base(rows.view(-1), own, AllgatherOptions())
+            return Reduction(self, staging.GlooSum(work, self.waiter.announce))
+
+    def order(self, work: NcclWork) -> None:
+        """Have this thread's next launches come after what NCCL carries. Raises RuntimeError or Interrupted."""
+        assert self._nccl is not None, "NCCL carries it"
+        self._nccl.order(work)
 
     @property
     def is_harmed(self) -> bool:
@@ -228,18 +233,18 @@ class Group:
         return self._nccl is not None and self._nccl.is_aborted
 
     def conclude_in_order(self) -> None:
-        """Conclude every `sum_in_order`: the caller has waited for the device. Raises Interrupted if one is harmed."""
+        """Conclude all that was joined: the caller has waited for the device. Raises Interrupted if one is harmed."""
         if self._nccl is not None:
             self._nccl.forget_ordered()
         if self.is_harmed:
             raise Interrupted
 
     def when_whole(self) -> Reduction | None:
-        """Return what is done once all `sum_in_order` so far are known to be whole; None if the host waits for each."""
+        """Return what is done once all joined so far is known to be whole; None if the host waits for each."""
         return None if self._nccl is None else _Wholeness(self, self.post_late(None, None))
 
     def post_late(self, post: Callable[[], Sum] | None, nccl: NcclGroup | None) -> LateSum:
-        """Have a courier post a sum, which `nccl` may carry, once all `sum_in_order` so far are known to be whole.
+        """Have a courier post a sum, which `nccl` may carry, once all joined so far is known to be whole.
 
         Sums are posted in the order of these calls. Without `post`, none is. Raises Interrupted.
         """
@@ -340,7 +345,7 @@ class Group:
 
 
 class Reduction:
-    """An all-reduce in progress. Waiting is interruptible, since a frozen peer never answers."""
+    """An all-reduce or all-gather in progress. Waiting is interruptible, since a frozen peer never answers."""
 
     def __init__(self, group: Group, in_progress: Sum) -> None:
         self._group = group
@@ -365,10 +370,32 @@ class Reduction:
 
     def wait(self, interrupted: Callable[[], bool]) -> None:
         """Wait for the sum. Raises Interrupted, or PeerLost when a member failed."""
+        with self._concluding():
+            self._group.waiter.wait(self._sum.is_done, interrupted, self._group.others, poll_s=self._sum.poll_s)
+            self._sum.conclude()
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether `join` waits on the host: NCCL does not carry it."""
+        return not isinstance(self._sum, NcclWork)
+
+    def join(self, interrupted: Callable[[], bool]) -> None:
+        """Have this thread's next launches come after the sum, in the order of posts. Raises Interrupted or PeerLost.
+
+        The host waits, until `interrupted`, only where NCCL does not carry the sum. Else it is not known to be whole
+        until `Group.conclude_in_order`.
+        """
+        if not isinstance(self._sum, NcclWork):
+            self.wait(interrupted)
+            return
+        with self._concluding():
+            self._group.order(self._sum)
+
+    @contextmanager
+    def _concluding(self) -> Iterator[None]:
         try:
             with blaming_peers(f"all-reduce in {self._group.key.name}"):
-                self._group.waiter.wait(self._sum.is_done, interrupted, self._group.others, poll_s=self._sum.poll_s)
-                self._sum.conclude()
+                yield
         except (Interrupted, PeerLost):
             # NCCL's kernel spins for a peer that may be gone, and would hold up whatever the GPU does next.
             self.give_up()

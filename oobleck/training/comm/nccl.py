@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, Work
+from torch._C._distributed_c10d import AllgatherOptions, Store, Work
 
 from oobleck.control.steps import Interrupted
 from oobleck.planner import WorkerId
@@ -98,13 +98,16 @@ class NcclGroup:
         """
         return self._post(lambda group: group.allreduce([tensor], dist.AllreduceOptions()), tensor)
 
-    def sum_in_order(self, tensor: torch.Tensor) -> None:
-        """Sum over the members, in place, before this thread's next launches; the host does not wait.
+    def all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> NcclWork:
+        """Post a copy of each member's `own` into its row of all members' `rows`; otherwise as `all_reduce`."""
+        return self._post(lambda group: group._allgather_base(rows.view(-1), own, AllgatherOptions()), rows)
 
-        Once these are done, all such sums were whole if the communicator was not aborted. Connects and raises as
-        `all_reduce`.
+    def order(self, work: NcclWork) -> None:
+        """Have this thread's next launches come after a collective, the oldest not ordered yet; the host does not wait.
+
+        Once these are done, all collectives so ordered were whole if the communicator was not aborted. Raises as
+        `NcclWork.order`.
         """
-        work = self.all_reduce(tensor)
         work.order()
         # The newest ends last. Torch's work holds the tensor, so to keep all would keep what each has summed.
         with self._lock:

@@ -1,9 +1,10 @@
-"""Sums over the devices that share a stage, where the model's own modules ask for them.
+"""Collectives of the devices that share a stage, while its program runs: the sums that the modules of a model ask for,
+and shares of weights and gradients.
 
 On GPUs the host launches on and waits for none of them: an abort leaves parts of sums, and all that was computed from
 them is forgotten with the step. So three things wait until the device is done, and end if a sum was aborted: the step
-itself (`conclude`), sums with other stages (`Group.all_reduce`), and sections (`expect`). Messages to other stages need
-no such care, as a pipeline's communicators are given up together, before the first of them is aborted.
+itself (`conclude`), sums with other stages (`Group.all_reduce`), and sections (`Group.when_whole`). Messages to other
+stages need no such care, as a pipeline's communicators are given up together, before the first of them is aborted.
 """
 
 from __future__ import annotations
@@ -13,31 +14,64 @@ from contextlib import contextmanager
 
 import torch
 
+from oobleck.control.steps import Interrupted, PeerLost
 from oobleck.planner import WorkerId
 
-from .group import Group
+from .group import Group, Reduction
 
 
 class StageSums:
     """The sums of one worker's stage, under the plan in force."""
 
-    def __init__(self, interrupted: Callable[[], bool]) -> None:
-        """`interrupted` ends a wait of the host for the other devices."""
+    def __init__(
+        self,
+        interrupted: Callable[[], bool],
+        *,
+        meanwhile: Callable[[Callable[[], bool], Callable[[], bool], tuple[WorkerId, ...]], None] | None = None,
+    ) -> None:
+        """`interrupted` ends a wait of the host for the other devices.
+
+        Before such a wait, `meanwhile(ready, interrupted, others)` may do what else others wait for, until `ready`.
+        """
         self.group: Group | None = None
         """The devices of the stage; None if there is only one."""
         self._interrupted = interrupted
+        self._meanwhile = meanwhile
         self._evaluation: tuple[Group | None, Callable[[], bool]] | None = None
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor in place and return it. Raises Interrupted or PeerLost."""
-        if self._evaluation is not None:
-            group, interrupted = self._evaluation
-            assert group is not None
-            group.all_reduce(tensor).wait(interrupted)
-            return tensor
-        assert self.group is not None
-        self.group.sum_in_order(tensor, self._interrupted)
+        self.join(self.post_sum(tensor))
         return tensor
+
+    def post_sum(self, tensor: torch.Tensor) -> Reduction:
+        """Post a sum, in place. Raises as the sum itself."""
+        with self._posting() as group:
+            return group.all_reduce(tensor)
+
+    def post_gather(self, rows: torch.Tensor, own: torch.Tensor) -> Reduction:
+        """Post a copy of each device's `own` [size] into its row of all devices' `rows` [devices, size]."""
+        with self._posting() as group:
+            return group.all_gather(rows, own)
+
+    def join(self, posted: Reduction) -> None:
+        """Have later computation see what was posted, in the order of posts. Raises Interrupted or PeerLost."""
+        if self._evaluation is not None:
+            posted.wait(self._evaluation[1])
+            return
+        if posted.is_waited_for and self._meanwhile is not None:
+            self._meanwhile(posted.is_done, self._interrupted, posted.others)
+        posted.join(self._interrupted)
+
+    @contextmanager
+    def _posting(self) -> Iterator[Group]:
+        group = self.group if self._evaluation is None else self._evaluation[0]
+        assert group is not None
+        try:
+            yield group
+        except (Interrupted, PeerLost):
+            group.abort()
+            raise
 
     def adopt(self, group: Group | None) -> None:
         """Put a plan in force, with this group of the stage's devices."""
@@ -55,7 +89,7 @@ class StageSums:
 
     @contextmanager
     def within(self, group: Group | None, interrupted: Callable[[], bool]) -> Iterator[None]:
-        """Sum in another group within the block, where the host waits for each sum, until `interrupted`."""
+        """Use another group within the block, where the host waits for each collective, until `interrupted`."""
         # An evaluation reads its losses one by one, and so waits anyway.
         self._evaluation = group, interrupted
         try:

@@ -12,7 +12,7 @@ from .live_model import LiveModel
 from .loss_trial import BatchSizes, CapturedHead, made_up_weights, with_tried_loss
 from .models import StageModel, separates_documents
 from .structure import LossOfInputs, ModelStructure
-from .tensor_parallel import AllReduce, Share, initialize_share, install, sharded, share_of
+from .tensor_parallel import AllReduce, Share, initialize_share, install, share_for
 from .weight_gradients import WeightGradients
 
 __all__ = [
@@ -38,8 +38,7 @@ __all__ = [
     "require_compiler",
     "save_adapters",
     "separates_documents",
-    "sharded",
-    "share_of",
+    "share_for",
     "tied_parameters",
     "try_layers",
     "unwrapped",

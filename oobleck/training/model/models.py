@@ -7,7 +7,7 @@ masks and rotary tables itself, and only hidden states travel.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from oobleck.errors import ConfigError
 from oobleck.job import Recompute
@@ -49,6 +50,8 @@ class StageModel:
 
     loss_scale: float = 1.0
     """The factor of all gradients, applied where they begin. The loss itself is returned unscaled."""
+    is_tried: bool = False
+    """Whether modules run to see what they do, and not for a microbatch."""
 
     def __init__(
         self,
@@ -61,10 +64,14 @@ class StageModel:
         compiles: bool = False,
         attention: str | None = None,
         max_logits: int = MAX_LOGITS,
+        cached: Collection[str] = (),
+        casts_cached: bool = False,
     ) -> None:
         """`attention` is an implementation by transformers' name. Raises ConfigError where the model has none such.
 
-        The standard loss of language models has at most `max_logits` at once.
+        The standard loss of language models has at most `max_logits` at once. Parameters in `cached` have no memory
+        unless others give it to them. With `casts_cached`, those that autocast would cast are of its type already, and
+        so are their gradients.
         """
         self.structure = structure
         self.dtype = dtype
@@ -81,11 +88,14 @@ class StageModel:
             # The models' own loss converts the logits to float32, which would lose half of the digits.
             self.model.loss_function = losses.causal_lm_loss
         self._max_logits = max_logits
+        self._cached = dict.fromkeys(cached, dtype)
         self._chunked: tuple[losses.ChunkedLoss | None] | None = None  # once it is known whether there is one
         self._vocabulary_share: losses.VocabularyShare | None = None
         self._attention = attention
         if attention is not None:
             use_attention(self.model, attention)
+        if casts_cached and autocast is not None:
+            self._cached |= dict.fromkeys(self._cached.keys() & self._cast_in_blocks(), autocast)
         if not structure.drops:
             turn_off_dropout(self.model)
         self._vacant = dict(self.model.named_parameters(remove_duplicate=False))
@@ -359,7 +369,9 @@ class StageModel:
         if (share is None and num_logits <= self._max_logits) or self.structure.loss_rule.is_mean:
             return None
         if self._chunked is None:
+            self.is_tried = True
             self._chunked = (losses.ChunkedLoss.of(self.model, max_logits=self._max_logits, share=share),)
+            self.is_tried = False
         (chunked,) = self._chunked
         return None if chunked is None or chunked.is_watched() else chunked
 
@@ -395,17 +407,32 @@ class StageModel:
     # --- parameters ----------------------------------------------------------------------------------------
 
     def _new_parameter(self, name: str, value: torch.Tensor | None) -> nn.Parameter:
-        shape = self.structure.shapes[name]
-        if value is None:
-            value = unset(shape, dtype=self.dtype, device=self.device)
+        shape, dtype = self.structure.shapes[name], self.dtype
+        if name in self._cached:
+            dtype = self._cached[name]
+            value = torch.empty(shape, dtype=dtype, device=self.device)
+            value.untyped_storage().resize_(0)
+        elif value is None:
+            value = unset(shape, dtype=dtype, device=self.device)
         assert value.shape == shape, f"{name} has the shape {tuple(shape)}, not {tuple(value.shape)}"
         is_trained = name not in self.structure.frozen
-        made = nn.Parameter(value.detach().to(device=self.device, dtype=self.dtype), requires_grad=is_trained)
+        made = nn.Parameter(value.detach().to(device=self.device, dtype=dtype), requires_grad=is_trained)
         if name in self._vacant:  # it is not a buffer
             vars(made).update(vars(self._vacant[name]))
         for hook in self.structure.hooks.get(name, ()):
             made.register_hook(hook)  # type: ignore[no-untyped-call]
         return made
+
+    def _cast_in_blocks(self) -> set[str]:
+        """The names of parameters of blocks that are used by nothing but modules whose weights autocast casts."""
+        used: dict[str, bool] = {}
+        for layer, sites in enumerate(self.structure.sites):
+            for site in sites:
+                is_cast = type(self.model.get_submodule(site.module)) in (nn.Linear, Conv1D)
+                is_cast = is_cast and self.structure.is_block(layer)
+                used[site.parameter] = used.get(site.parameter, True) and is_cast
+        # A script's hook takes a gradient as it comes without sharding.
+        return {name for name, is_cast in used.items() if is_cast} - self.structure.hooks.keys()
 
     def _fill_vacant(self) -> None:
         """Have parameters held elsewhere be zeros that take no memory: the model's own code may ask for their type."""

@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn import functional
 
 from oobleck.errors import ConfigError
+from oobleck.job import JobSpec, Sharding
 
 from . import losses
 from .models import StageModel
@@ -58,14 +59,28 @@ class Share:
     whole: ModelStructure
     structure: ModelStructure
     """With the shapes of the shares."""
-    is_sharded: bool = False
-    """Whether devices compute with whole parameters, and share its state alone (`sharded`)."""
+    sharding: Sharding = "none"
+    """What devices share out that compute with whole parameters (`sharded`); `none` for tensor parallelism."""
     styles: Mapping[str, Style]
     """Keyed by module."""
     cut_dimensions: Mapping[str, int]
     """The dimension along which a parameter is cut, keyed by parameter."""
     summed: frozenset[str]
     """Whole parameters with partial gradients."""
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.sharding != "none"
+
+    @property
+    def cached(self) -> frozenset[str]:
+        """The parameters whose whole values follow from shares."""
+        return frozenset(self.cut_dimensions if self.is_sharded else ())
+
+    @property
+    def sums_in_passes(self) -> bool:
+        """Whether devices sum the gradients of each microbatch in its backward pass."""
+        return self.sharding in ("gradients", "all")
 
     def is_whole(self, parameter: str) -> bool:
         """Return whether all devices of a stage have the same gradient of this parameter."""
@@ -116,30 +131,43 @@ def share_of(structure: ModelStructure, *, rank: int, degree: int) -> Share:
     )
 
 
-def sharded(structure: ModelStructure, *, rank: int, degree: int) -> Share:
-    """Cut the state of all trained parameters by their first dimension, for a stage that is sharded.
+def sharded(structure: ModelStructure, *, rank: int, degree: int, sharding: Sharding) -> Share:
+    """Cut the state of parameters by their first dimension, for a stage that is sharded.
 
-    Frozen parameters and buffers, which have no optimizer state, stay whole. So do trained single numbers, of which
-    each device has a gradient of its own microbatches. Raises ConfigError for a model that is kept whole.
+    Buffers stay whole, and so do single numbers: if they are trained, each device has a gradient of its own
+    microbatches. Frozen parameters, which have no optimizer state, are cut where all weights are. Raises ConfigError
+    for a model that is kept whole, and for a traced one of whose layers' passes nothing is known.
     """
     if structure.is_whole:
         raise ConfigError("sharding: devices cannot share out a model that is kept whole; leave it out")
-    trained = {name: shape for name, shape in structure.shapes.items() if name not in structure.frozen}
+    if structure.flow is not None and sharding != "optimizer":
+        raise ConfigError(
+            f"sharding: {sharding} needs a model whose layers run one after the other, and this one computes its loss "
+            "itself; choose optimizer"
+        )
+    fixed = structure.buffers if sharding == "all" else structure.frozen
     cut = {
         name: torch.Size([len(rows_of(shape[0], rank=rank, degree=degree)), *shape[1:]])
-        for name, shape in trained.items()
-        if shape
+        for name, shape in structure.shapes.items()
+        if shape and name not in fixed
     }
     return Share(
         rank=rank,
         degree=degree,
         whole=structure,
         structure=replace(structure, shapes={**structure.shapes, **cut}),
-        is_sharded=True,
+        sharding=sharding,
         styles={},
         cut_dimensions=dict.fromkeys(cut, 0),
-        summed=frozenset(trained.keys() - cut.keys()),
+        summed=frozenset(structure.shapes.keys() - cut.keys() - structure.frozen),
     )
+
+
+def share_for(job: JobSpec, structure: ModelStructure, *, rank: int) -> Share:
+    """Cut a model as a job asks for, for one of the devices of a stage. Raises ConfigError as the cuts do."""
+    if job.sharding == "none":
+        return share_of(structure, rank=rank, degree=job.tensor_parallel)
+    return sharded(structure, rank=rank, degree=job.sharding_devices, sharding=job.sharding)
 
 
 def install(stage: StageModel, share: Share, sum_up: AllReduce) -> None:
@@ -166,17 +194,17 @@ def install(stage: StageModel, share: Share, sum_up: AllReduce) -> None:
 
 
 def initialize_share(
-    stage: StageModel, share: Share, whole: ModelStructure, layers: Iterable[int], *, seed: int
+    stage: StageModel, share: Share, parameters: Mapping[str, nn.Parameter], layers: Iterable[int], *, seed: int
 ) -> None:
-    """Set held layers to their share of the whole model's initial values."""
-    # Values are drawn whole, as without tensor parallelism; one layer at a time needs the memory of one whole layer.
-    source = StageModel(whole, dtype=stage.dtype, device=stage.device)
+    """Set the stage's `parameters` of held layers to their share of the whole model's initial values."""
+    # Values are drawn whole, as on one device; one layer at a time needs the memory of one whole layer.
+    source = StageModel(share.whole, dtype=stage.dtype, device=stage.device)
     for layer in layers:
         source.adopt(layer, layer + 1, {})
         source.initialize([layer], seed=seed)
         with torch.no_grad():
             for name, parameter in source.parameters.items():
-                stage.parameters[name].copy_(share.part_of(name, parameter))
+                parameters[name].copy_(share.part_of(name, parameter))
 
 
 class _Enter(torch.autograd.Function):

@@ -30,7 +30,7 @@ from oobleck.training.checkpoint import LayerSaver
 from oobleck.training.data import ShardScanner
 from oobleck.training.forking import has_cuda_driver
 from oobleck.training.likeness import things_of_worker
-from oobleck.training.model import require_compiler, sharded, share_of
+from oobleck.training.model import require_compiler, share_for
 from oobleck.training.step import Engine
 from oobleck.training.worker_log import WorkerLog, start_logging
 from oobleck.wire import FrameDecoder, encode_frame
@@ -166,9 +166,7 @@ class _Worker:
             self._records.on_news(self._waiter.announce)
             self._scanner = ShardScanner(shards.survey, setup.worker_id.device, link.send)
         self._saving: LayerSaver | None = None
-        degree = job.devices_per_stage
-        cut = share_of if job.sharding == "none" else sharded
-        share = cut(assembly.structure, rank=setup.worker_id.device % degree, degree=degree)
+        share = share_for(job, assembly.structure, rank=setup.worker_id.device % job.devices_per_stage)
         if setup.storage is not None and job.checkpoint.enabled:
             self._saving = LayerSaver(
                 setup.worker_id, setup.storage, share, link.send, tag=job.tag, device=self._device

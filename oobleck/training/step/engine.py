@@ -19,6 +19,7 @@ import torch
 from oobleck.control import protocol, steps
 from oobleck.host.script import GATHERS
 from oobleck.job import JobSpec
+from oobleck.planner import WorkerId
 from oobleck.training.assembly import Assembly
 from oobleck.training.checkpoint import LayerSaver
 from oobleck.training.comm import DeviceWork, GroupTable, PeerAgreements, StageSums
@@ -73,7 +74,8 @@ class Engine:
         self._optimizer = assembly.optimizer
         self._model = _stage_model(job, share, self._precision, groups.waiter.device)
         self._recompute = job.recompute
-        self._stage_sums = StageSums(commit_state.is_pipeline_stopped)
+        # Devices of other nodes may wait for this one's part of a section.
+        self._stage_sums = StageSums(commit_state.is_pipeline_stopped, meanwhile=self._look_until)
         install(self._model, share, self._stage_sums)
         state = StageState(self._model, share)
         self._node_sums = NodeSums(state, self._stage_sums) if share.is_sharded else None
@@ -85,6 +87,7 @@ class Engine:
                 assembly.validation,
                 self._model,
                 groups.waiter,
+                node_sums=self._node_sums,
                 interrupted=commit_state.is_fenced,
                 on_progress=self._is_evaluating,
             )
@@ -330,7 +333,7 @@ class Engine:
         lanes = self._share.degree if self._node_sums is not None else 1
         with self._stage_sums.within(self._groups.find(effect.stage_key), self._commit_state.is_fenced):
             if self._node_sums is not None:
-                self._node_sums.gather()
+                self._node_sums.begin()
             outcome = self._evaluator.run(
                 effect.step,
                 replace(pipeline_rank, group=self._groups.find(effect.lane_key)),
@@ -340,6 +343,11 @@ class Engine:
         # An evaluation is no part of the step's time.
         self._step_timer.begin_step()
         return outcome
+
+    def _look_until(
+        self, ready: Callable[[], bool], interrupted: Callable[[], bool], waits_for: tuple[WorkerId, ...]
+    ) -> None:
+        self._sections.look_until(ready, interrupted, waits_for)
 
     def _is_evaluating(self, step: int) -> None:
         self._report(protocol.Evaluating(device=self._worker_id.device, step=step))
@@ -405,4 +413,6 @@ def _stage_model(job: JobSpec, share: Share, precision: Precision, device: torch
         recompute=job.recompute,
         compiles=job.compile,
         attention=job.attn_implementation,
+        cached=share.cached,
+        casts_cached=share.sums_in_passes,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -23,6 +24,7 @@ from oobleck.training.flow import Carried
 from oobleck.training.model import MicrobatchKey, StageModel
 
 from .messages import Messages, Sent
+from .node_sums import NodeSums
 from .step_work import PipelineRank, item_share_of
 
 _PROGRESS_INTERVAL_S = 1.0
@@ -40,17 +42,20 @@ class Evaluator:
         model: StageModel,
         waiter: Waiter,
         *,
+        node_sums: NodeSums | None,
         interrupted: Callable[[], bool],
         on_progress: Callable[[int], None],
     ) -> None:
         """`interrupted` ends any wait. `on_progress` is called with the step about every second.
 
-        Raises ConfigError where there are fewer samples than one microbatch has.
+        `node_sums` has begun before each `run`; None unless the stage is sharded. Raises ConfigError where there are
+        fewer samples than one microbatch has.
         """
         self._job = job
         self._dataset = dataset
         self._model = model
         self._waiter = waiter
+        self._node_sums = node_sums
         self._interrupted = interrupted
         self._on_progress = on_progress
         self._num_samples = min(dataset.num_samples, job.max_eval_samples or dataset.num_samples)
@@ -87,17 +92,22 @@ class Evaluator:
         """Run this pipeline's share forward; returns losses and tokens on the last stage, zeros on others."""
         total = num_items = 0.0
         reported_s = -_PROGRESS_INTERVAL_S
+        own = range(share[0], self._num_microbatches, share[1])
+        if self._node_sums is not None:
+            # All devices of a stage run as many, as they gather weights in them: some run one that others count.
+            own = range(share[0], -(-self._num_microbatches // share[1]) * share[1], share[1])
         with self._model.evaluating(), torch.no_grad():
-            for microbatch, chunk in _in_rounds(pipeline_rank, range(share[0], self._num_microbatches, share[1])):
+            for microbatch, chunk in _in_rounds(pipeline_rank, own):
                 if time.monotonic() - reported_s >= _PROGRESS_INTERVAL_S:
                     reported_s = time.monotonic()
                     self._on_progress(step)
                 hidden = self._received(pipeline_rank, microbatch, chunk)
-                batch = self._load(microbatch)
+                batch = self._load(min(microbatch, self._num_microbatches - 1))
                 key = MicrobatchKey(seed=self._job.seed, step=step, microbatch=microbatch)
-                output = self._model.carry(
-                    batch.to(self._model.device), hidden, num_items=self._divisor, key=key, chunk=chunk
-                )
+                with nullcontext() if self._node_sums is None else self._node_sums.forward(chunk):
+                    output = self._model.carry(
+                        batch.to(self._model.device), hidden, num_items=self._divisor, key=key, chunk=chunk
+                    )
                 if not pipeline_rank.is_last(chunk):
                     if len(sends) == _SENDS_AHEAD:
                         self._waiter.call(partial(_wait_sent, sends[0]), self._interrupted)
@@ -106,7 +116,7 @@ class Evaluator:
                     tag = pipeline_rank.tag(microbatch, pipeline_rank.cut_after(chunk))
                     messages = self._messages(pipeline_rank)
                     sends.append(messages.send_and_wait_later(output, pipeline_rank.member(target), tag))
-                elif pipeline_rank.reports:
+                elif pipeline_rank.reports and microbatch < self._num_microbatches:
                     assert isinstance(output, torch.Tensor)
                     total += float(output)
                     num_items += batch.num_items

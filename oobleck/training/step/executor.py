@@ -74,14 +74,15 @@ class Execution:
         gradients are then partial.
         """
         if self.node_sums is not None:
-            self.node_sums.gather()
+            self.node_sums.begin()
         self._expect(program, microbatches)
         last = max((at for at, instruction in enumerate(program) if instruction.op in _GRADIENT_OPS), default=None)
         if self.device_work is not None:
             self.device_work.begin()
         loads = [microbatches[_position(each)] for each in program if each.op is Op.LOAD]
         self._reading = self.reader.begin(self.batch.load, loads)
-        with closing(self._reading), self.model.casting_once():
+        casting = self.model.casting_once() if self.node_sums is None else self.node_sums.casting()
+        with closing(self._reading), casting:
             for at, instruction in enumerate(program):
                 if instruction.op.is_tail:
                     break
@@ -90,7 +91,7 @@ class Execution:
                 if self.sections is not None:
                     self.sections.look()
         if self.node_sums is not None:
-            self.node_sums.scatter()
+            self.node_sums.conclude()
 
     def _timing(self, op: Op) -> AbstractContextManager[object]:
         return self.device_work.piece() if self.device_work is not None and op in _COMPUTING_OPS else nullcontext()
@@ -128,7 +129,7 @@ class Execution:
             case Op.COMMIT_SECTION:
                 assert self.sections is not None, "a program with sections needs their sums"
                 if self.node_sums is not None:
-                    self.node_sums.scatter()
+                    self.node_sums.conclude()
                 self.sections.begin(self.work)
             case _:
                 raise AssertionError(f"{op} ends a step, and is no part of a pipeline's work")
@@ -169,13 +170,14 @@ class Execution:
         return inbox.take(self.commit_state.is_pipeline_stopped)
 
     def _forward(self, microbatch: int, chunk: int) -> None:
-        self._outputs[microbatch, chunk] = self.model.carry(
-            self._batches[microbatch],
-            self._inputs.get((microbatch, chunk)),
-            num_items=self.batch.divisor,
-            key=self.batch.key(microbatch),
-            chunk=chunk,
-        )
+        with nullcontext() if self.node_sums is None else self.node_sums.forward(chunk):
+            self._outputs[microbatch, chunk] = self.model.carry(
+                self._batches[microbatch],
+                self._inputs.get((microbatch, chunk)),
+                num_items=self.batch.divisor,
+                key=self.batch.key(microbatch),
+                chunk=chunk,
+            )
         if chunk == self.pipeline_rank.num_chunks - 1:
             del self._batches[microbatch]
 
@@ -191,7 +193,8 @@ class Execution:
             # Kept on the device: reading a loss here would wait for everything launched so far.
             self.work.losses.append(output.detach())
             self.work.num_items += self._num_items.pop(microbatch)
-        run_backward(output, gradients)
+        with nullcontext() if self.node_sums is None else self.node_sums.backward(chunk):
+            run_backward(output, gradients)
 
     def _backward_weight(self, microbatch: int, chunk: int) -> None:
         if self.put_off is not None:

@@ -22,6 +22,8 @@ class StageState:
     def __init__(self, model: StageModel, share: Share) -> None:
         self.model = model
         self.share = share
+        self.wholes: Mapping[str, nn.Parameter] = {}
+        """The model's parameters whose whole values follow from shares, in the order of layers."""
         self._parameters: dict[str, nn.Parameter] = {}
         """The shares of held parameters, and those that stay whole; unused where the model's own are the state."""
 
@@ -33,7 +35,7 @@ class StageState:
     def adopt_chunks(self, chunks: Sequence[range], state: Mapping[str, torch.Tensor]) -> None:
         """Hold the layers of these chunks from now on, as `StageModel.adopt_chunks` does, with shares as `state`.
 
-        Whole weights of new layers are not-a-number until the cache is filled.
+        Whole weights of new layers have no memory until the cache is filled.
         """
         share, before = self.share, self._parameters
         if not share.is_sharded:
@@ -42,7 +44,9 @@ class StageState:
         cut = share.cut_dimensions.keys()
         self.model.adopt_chunks(chunks, {name: value for name, value in state.items() if name not in cut})
         self._parameters = {}
-        for name, whole in self.model.parameters.items():
+        wholes = self.model.parameters
+        self.wholes = {name: whole for name, whole in wholes.items() if name in cut and whole.numel()}
+        for name, whole in wholes.items():
             if name not in cut:
                 self._parameters[name] = whole
             # As in the model, what is held already stays the same object.
@@ -53,14 +57,10 @@ class StageState:
 
     def initialize(self, layers: Iterable[int], *, seed: int) -> None:
         """Set held layers to their share of the initial values."""
-        layers = tuple(layers)
-        if self.share.degree > 1 and not self.share.is_sharded:
-            initialize_share(self.model, self.share, self.share.whole, layers, seed=seed)
-            return
-        self.model.initialize(layers, seed=seed)
-        with torch.no_grad():
-            for name in self.share.cut_dimensions.keys() & self._parameters.keys():
-                self._parameters[name].copy_(self.share.part_of(name, self.model.parameters[name]))
+        if self.share.degree > 1:
+            initialize_share(self.model, self.share, self.parameters, layers, seed=seed)
+        else:
+            self.model.initialize(layers, seed=seed)
 
     def forget_gradients(self) -> None:
         for parameter in (*self.model.parameters.values(), *self._parameters.values()):
@@ -68,8 +68,8 @@ class StageState:
 
     def _new_share(self, name: str, value: torch.Tensor | None, whole: nn.Parameter) -> nn.Parameter:
         if value is None:
-            value = torch.full(self.share.structure.shapes[name], torch.nan, dtype=whole.dtype, device=whole.device)
-        made = nn.Parameter(value.detach().to(device=whole.device, dtype=whole.dtype))
+            value = torch.full(self.share.structure.shapes[name], torch.nan, dtype=self.model.dtype)
+        made = nn.Parameter(value.detach().to(whole.device, self.model.dtype), requires_grad=whole.requires_grad)
         # An optimizer of a script's may go by what the script has set.
         vars(made).update(vars(whole))
         return made

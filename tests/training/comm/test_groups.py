@@ -216,6 +216,27 @@ def test_a_message_or_a_sum_may_take_longer_than_a_group_may_take_to_form() -> N
         member.links.close()
 
 
+def test_members_gather_what_each_of_them_has_and_a_frozen_one_can_be_left() -> None:
+    two = [LinkedTable(worker_id, forming_timeout_s=30.0) for worker_id in (A, B)]
+    acquaint(two)
+    key = GroupKey("stage", 1, (A, B))
+    at_once(*(partial(member.groups.form, [key], never, generation=1) for member in two))
+    groups, rows = [member.groups[key] for member in two], [torch.zeros(2, 3) for _ in two]
+    gathers = [
+        group.all_gather(each, torch.full((3,), -float(group.rank))) for group, each in zip(groups, rows, strict=True)
+    ]
+    for gather in gathers:
+        gather.join(never)
+    assert all(torch.equal(each.signbit(), torch.tensor([[True] * 3] * 2)) for each in rows), "-0.0 is no 0.0"
+    assert rows[0].tolist() == rows[1].tolist() == [[0.0] * 3, [-1.0] * 3]
+    unanswered = groups[0].all_gather(rows[0], torch.ones(3))
+    with pytest.raises(Interrupted):
+        unanswered.join(lambda: True)
+    for member in two:
+        member.groups.keep_only([], generation=2)
+        member.links.close()
+
+
 def test_variables_that_would_mix_groups_up_have_no_effect() -> None:
     """With them, connections of groups that share a listener are told apart by nothing."""
     variables = {"TORCH_GLOO_LAZY_INIT": "1", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "1"}

@@ -241,7 +241,7 @@ def test_the_host_goes_on_before_a_sum_in_order_is_there():
     stage, _, _, (mine, other), _ = stage_and_sum()
     parts = [torch.full((2,), float(number)) for number in range(3)]
     for part in parts:
-        stage.sum_in_order(part, never)
+        stage.all_reduce(part).join(never)
     assert mine.num_spinning == 3
     assert stage.has_open_sums, "a fence has to end it"
     assert stage.waiter.mark.begun == 0
@@ -257,7 +257,7 @@ def test_of_sums_in_order_only_the_newest_keeps_its_tensor():
     parts = [torch.ones(2) for _ in range(3)]
     seen = [weakref.ref(part) for part in parts]
     for part in parts:
-        stage.sum_in_order(part, never)
+        stage.all_reduce(part).join(never)
     del part
     mine.works.clear()
     parts.clear()
@@ -267,10 +267,10 @@ def test_of_sums_in_order_only_the_newest_keeps_its_tensor():
 
 def test_no_sum_in_order_that_was_aborted_passes_for_whole():
     stage, _, _, _, _ = stage_and_sum()
-    stage.sum_in_order(torch.ones(2), never)
+    stage.all_reduce(torch.ones(2)).join(never)
     stage.abort()
     with pytest.raises(Interrupted):
-        stage.sum_in_order(torch.ones(2), never)
+        stage.all_reduce(torch.ones(2)).join(never)
     with pytest.raises(Interrupted):
         stage.conclude_in_order()
 
@@ -279,7 +279,7 @@ def test_what_depends_on_a_stages_sums_is_summed_with_others_once_they_are_whole
     stage, owners, streams, (_, mate), (mine, other) = stage_and_sum()
     flats = [torch.ones(2), torch.ones(2)]
     num_posted = len(mine.works)
-    stage.sum_in_order(flats[0], never)
+    stage.all_reduce(flats[0]).join(never)
     reductions = [owners.all_reduce(flat, stage=stage) for flat in flats]
     assert len(streams.marks) == len(reductions)
     streams.marks[1].has_come.set()
@@ -301,7 +301,7 @@ def test_what_depends_on_a_stages_sums_is_summed_with_others_once_they_are_whole
 def test_nothing_that_an_abort_may_have_harmed_is_summed_with_others(aborted: str):
     stage, owners, streams, _, (mine, _) = stage_and_sum()
     flat, num_posted = torch.ones(2), len(mine.works)
-    stage.sum_in_order(flat, never)
+    stage.all_reduce(flat).join(never)
     reduction, whole = owners.all_reduce(flat, stage=stage), stage.when_whole()
     assert whole is not None
     (stage if aborted == "stage" else owners).abort()

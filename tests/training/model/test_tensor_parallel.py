@@ -58,7 +58,7 @@ def shared_stage(
     stage = StageModel(share.structure, dtype=torch.float64, device="cpu", max_logits=max_logits)
     install(stage, share, sums)
     stage.adopt(0, whole.num_layers, {})
-    initialize_share(stage, share, whole, range(whole.num_layers), seed=0)
+    initialize_share(stage, share, stage.parameters, range(whole.num_layers), seed=0)
     return share, stage
 
 
@@ -207,7 +207,7 @@ def test_a_block_sums_twice_forward_and_twice_backward_in_the_type_it_computes_i
     )
     install(stage, share, sums)
     stage.adopt(0, whole.num_layers, {})
-    initialize_share(stage, share, whole, range(whole.num_layers), seed=0)
+    initialize_share(stage, share, stage.parameters, range(whole.num_layers), seed=0)
     batch = random_batch(3)
     loss = stage.forward(batch, None, num_items=batch.num_items, key=MicrobatchKey(seed=0, step=1, microbatch=0))
     # Before the blocks what the tokens have looked up; after them the loss, and the gradient of the head's input.

@@ -64,7 +64,7 @@ def test_a_backward_pass_whose_sum_between_devices_is_interrupted_ends_the_progr
 
     install(model, share, sum_up)
     model.adopt(0, whole.num_layers - 1, {})
-    initialize_share(model, share, whole, range(whole.num_layers - 1), seed=0)
+    initialize_share(model, share, model.parameters, range(whole.num_layers - 1), seed=0)
     worker = OneWorker(None, model)
     wire = _Aborted(worker.waiter)
     group, schedule = cast("Group", wire), ScheduleKind.ONE_F_ONE_B
@@ -130,7 +130,7 @@ def test_the_host_waits_for_no_sum_of_a_stage_in_a_step(ends: str) -> None:
         worker.step.stage_sums.adopt(group)
         model.adopt(0, whole.num_layers, {})
         with drawing:
-            initialize_share(model, share, whole, range(whole.num_layers), seed=0)
+            initialize_share(model, share, model.parameters, range(whole.num_layers), seed=0)
         fakes[rank].num_polls = 0
         rank_in = PipelineRank(
             stage=0, num_stages=1, group=None, rank=rank, degree=degree, schedule=ScheduleKind.ONE_F_ONE_B

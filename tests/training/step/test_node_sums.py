@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 
 from oobleck.control.steps import Interrupted
 from oobleck.control.steps.groups import Committee
-from oobleck.job import JobSpec, OptimizerSpec
+from oobleck.job import JobSpec, LoraSpec, OptimizerSpec, Sharding
 from oobleck.planner import (
     DeviceProfile,
     ExecutionPlan,
@@ -26,55 +27,120 @@ from oobleck.planner import (
     WorkerId,
 )
 from oobleck.planner.costs import footprint
-from oobleck.planner.tensor_parallel import grouped, with_sharded_state
+from oobleck.planner.tensor_parallel import grouped, with_shares
+from oobleck.training.comm import Reduction
+from oobleck.training.data.batches import Batch
+from oobleck.training.model.forward_passes import Precision
 from oobleck.training.model.models import StageModel
 from oobleck.training.model.structure import ModelStructure
 from oobleck.training.model.tensor_parallel import sharded
 from oobleck.training.optim import Optimizer
+from oobleck.training.randomness import MicrobatchKey
 from oobleck.training.step.layer_store import LayerStore
 from oobleck.training.step.node_sums import NodeSums
 from oobleck.training.step.reduction import make_buckets
 from oobleck.training.step.stage_state import StageState
+from tests.training.model.test_adapters import adapted
 from tests.training.model.test_frozen import frozen_structure
 from tests.training.model.test_tensor_parallel import Sums
 from tests.training.step.test_step import RECORD
-from tests.training.zoo import structure_of, whole_stage
+from tests.training.zoo import random_batch, structure_of, whole_stage
 
 DEGREE = 3
 """No parameter here has a number of rows that three divide: the last device has fewer, and of short ones none."""
 FAMILIES = ("gpt2", "llama", "mixtral")
+LEVELS: tuple[Sharding, ...] = ("optimizer", "gradients", "all")
+KEY = MicrobatchKey(seed=0, step=1, microbatch=0)
+EXACT, SHORT = Precision.of("float64"), Precision.of("bfloat16")
+
+
+class Together:
+    """Collectives among threads of this process, each of which is a device."""
+
+    def __init__(self, sums: Callable[[torch.Tensor], torch.Tensor], rank: int) -> None:
+        self.sums, self.rank = sums, rank
+        self.posted: list[tuple[str, int]] = []
+        self.under_way: list[torch.Tensor] = []
+        self.fails_at: int | None = None
+
+    def post_sum(self, tensor: torch.Tensor, what: str = "sum") -> Reduction:
+        self.posted.append((what, tensor.numel()))
+        if len(self.posted) == self.fails_at:
+            raise Interrupted
+        self.under_way.append(tensor)
+        return cast("Reduction", tensor)
+
+    def post_gather(self, rows: torch.Tensor, own: torch.Tensor) -> Reduction:
+        rows.fill_(-0.0)[self.rank] = own
+        return self.post_sum(rows, "gather")
+
+    def join(self, posted: Reduction) -> None:
+        assert posted is self.under_way.pop(0), "joined in the order of posts"
+        self.sums(cast("torch.Tensor", posted))
 
 
 class Device:
     """One of the devices of a stage, each on a thread of its own."""
 
-    def __init__(self, structure: ModelStructure, rank: int, sums: Sums, *, max_elements: int = 5000) -> None:
-        share = sharded(structure, rank=rank, degree=DEGREE)
-        model = StageModel(structure, dtype=torch.float64, device="cpu")
+    def __init__(
+        self,
+        structure: ModelStructure,
+        rank: int,
+        sums: Sums,
+        *,
+        sharding: Sharding = "optimizer",
+        precision: Precision = EXACT,
+        max_elements: int = 5000,
+    ) -> None:
+        share = sharded(structure, rank=rank, degree=DEGREE, sharding=sharding)
+        model = StageModel(
+            structure,
+            dtype=precision.parameters,
+            autocast=precision.autocast,
+            device="cpu",
+            cached=share.cached,
+            casts_cached=share.sums_in_passes,
+        )
         self.state = StageState(model, share)
-        self.sums = sums
-        self.calls = 0
-        self.fails_at: int | None = None
-        self.node_sums = NodeSums(self.state, self._sum_up, max_elements=max_elements)
+        self.collectives = Together(sums, rank)
+        self.node_sums = NodeSums(self.state, self.collectives, max_elements=max_elements)
         self.optimizer = Optimizer(OptimizerSpec(), max_steps=10, frozen=structure.frozen, is_sharded=True)
         self.store = LayerStore(JobSpec(), WorkerId("a", rank), state=self.state, optimizer=self.optimizer)
         self.store.take((range(structure.num_layers),), keep=(), is_initial=True, sums=None)
 
-    def _sum_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls == self.fails_at:
-            raise Interrupted
-        return self.sums(tensor)
+    def held(self) -> dict[str, torch.Tensor]:
+        """The whole weights that have memory."""
+        wholes = self.state.model.parameters
+        return {name: each for name, each in wholes.items() if each.untyped_storage().nbytes()}
+
+    def compute(self, batch: Batch) -> float:
+        """Compute a microbatch forward and back; returns its loss."""
+        model = self.state.model
+        with self.node_sums.forward(0):
+            loss = model.forward(batch, None, num_items=DEGREE * batch.num_items, key=KEY)
+        with self.node_sums.backward(0):
+            loss.backward()
+        return float(loss.detach())
 
 
-def devices_of(structure: ModelStructure, *, max_elements: int = 5000) -> list[Device]:
+def devices_of(structure: ModelStructure, **options: Any) -> list[Device]:
     sums = Sums(DEGREE)
-    return [Device(structure, rank, sums, max_elements=max_elements) for rank in range(DEGREE)]
+    return [Device(structure, rank, sums, **options) for rank in range(DEGREE)]
 
 
 def on_all(devices: list[Device], work: Callable[[Device], object]) -> None:
     with ThreadPoolExecutor(len(devices)) as pool:
         list(pool.map(work, devices))
+
+
+def structure_for(family: str) -> ModelStructure:
+    if family == "lora":
+        return adapted("llama", LoraSpec(r=4))
+    return (
+        frozen_structure("gpt2", lambda name: "h.1" in name or "wte" in name)
+        if family == "frozen"
+        else structure_of(family)
+    )
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -91,8 +157,7 @@ def test_whole_weights_are_those_of_all_shares_to_the_last_bit(family: str, max_
         with torch.no_grad():
             for name, share in device.state.parameters.items():
                 share.copy_(device.state.share.part_of(name, expected[name])).view(-1)[:1] = -0.0
-                device.state.model.parameters[name].fill_(torch.nan)
-    on_all(devices, lambda device: device.node_sums.gather())
+    on_all(devices, lambda device: device.node_sums.begin())
     for device in devices:
         for name, found in device.state.model.parameters.items():
             shares = [each.state.parameters[name] for each in devices]
@@ -113,7 +178,7 @@ def test_each_share_has_its_rows_of_the_sum_of_all_gradients(family: str) -> Non
                 if name != never and (name not in some or number == turn):
                     parameter.grad = torch.randn_like(parameter)
                     totals[name] += parameter.grad
-        on_all(devices, lambda device: device.node_sums.scatter())
+        on_all(devices, lambda device: device.node_sums.conclude())
     for device in devices:
         assert all(parameter.grad is None for parameter in device.state.model.parameters.values())
         for name, share in device.state.parameters.items():
@@ -125,33 +190,142 @@ def test_each_share_has_its_rows_of_the_sum_of_all_gradients(family: str) -> Non
             torch.testing.assert_close(share.grad, rows, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("what", ["gather", "scatter"])
-@pytest.mark.parametrize("fails_at", [1, 3])
-def test_what_a_device_posts_does_not_depend_on_where_it_was_interrupted(what: str, fails_at: int) -> None:
+@pytest.mark.parametrize("sharding", LEVELS)
+@pytest.mark.parametrize("family", ["gpt2", "llama", "llama-tied", "lora", "frozen"])
+def test_devices_compute_what_one_does_with_all_of_their_microbatches(family: str, sharding: Sharding) -> None:
+    """Twice, as two microbatches of each device add up; with a tied head, adapters, and frozen layers."""
+    structure = structure_for(family)
+    devices = devices_of(structure, sharding=sharding)
+    alone = whole_stage(structure, dtype=torch.float64)
+    batches = [random_batch(seed) for seed in range(2 * DEGREE)]
+    expected = 0.0
+    for batch in batches:
+        loss = alone.forward(batch, None, num_items=DEGREE * batch.num_items, key=KEY)
+        loss.backward()
+        expected += float(loss.detach())
+    losses = [0.0] * DEGREE
+
+    def run(device: Device) -> None:
+        rank = device.state.share.rank
+        device.node_sums.begin()
+        losses[rank] += device.compute(batches[rank])
+        losses[rank] += device.compute(batches[DEGREE + rank])
+        device.node_sums.conclude()
+
+    on_all(devices, run)
+    assert sum(losses) == pytest.approx(expected, rel=1e-12)
+    assert len({tuple(device.collectives.posted) for device in devices}) == 1
+    for device in devices:
+        assert all(parameter.grad is None for parameter in device.state.wholes.values())
+        for name, share in device.state.parameters.items():
+            gradient = alone.parameters[name].grad
+            if not share.numel():
+                continue
+            assert (share.grad is None) == (gradient is None), name
+            if gradient is not None and share.grad is not None:
+                rows = device.state.share.part_of(name, gradient)
+                torch.testing.assert_close(share.grad, rows, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("sharding", LEVELS)
+def test_gradients_of_short_types_are_summed_in_float32(sharding: Sharding) -> None:
+    """Autocast's casts are made for each pass, or not at all, where passes end with sums: none comes after its sum."""
+    structure = structure_of("llama")
+    devices = devices_of(structure, sharding=sharding, precision=SHORT)
+    alone = StageModel(structure, dtype=torch.float32, autocast=torch.bfloat16, device="cpu")
+    alone.adopt(0, structure.num_layers, {})
+    alone.initialize(range(structure.num_layers), seed=0)
+    batches = [random_batch(seed) for seed in range(2 * DEGREE)]
+    with alone.casting_once():
+        for batch in batches:
+            alone.forward(batch, None, num_items=DEGREE * batch.num_items, key=KEY).backward()
+
+    def run(device: Device) -> None:
+        device.node_sums.begin()
+        with device.node_sums.casting():
+            for batch in batches[device.state.share.rank :: DEGREE]:
+                device.compute(batch)
+        device.node_sums.conclude()
+
+    on_all(devices, run)
+    for device in devices:
+        types = {whole.dtype for whole in device.state.wholes.values()}
+        assert types == ({torch.float32} if sharding == "optimizer" else {torch.float32, torch.bfloat16})
+        for name, share in device.state.parameters.items():
+            if share.numel():
+                assert share.grad is not None, name
+                expected = device.state.share.part_of(name, alone.parameters[name].grad)
+                # Each pass has the same bits, and sums another order.
+                torch.testing.assert_close(share.grad, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_and_weights_of_a_layer_or_two_are_there_at_once() -> None:
+    structure = structure_of("llama-tied")
+    most: dict[Sharding, tuple[int, int]] = {}
+    for sharding in LEVELS:
+        devices = devices_of(structure, sharding=sharding)
+        weights, gradients = [0], [0]
+
+        def watch(
+            _parameter: nn.Parameter, first: Device = devices[0], seen: tuple[list[int], ...] = (weights, gradients)
+        ) -> None:
+            wholes = first.state.model.parameters
+            seen[0].append(sum(each.numel() for each in first.held().values()))
+            seen[1].append(sum(each.numel() for each in wholes.values() if each.grad is not None))
+
+        for parameter in devices[0].state.wholes.values():
+            parameter.register_post_accumulate_grad_hook(watch)  # type: ignore[no-untyped-call]
+
+        def run(device: Device) -> None:
+            device.node_sums.begin()
+            for _ in range(2):
+                device.compute(random_batch(2))
+            device.node_sums.conclude()
+
+        on_all(devices, run)
+        most[sharding] = max(weights), max(gradients)
+    tied, block = (
+        sum(structure.shapes[name].numel() for name in structure.layer_parameters(layer)) for layer in (0, 1)
+    )
+    whole = structure.num_parameters
+    # A tied weight is of use from the first layer to the last.
+    assert most == {"optimizer": (whole, whole), "gradients": (whole, block), "all": (tied + block, block)}
+
+
+@pytest.mark.parametrize("sharding", LEVELS)
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.6, 0.99])
+def test_what_a_device_posts_does_not_depend_on_where_it_was_interrupted(part: float, sharding: Sharding) -> None:
     """One has filled some of its weights, or all, and the other nothing: both post the same after that."""
-    devices = devices_of(structure_of("gpt2"))
-    on_all(devices, lambda device: device.node_sums.gather())
-    once = devices[0].calls
-    devices[0].calls, devices[0].fails_at = 0, fails_at
+    devices = devices_of(structure_of("gpt2"), sharding=sharding)
+
+    def run(device: Device) -> None:
+        device.collectives.posted = []
+        device.node_sums.begin()
+        device.compute(random_batch(2))
+        device.node_sums.conclude()
+
+    on_all(devices, run)
+    once = devices[0].collectives.posted
+    devices[0].collectives.fails_at = 1 + int(part * len(once))
     # The others' parts do not matter here: what this one has by then is of no use to it.
-    devices[0].sums = cast("Sums", lambda tensor: tensor)
+    sums, devices[0].collectives.sums = devices[0].collectives.sums, lambda tensor: tensor
     with pytest.raises(Interrupted):
-        getattr(devices[0].node_sums, what)()
-    sums = Sums(DEGREE)
+        run(devices[0])
+    devices[0].collectives.sums, devices[0].collectives.fails_at = sums, None
+    devices[0].collectives.under_way.clear()
     for device in devices:
         device.state.forget_gradients()
-        device.calls, device.fails_at, device.sums = 0, None, sums
-    on_all(devices, lambda device: getattr(device.node_sums, what)())
-    assert {device.calls for device in devices} == {once}
+    on_all(devices, run)
+    assert all(device.collectives.posted == once for device in devices)
 
 
 def test_a_step_is_applied_without_a_word_to_other_devices() -> None:
     structure = structure_of("gpt2")
     devices = devices_of(structure)
     for device in devices:
-        device.calls, before = 0, {name: share.detach().clone() for name, share in device.state.parameters.items()}
+        before = {name: share.detach().clone() for name, share in device.state.parameters.items()}
         device.store.apply(RECORD, {name: torch.ones_like(share) for name, share in before.items()})
-        assert device.calls == 0
+        assert not device.collectives.posted
         changed = [name for name, share in device.state.parameters.items() if not torch.equal(share, before[name])]
         assert changed == [name for name, share in before.items() if share.numel()]
 
@@ -164,7 +338,7 @@ def test_shares_are_summed_with_those_of_the_same_rank_alone() -> None:
     )
     committee = Committee(ExecutionPlan(pipelines=pipelines), 1)
     for worker_id in committee.plan.worker_ids:
-        share = sharded(structure, rank=worker_id.device, degree=DEGREE)
+        share = sharded(structure, rank=worker_id.device, degree=DEGREE, sharding="optimizer")
         buckets = make_buckets(committee.plan, worker_id, share, key_of=committee.key_of)
         assert {name for bucket in buckets for name in bucket.parameters} == set(structure.shapes)
         for bucket in buckets:
@@ -184,24 +358,43 @@ def test_shares_that_a_new_plan_leaves_here_stay_with_their_state() -> None:
             assert torch.equal(tensor, state[name]), name
 
 
-def test_only_trained_parameters_are_shared_out() -> None:
+@pytest.mark.parametrize("sharding", LEVELS)
+def test_only_trained_parameters_are_shared_out_unless_all_weights_are(sharding: Sharding) -> None:
     structure = frozen_structure("gpt2", lambda name: "h.0" in name)
     shape = torch.Size([])
-    share = sharded(replace(structure, shapes={**structure.shapes, "scale": shape}), rank=1, degree=2)
+    structure = replace(structure, shapes={**structure.shapes, "scale": shape})
+    share = sharded(structure, rank=1, degree=2, sharding=sharding)
     assert share.summed == {"scale"}
-    assert not share.cut_dimensions.keys() & {*structure.frozen, "scale"}
-    assert all(share.structure.shapes[name] == structure.shapes[name] for name in structure.frozen)
+    assert "scale" not in share.cut_dimensions
+    assert (structure.frozen <= share.cut_dimensions.keys()) == (sharding == "all")
+    assert bool(structure.frozen & share.cut_dimensions.keys()) == (sharding == "all")
 
 
-def test_planned_bytes_are_those_that_devices_hold() -> None:
-    """Weights, gradients and state after a program's last sums in the node, as they are summed with other nodes."""
+@pytest.mark.parametrize("sharding", LEVELS)
+def test_planned_bytes_are_those_that_devices_hold(sharding: Sharding) -> None:
+    """Weights, gradients and state, at their most in a backward pass."""
     structure = structure_of("llama")
-    devices = devices_of(structure)
-    held = 0
+    devices = devices_of(structure, sharding=sharding, max_elements=1 << 30)
+    most = [0] * DEGREE
+
+    def watch(device: Device) -> None:
+        shares, rank = device.state.parameters.values(), device.state.share.rank
+        gradients = [each.grad.nbytes for each in (*device.state.wholes.values(), *shares) if each.grad is not None]
+        rows = sum(each.nbytes for each in device.collectives.under_way)
+        weights = sum(each.nbytes for each in device.held().values())
+        most[rank] = max(most[rank], weights + rows + sum(gradients) + sum(each.nbytes for each in shares))
+
+    def run(device: Device) -> None:
+        for parameter in device.state.wholes.values():
+            parameter.register_post_accumulate_grad_hook(lambda _: watch(device))  # type: ignore[no-untyped-call]
+        for _ in range(2):
+            device.node_sums.begin()
+            device.compute(random_batch(2))
+            device.node_sums.conclude()
+
+    on_all(devices, run)
+    held = sum(most)
     for device in devices:
-        wholes, shares = device.state.model.parameters.values(), device.state.parameters.values()
-        # At their most: whole gradients are being summed, and earlier ones are shares already.
-        held += sum(2 * each.nbytes for each in wholes) + sum(2 * each.nbytes for each in shares)
         for layer in range(structure.num_layers):
             state = device.store.named_state(layer)
             held += sum(each.nbytes for name, each in state.items() if name.startswith("optimizer.") and each.ndim)
@@ -224,7 +417,7 @@ def test_planned_bytes_are_those_that_devices_hold() -> None:
         model="m", microbatch_size=1, sequence_length=8, layers=layers, device=device_profile, network=network
     )
     settings = PlannerSettings(num_microbatches=1, devices_per_node=DEGREE)
-    planned, _ = grouped(with_sharded_state(profile, DEGREE), settings, DEGREE)
+    planned, _ = grouped(with_shares(profile, DEGREE, sharding), settings, DEGREE)
     found = footprint(planned, 0, structure.num_layers, num_devices=1)
     state = found.weight_bytes + found.gradient_bytes + found.optimizer_bytes + found.copy_bytes
-    assert state == pytest.approx(held, rel=0.02)
+    assert state + found.transient_bytes == pytest.approx(held, rel=0.05)

@@ -466,7 +466,9 @@ def test_an_evaluation_is_the_mean_over_the_tokens_that_count():
     model = whole_stage(structure, dtype=torch.float64)
     job = JobSpec(microbatch_size=1)
     alone = PipelineRank(stage=0, num_stages=1, group=None, rank=0, degree=1, schedule=ScheduleKind.ONE_F_ONE_B)
-    evaluator = Evaluator(job, dataset, model, Waiter(), interrupted=lambda: False, on_progress=lambda _: None)
+    evaluator = Evaluator(
+        job, dataset, model, Waiter(), node_sums=None, interrupted=lambda: False, on_progress=lambda _: None
+    )
     found = evaluator.run(1, alone, share=(0, 1), sum_up=lambda numbers: numbers)
     batch = dataset.batch([0, 1])
     with torch.no_grad(), model.evaluating():
