@@ -48,7 +48,7 @@ def step_s(shape: ModelShape, device: str, num_nodes: int, gigabits: int) -> flo
         sheet,
         microbatch_size=1,
         sequence_length=LENGTH,
-        activation_checkpointing=True,
+        recompute="all",
         device_counts=(1, 2, 4, 8),
     )
     settings = PlannerSettings(num_microbatches=BATCH, max_devices_per_stage=GPUS, fault_threshold=1)

@@ -70,7 +70,7 @@ def row(case: Case, sharding: Sharding, recompute: Recompute) -> str:
     profile = estimate_profile(shape, sheet, microbatch_size=1, sequence_length=_LENGTH, recompute=recompute)
     num_lanes = 1 if sharding == "none" else _DEVICES
     settings = PlannerSettings(num_microbatches=case.batch // num_lanes, devices_per_node=_DEVICES)
-    planner = Planner(profile, settings, tensor_parallel=num_lanes, is_sharded=sharding != "none")
+    planner = Planner(profile, settings, tensor_parallel=num_lanes, sharding=sharding, is_cast=True)
     cells = [case.name, f"{case.num_nodes} × {_DEVICES}", sharding, recompute]
     try:
         decision = planner.initial_plan([f"node{index}" for index in range(case.num_nodes)])
