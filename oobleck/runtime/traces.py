@@ -80,11 +80,9 @@ class RecoveryTraces:
         times_s = [done.began_s - done.detect_s, done.began_s, ordered_s, copied_s, done.t_s, until_s]
         whole = self._tracer.start_span("recovery", start_time=at(times_s[0]), attributes=_attributes(done))
         if self._plan is not None and self._plan.generation == done.generation:
-            about: dict[str, str | float] = {
-                "reason": self._plan.reason,
-                "predicted_step_s": self._plan.predicted_step_s,
-            }
-            whole.add_event("planned", about, timestamp=at(self._plan.t_s))
+            plan = self._plan
+            about: dict[str, str | float] = {"reason": plan.reason, "predicted_step_s": plan.predicted_step_s}
+            whole.add_event("planned", about, timestamp=at(plan.t_s))
         if done.unfinished:
             whole.set_status(StatusCode.ERROR, done.unfinished)
         context = set_span_in_context(whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,11 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import trio
 
 from oobleck.cli.main import main
 from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.host.places import place_of
-from oobleck.storage import CheckpointDirectory, Manifest, remote
+from oobleck.job import CheckpointSpec
+from oobleck.runtime.agent.checkpoint_store import NodeCheckpoints
+from oobleck.runtime.files.agent_dir import ONLY_COPY, AgentDir
+from oobleck.storage import CheckpointDirectory, Manifest, read_layer_file, remote
 from oobleck.training.checkpoint.state import StateReader
 from tests.s3_server import Store, serve_s3
 
@@ -97,17 +102,40 @@ def test_a_layer_that_cannot_be_had_is_not_taken_for_a_damaged_one(
 ) -> None:
     manifest = save_step(directory, tmp_path, 10, NUM_LAYERS)
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
-    reader = StateReader(Path("/nonexistent"), "device0", directory)
-    reader.load(manifest.name, 0)
+    path = directory.path / manifest.name / "layer-0001.safetensors"
     store.refuses = {"SlowDown": 1000}
     try:
-        with remote.patience(), pytest.raises(remote.StoreError, match=r"layer-0001\.safetensors: .*Slow ?Down"):
-            reader.load(manifest.name, 1)
+        with remote.patience(), pytest.raises(remote.StoreError, match=r"layer-0001\.safetensors: .*SlowDown"):
+            read_layer_file(path)
     finally:
         store.refuses = {}
-    (directory.path / manifest.name / "layer-0002.safetensors").unlink()
-    with pytest.raises(CorruptCheckpoint, match=r"layer-0002\.safetensors: missing"):
-        reader.load(manifest.name, 2)
+    path.unlink()
+    with pytest.raises(CorruptCheckpoint, match=r"layer-0001\.safetensors: missing"):
+        read_layer_file(path)
+
+
+async def test_an_agent_that_leaves_keeps_its_memory_if_the_store_does_not_answer(
+    directory: CheckpointDirectory, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And waits for it in a thread: a cancelled wait ends at once."""
+    node = AgentDir(f"test-{os.getpid()}", "node0")
+    checkpoints = NodeCheckpoints(node, default_directory=tmp_path)
+    checkpoints.open(CheckpointSpec(directory=str(directory.path)), run="run")
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
+    store.refuses = {"SlowDown": 1000}
+    try:
+        with remote.patience(1.0), trio.move_on_after(0.1) as waiting:
+            await checkpoints.discard_memory()
+        assert waiting.cancelled_caught
+        with remote.patience(1.5):  # by then, the first has ended as well
+            await checkpoints.discard_memory()
+        assert (node.memory / ONLY_COPY).exists()
+        store.refuses = {}
+        await checkpoints.discard_memory()
+        assert not node.memory.exists()
+    finally:
+        store.refuses = {}
+        shutil.rmtree(node.memory.parent, ignore_errors=True)
 
 
 def test_commands_name_a_store_that_refuses_and_hide_its_password(
@@ -163,6 +191,9 @@ _BESIDE_SSH = """if True:
     import sys
     import trio_asyncio
     from oobleck.host.places import place_of
+from oobleck.job import CheckpointSpec
+from oobleck.runtime.agent.checkpoint_store import NodeCheckpoints
+from oobleck.runtime.files.agent_dir import ONLY_COPY, AgentDir
     place = place_of("s3://bucket/beside-ssh", "here")
     place.write_text("x")
     assert place.read_text() == "x"

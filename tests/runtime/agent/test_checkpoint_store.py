@@ -10,13 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import trio
 
 from oobleck.job import CheckpointSpec
 from oobleck.runtime.agent.checkpoint_store import NodeCheckpoints, remove_stale_memory
-from oobleck.runtime.files.agent_dir import ONLY_COPY, AgentDir
+from oobleck.runtime.files.agent_dir import AgentDir
 from oobleck.runtime.files.process_id import ProcessId
-from oobleck.storage import FlashMemory, Layout, Manifest, SavedState, Shard, TensorSpec, checkpoint_name, remote
+from oobleck.storage import FlashMemory, Layout, Manifest, SavedState, Shard, TensorSpec, checkpoint_name
 from oobleck.wire import encode_json
 
 DAY_S = 86_400.0
@@ -139,33 +138,6 @@ async def test_memory_is_given_back_only_when_the_disk_has_what_it_has(tmp_path:
         await checkpoints.commit(manifest_of(name, shards), ())
         await checkpoints.discard_memory()
         assert not directory.memory.exists()
-    finally:
-        shutil.rmtree(directory.memory.parent, ignore_errors=True)
-
-
-async def test_a_store_that_does_not_answer_leaves_the_memory_and_holds_up_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tests.s3_server import serve_s3  # it skips the module where s3fs is missing
-
-    directory = AgentDir(f"test-{os.getpid()}", "node0")
-    checkpoints = NodeCheckpoints(directory, default_directory=tmp_path / "checkpoints")
-    try:
-        with serve_s3("memory") as store:
-            for name, value in store.environment.items():
-                monkeypatch.setenv(name, value)
-            checkpoints.open(CheckpointSpec(directory="s3://memory/x"), run="run")
-            state_in(directory.memory, "2026-01-02T00:00:00")
-            monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
-            store.refuses = {"SlowDown": 1000}
-            # Asked once, then once more after a second, for which nobody waits.
-            with remote.patience(1.0), trio.move_on_after(0.1) as waiting:
-                await checkpoints.discard_memory()
-            assert waiting.cancelled_caught, "the loop was not held up"
-            with remote.patience(1.5):
-                await checkpoints.discard_memory()
-            assert (directory.memory / ONLY_COPY).exists()
-            store.refuses = {}
     finally:
         shutil.rmtree(directory.memory.parent, ignore_errors=True)
 
