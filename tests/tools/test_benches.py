@@ -77,6 +77,7 @@ SMOKES: dict[str, tuple[str, ...]] = {
         "| 32 to 64 | ",
     ),
     "sections.py": ("1 sections: step", "4 sections: step", "throughput of 4 sections, of one's: "),
+    "sharding.py": ("of torch", "torch", "none", "stages", "optimizer", "gradients", "all"),
     "simulator.py": ("64 nodes, 2 days", "goodput"),
     "slow_nodes.py": ("| 4 | 1 | 1.1 | ", "| 4 | 1 | 3 | "),
     "throughput.py": (

@@ -1,9 +1,10 @@
-"""The baselines of `throughput.py`: the same training by torch alone, in a pipeline of its own or in one process.
+"""The baselines of `throughput.py` and `sharding.py`: the same training by torch alone, in a pipeline of its own, in
+one process, or by fully_shard.
 
-Both are written as one would write them by hand: transformers' own GPT-2, fused AdamW, clipping by the global norm,
+All are written as one would write them by hand: transformers' own GPT-2, fused AdamW, clipping by the global norm,
 losses summed over the step's tokens. Initial weights and samples are Oobleck's, so that losses can be compared.
 
-Both compute on the job's device, the first GPU if that is `cuda`, and in its `dtype`, by torch's autocast and
+They compute on the job's device, the first GPU if that is `cuda`, and in its `dtype`, by torch's autocast and
 GradScaler where that is a short one. A pipeline's messages go through the host's memory: Gloo sends nothing else.
 """
 
@@ -21,7 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from oobleck.job import JobSpec
@@ -29,7 +33,7 @@ from oobleck.training.data import Dataset, prepare_dataset, samples_of_step
 from oobleck.training.model import ModelStructure, Precision, StageModel
 from oobleck.training.optim import rate_factor
 
-__all__ = ["StepTimes", "train_alone", "train_pipelined"]
+__all__ = ["StepTimes", "train_alone", "train_pipelined", "train_sharded"]
 
 StepTimes = list[tuple[float, float]]
 """(seconds, loss) of each step."""
@@ -124,6 +128,44 @@ def train_alone(job: JobSpec, threads: int, directory: Path) -> StepTimes:
     return _train(job, list(model.parameters()), dataset, run_step, lambda _: None)
 
 
+def train_sharded(rank: int, job: JobSpec, shape: tuple[int, int], directory: Path) -> StepTimes:
+    """Train with each block's weights and gradients shared out by the devices of a node, and copied across nodes.
+
+    `shape` is (nodes, devices).
+    """
+    torch.set_num_threads(1)
+    world = shape[0] * shape[1]
+    store = FileStore(str(directory / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=100))
+    dataset, model = _prepare(job, directory)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("nodes", "devices"))
+    whole: Any = model
+    for module in (*whole.transformer.h, model):
+        sharded: Any = fully_shard(module, mesh=mesh)
+        # Losses are divided by the step's tokens, so gradients are sums.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+    num_items, each = job.global_batch_size * dataset.items_per_sample, job.global_batch_size // world
+
+    def run_step(samples: Sequence[int], _scaler: torch.amp.GradScaler) -> float:
+        losses: list[torch.Tensor] = []
+        for first in range(rank * each, (rank + 1) * each, job.microbatch_size):
+            whole.set_requires_all_reduce(first + job.microbatch_size == (rank + 1) * each)
+            batch = dataset.batch(samples[first : first + job.microbatch_size])
+            output = whole(
+                input_ids=batch.input_ids, labels=batch.labels, use_cache=False, num_items_in_batch=num_items
+            )
+            output.loss.backward()
+            losses.append(output.loss.detach())
+        return float(torch.stack(losses).sum())
+
+    def agree(values: torch.Tensor) -> None:
+        values[1] /= shape[0]  # each node has all gradients
+        dist.all_reduce(values)
+
+    return _train(job, list(model.parameters()), dataset, run_step, agree)
+
+
 def _prepare(job: JobSpec, directory: Path) -> tuple[Dataset, PreTrainedModel]:
     """Return the data and the whole model with Oobleck's initial values."""
     dataset = prepare_dataset(job.data, cache_dir=directory / "cache")
@@ -167,7 +209,7 @@ def _train(
     for step in range(1, job.max_steps + 1):
         loss = run_step(samples_of_step(job.seed, step, job.global_batch_size, dataset.num_samples), scaler)
         scaler.unscale_(optimizer)
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         agreed = torch.stack([torch.tensor(loss), torch.stack(torch._foreach_norm(gradients)).square().sum().cpu()])
         agree(agreed)
         clip = min(1.0, spec.max_grad_norm / (float(agreed[1]) ** 0.5 + 1e-6))
@@ -181,3 +223,7 @@ def _train(
         times.append((now_s - began_s, float(agreed[0])))
         began_s = now_s
     return times
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
