@@ -233,6 +233,10 @@ def job_specs(draw: st.DrawFn) -> JobSpec:
     schedule = draw(
         st.sampled_from(["1f1b", "gpipe", "interleaved", "auto", *(["zero-bubble"] if degree == lanes else [])])
     )
+    compiles = draw(st.booleans()) and degree == lanes and schedule != "zero-bubble"
+    levels = ["none", "all"]
+    if degree == 1 and not compiles:
+        levels += ["selective", *(["auto"] if schedule == "1f1b" else [])]
     return draw(
         built(
             JobSpec,
@@ -242,7 +246,8 @@ def job_specs(draw: st.DrawFn) -> JobSpec:
             microbatch_size=st.just(microbatch_size),
             global_batch_size=st.just(microbatch_size * num_microbatches * lanes),
             schedule=st.just(schedule),
-            compile=st.booleans() if degree == lanes and schedule != "zero-bubble" else st.just(False),
+            compile=st.just(compiles),
+            recompute=st.sampled_from(levels),
             tensor_parallel=st.just(degree),
             sharding=st.just("none") if lanes == 1 else st.sampled_from(("optimizer", "gradients", "all")),
             sharding_devices=st.just(lanes),
