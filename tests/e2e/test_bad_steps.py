@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -54,7 +53,7 @@ def test_a_step_whose_loss_is_no_number_is_applied_skipped_or_ends_the_run(
     outcome = runner.run(*options, nodes=("--local", "2", str(script)))
     assert outcome.exit_code == (1 if policy == "stop" else 0), outcome.output
     records = [entry["record"] for entry in runner.journal() if entry["@type"] == "StepDone"]
-    is_number = [record["loss"] is not None and math.isfinite(record["loss"]) for record in records]
+    is_number = [isinstance(record["loss"], float) for record in records]  # others are written in words
     bad = is_number.index(False)
     assert [record["is_skipped"] for record in records] == [
         number == bad and policy != "apply" for number in range(len(records))
