@@ -502,6 +502,7 @@ async def test_a_master_that_vanished_without_a_word_leaves_no_agent_behind(auto
 
 
 async def test_an_orphan_gives_the_memory_for_states_back(autojump_clock: MockClock, tmp_path: Path):
+    autojump_clock.autojump_threshold = 0.2  # a thread removes the memory, for which the clock does not wait
     directory = AgentDir(run_of(tmp_path), "n0")
     store = NodeCheckpoints(directory, default_directory=tmp_path)
     link = AgentLink()

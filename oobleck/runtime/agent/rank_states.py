@@ -29,6 +29,7 @@ from .copies import CopyPort, NotCopied, Pace, send_part
 _POLL_S = 0.02
 _POLL_FOR_FILES_S = 0.2
 _WAIT_S = 20.0  # how long the ranks' next start may wait for states that only this node has
+_TELL_S = 1.0
 _ANY = "rank*"
 _REPORT_S = 0.02
 _REPORTS_PER_S = 2000  # of all nodes together, to one master
@@ -67,6 +68,8 @@ class RankStates:
         self._reports, self._next_reports = trio.open_memory_channel[protocol.StatesHeld | protocol.PartNotCopied](
             _MOST_REPORTS
         )
+        self._num_reports = self._num_received = self._num_told = 0
+        self._asked = trio.Event()  # for the next report, and so the last one was told
         self._orders, self._next_orders = trio.open_memory_channel[protocol.CopyParts](_MOST_REPORTS)
 
     async def open_door(self, run: RanksSpec, node: str, address: str) -> protocol.CopyDoor | None:
@@ -119,8 +122,13 @@ class RankStates:
     # --- copies on other nodes ---------------------------------------------------------------------------------------
 
     async def next_report(self) -> protocol.StatesHeld | protocol.PartNotCopied:
-        """Wait until the node holds other parts, or has failed to copy one."""
-        return await self._next_reports.receive()
+        """Wait until the node holds other parts, or has failed to copy one. Whoever asks again has told the last."""
+        self._num_told = self._num_received
+        self._asked.set()
+        self._asked = trio.Event()
+        report = await self._next_reports.receive()
+        self._num_received += 1
+        return report
 
     def keep_in_memory(self, order: protocol.KeepStates) -> None:
         """Keep states, and remove the copies of others that no rank would load any more."""
@@ -160,7 +168,11 @@ class RankStates:
         held = protocol.StatesHeld(parts=tuple(parts), kept=kept)
         if held != self._reported:
             self._reported = held
-            await self._reports.send(held)
+            await self._send_report(held)
+
+    async def _send_report(self, report: protocol.StatesHeld | protocol.PartNotCopied) -> None:
+        self._num_reports += 1
+        await self._reports.send(report)
 
     def _held_parts(self) -> set[protocol.HeldPart]:
         return {
@@ -197,7 +209,7 @@ class RankStates:
             failed = protocol.PartNotCopied(
                 state=state, rank=rank, target=door.node, reason=str(error), is_gone=error.is_gone
             )
-            await self._reports.send(failed)
+            await self._send_report(failed)
 
     # --- states on disk ----------------------------------------------------------------------------------------------
 
@@ -241,9 +253,9 @@ class RankStates:
             self._requested += 1
             # The master learns of the last saves before it learns of the ranks' end, over which the run may be.
             await self._report_held(self._heeded)
-            while self._reports.statistics().current_buffer_used:
-                await trio.lowlevel.checkpoint()
-            await trio.lowlevel.checkpoint()
+            with trio.move_on_after(_TELL_S):
+                while self._num_told < self._num_reports:
+                    await self._asked.wait()
         if is_planned and any(note.shardings for _, note in slots):
             # Another node may need these shards, and this one may be about to leave.
             with trio.move_on_after(_WAIT_S):
