@@ -31,7 +31,10 @@ def test_each_node_has_its_copies_on_other_nodes_and_none_holds_far_more_than_ot
         assert len(set(targets)) == len(targets) == min(num_copies, len(domains) - 1)
         assert node not in targets
     held = Counter(target for targets in placed.values() for target in targets)
-    assert max(held.values(), default=0) <= num_copies + 1
+    # A small domain may have to take what the nodes of a large one may not keep among themselves.
+    sizes = Counter(domains.values())
+    evenly = max(num_copies, *((len(domains) - size) / size for size in sizes.values()))
+    assert max(held.values(), default=0) <= evenly + 1
 
 
 @examples(200)

@@ -20,7 +20,7 @@ from .elastic import (
     run_without_a_kill,
     stopped,
 )
-from .harness import GPT2, LLAMA, Runner, kill_everything, worker_pids
+from .harness import GPT2, LLAMA, TAG, Runner, kill_everything, worker_pids
 from .test_checkpoints import first_step_of, steps_of
 from .test_losses import KILL_STEP
 from .test_tensor_parallel import assert_evaluated, evaluated_job, evaluated_reference
@@ -128,7 +128,7 @@ def test_a_worker_that_ends_in_any_phase_of_a_step_and_a_node_soon_after_cost_no
     runner: Runner, tmp_path: Path, sharding: str, phase: str
 ) -> None:
     nodes, script = ("--local", "3", PHASED), ("--", str(tmp_path), phase)
-    options = ("--set", "dtype=float64", "--set", "num_pipelines=3", "--steps", str(ENDLESS))
+    options = ("--tag", TAG, "--set", "dtype=float64", "--set", "num_pipelines=3", "--steps", str(ENDLESS))
     with runner.up(*options, *by(sharding), *script, nodes=nodes) as up:
         up.wait_for_step(4)
         (tmp_path / "now").touch()

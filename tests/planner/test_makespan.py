@@ -56,4 +56,4 @@ def test_long_steps_go_on_as_they_have_begun(profile: Profile, num_microbatches:
     times = PassTimes(costs)
     for template in all_templates(costs, 4):
         expected = on_the_timeline(profile, template, num_microbatches)
-        assert times.step_s(template, num_microbatches) == pytest.approx(expected, rel=0.02)
+        assert times.step_s(template, num_microbatches) == pytest.approx(expected, rel=0.03)

@@ -191,9 +191,6 @@ _BESIDE_SSH = """if True:
     import sys
     import trio_asyncio
     from oobleck.host.places import place_of
-from oobleck.job import CheckpointSpec
-from oobleck.runtime.agent.checkpoint_store import NodeCheckpoints
-from oobleck.runtime.files.agent_dir import ONLY_COPY, AgentDir
     place = place_of("s3://bucket/beside-ssh", "here")
     place.write_text("x")
     assert place.read_text() == "x"

@@ -13,8 +13,9 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 
 from oobleck.errors import ConfigError
 from oobleck.training.data import Batch
-from oobleck.training.model import LiveModel, ModelStructure, share_of
+from oobleck.training.model import LiveModel, ModelStructure
 from oobleck.training.model.brought import GradientHook
+from oobleck.training.model.tensor_parallel import share_of
 from tests.training.zoo import gradients_of, run_pipeline, stages_of, whole_stage
 
 LENGTH, VOCAB_SIZE = 8, 40
