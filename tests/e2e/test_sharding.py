@@ -139,7 +139,7 @@ def test_a_worker_that_ends_in_any_phase_of_a_step_and_a_node_soon_after_cost_no
         outcome = stopped(runner, up)
     assert outcome.exit_code == 0, outcome.output
     assert (outcome.summary["samples_repeated"], outcome.summary["samples_missing"]) == (0, 0)
-    with runner.up(*options, *script, nodes=nodes) as up:
+    with runner.up(*options, "--resume", "never", *script, nodes=nodes) as up:
         up.wait_for_step(len(outcome.losses))
         alone = stopped(runner, up)
     assert_losses(outcome.losses, lambda count: alone.losses[:count])
