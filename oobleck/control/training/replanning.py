@@ -34,6 +34,7 @@ _WORTH_FORGETTING_S = 1.0
 _FINDING_S = 2.0
 # Plans give a node this share of what they gave one that ran out of memory with it.
 _LESS_MEMORY = 0.9
+_MORE_MEMORY = "add nodes, give each more memory, make microbatch_size smaller or set recompute"
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -121,8 +122,10 @@ class Replanning:
 
     def use_less_memory(self, turn: Turn, node: str, plan: ExecutionPlan) -> None:
         """Give nodes less than `plan` does from now on, as a worker of this one ran out of memory."""
-        # Plans of several kinds keep pipelines as they are, whether or not these would fit.
-        if len(self.kinds) != 1 or node not in plan.pipeline_of:
+        if node not in plan.pipeline_of:
+            return
+        if len(self.kinds) != 1:
+            turn.note("warning", f"{node} ran out of memory, and plans for several kinds of nodes stay: {_MORE_MEMORY}")
             return
         (kind,) = self.kinds
         device = kind.profile.device
@@ -135,8 +138,8 @@ class Replanning:
             # Without the node, which may not come back.
             smaller.initial_plan(sorted(self._members.ready_names - {node}))
         except PlanningError as error:
-            more = "add nodes, give each more memory, make microbatch_size smaller or set recompute"
-            turn.note("warning", f"{node} ran out of memory, and no plan of the others needs less ({error}): {more}")
+            problem = f"no plan of the others needs less ({error}): {_MORE_MEMORY}"
+            turn.note("warning", f"{node} ran out of memory, and {problem}")
             return
         self.kinds, self._planner = (less,), smaller
         turn.record(profile_known(less, turn.now_s))

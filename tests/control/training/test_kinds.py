@@ -254,3 +254,12 @@ def test_a_profile_that_cannot_be_read_has_another_node_measure():
     assert Send(node="other", message=ProfileRequest(device=0)) in commands
     bench.say("other", Profiled(device=0, profile_json=SLOW_JSON))
     assert bench.coordinator.phase is Phase.FENCING
+
+
+def test_a_worker_out_of_memory_leaves_plans_of_several_kinds_as_they_are_which_is_said():
+    bench = mixed()
+    known = len(bench.journal(ProfileKnown))
+    bench.say("s0", WorkerExited(device=0, pid=PID, end=Killed(signal=9, is_out_of_memory=True)))
+    assert len(bench.journal(ProfileKnown)) == known
+    (text,) = [entry.text for entry in bench.journal(Notice) if "ran out of memory, and" in entry.text]
+    assert "plans for several kinds of nodes stay: add nodes, give each more memory" in text
