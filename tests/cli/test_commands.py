@@ -23,6 +23,7 @@ TOOLS = tuple(line for line in DOCUMENTED if line.startswith("python tools/"))
 LEFT_OUT = {
     "oobleck plan … --after-losing node3": "--profile gpt2.json --nodes 13 --global-batch 128",
     "oobleck plan … --after-losing node3,node7": "--profile gpt2.json --nodes 13 --global-batch 128",
+    "oobleck plan … --gpus-per-node 8 --sharding optimizer": "--profile gpt2.json --nodes 4 --global-batch 128",
     "oobleck plan … --schedule auto": "--profile gpt2.json --nodes 13 --global-batch 128",
     "oobleck sim --failures trace.json --mode cluster …": (
         "--model gpt3-2.7b --device A100 --global-batch 512 --microbatch 2 --steps 100"
@@ -54,6 +55,7 @@ ELSEWHERE = (
         r"oobleck (up|check) --ray.*",
         "tests/runtime/launchers/test_ray.py; tests/e2e/test_ray.py where Ray is installed",
     ),
+    (r"oobleck ui .*", "tests/cli/following/test_page.py"),
     (r"oobleck logs.*", "tests/cli/following/test_logs.py; tests/e2e/test_openssh.py, over OpenSSH"),
     (r"oobleck verify.*", "tests/e2e/test_verify.py, on scripts of many kinds"),
     (r"oobleck run .*", "tests/e2e/test_run_scripts.py, on virtual nodes"),
@@ -94,7 +96,10 @@ ELSEWHERE = (
         r"python tools/mutations.py( --end-to-end| --verify)?",
         "takes ten minutes; tests/tools/test_mutations.py sees that it fits the code",
     ),
-    (r"python tools/(compare|paper|recovery_states|recovery_timeline|pictures).py.*", "tests/tools has a test of each"),
+    (
+        r"python tools/(compare|paper|recovery_states|recovery_timeline|pictures|sizing).py.*",
+        "tests/tools has a test of each",
+    ),
 )
 """What is not run by this file or on a run of tests/e2e, and why, or who runs it."""
 
@@ -130,6 +135,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     profile = estimate_profile(model_shape("gpt2-medium"), device_sheet("A40"), microbatch_size=2, sequence_length=1024)
     Path("gpt2.json").write_text(profile_to_json(profile))
+    config = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+    Path("config.json").write_text(json.dumps({**config, "intermediate_size": 11008, "vocab_size": 32000}))
     faults = [
         {"node_id": "x", "event_time": day, "event_type": kind, "fault_type": {"Level": "Hardware Failure"}}
         for day, kind in ((1.0, "fault_start"), (1.5, "fault_end"))
