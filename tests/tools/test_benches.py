@@ -55,6 +55,7 @@ SMOKES: dict[str, tuple[str, ...]] = {
         "| 50 layers, 16 A100, one 2 times slower | ",
     ),
     "planner.py": ("gpt-like", "g=8", "64 nodes lost at once"),
+    "published_plans.py": ("| Llama-3 8B | 4 × 8 | none | all | ", "| Llama-3 8B | 4 × 8 | all | auto | "),
     "recovery.py": ("| killed worker | 1 |",),
     "relays.py": ("| 6 | none |", "| 6 | 2 |", "| 16 | none |", "| 16 | 2 |"),
     "restart.py": (
