@@ -29,12 +29,14 @@ from oobleck.wire import decode_json, encode_frame, encode_json
 ROOT = Path(__file__).parents[1]
 DISTRIBUTIONS = {
     "confluent_kafka": "confluent-kafka",
+    "opentelemetry": "opentelemetry-sdk",
+    "opentelemetry.exporter": "opentelemetry-exporter-otlp-proto-http",
     "pynvml": "nvidia-ml-py",
     "trio_asyncio": "trio-asyncio",
     "upath": "universal_pathlib",
     "yaml": "pyyaml",
 }
-"""Of modules that are called otherwise."""
+"""Of modules that are called otherwise, or whose parts are installed by themselves."""
 TOOLS = ("docs", "test")
 """Extras of those who work on the package; nobody who runs it needs them."""
 INDIRECT = ("accelerate", "s3fs")
@@ -47,10 +49,17 @@ def imported() -> set[str]:
     for path in (ROOT / "oobleck").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
-                found |= {alias.name.partition(".")[0] for alias in node.names}
+                found |= {root_of(alias.name) for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found.add(node.module.partition(".")[0])
+                found.add(root_of(node.module))
     return {DISTRIBUTIONS.get(name, name) for name in found - sys.stdlib_module_names - {"oobleck"}}
+
+
+def root_of(module: str) -> str:
+    """What is installed by itself: the package, or a part of one that several distributions fill."""
+    first, *rest = module.split(".")
+    part = ".".join([first, *rest[:1]])
+    return part if part in DISTRIBUTIONS else first
 
 
 def test_what_is_declared_is_imported_and_what_is_imported_is_declared():

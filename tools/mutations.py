@@ -730,7 +730,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="skipped_layers",
-        what="passes of a sharded stage sum only the layers that autograd tells of",
+        what="passes of a sharded stage sum only the layers that autograd reports",
         file="oobleck/training/step/node_sums.py",
         old="        self._reach(len(layers) - 1)\n        self._leave",
         new="        self._leave",
