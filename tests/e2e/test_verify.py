@@ -119,8 +119,8 @@ def test_what_oobleck_does_not_call_is_refused_by_name(verifier: Verifier, tmp_p
     verified = verifier.verify(SCRIPT, "--", "override", str(tmp_path / "output"))
     assert verified.exit_code == ExitCode.CONFIG
     assert verified.answer["verdict"] == "refused"
-    assert "Trainer.compute_loss is overridden by OwnLoss" in verified.answer["problem"]
-    assert "Trainer.compute_loss is overridden by OwnLoss" in verified.errors
+    assert "Trainer.get_batch_samples is overridden by OwnSamples" in verified.answer["problem"]
+    assert "Trainer.get_batch_samples is overridden by OwnSamples" in verified.errors
 
 
 @pytest.mark.slow
