@@ -119,7 +119,9 @@ class Shutdown:
         by_data = self._sharding.outcome(steps, can_resume=self._saving.is_enabled)
         if by_data is not None and self._stop is None:
             return by_data
-        if self._progress.last_step >= self._job.max_steps:
+        # A step that ends the run as a failure may be told of when all are done.
+        has_failed = self._stop is not None and self._stop.exit_code == ExitCode.FAILED
+        if self._progress.last_step >= self._job.max_steps and not has_failed:
             return EndRun(exit_code=ExitCode.DONE, reason=f"all {steps}")
         if self._stop is None:  # The stop was requested from an earlier master.
             return EndRun(exit_code=ExitCode.DONE, reason=f"stopped; {steps}")
