@@ -13,9 +13,11 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from oobleck.control.protocol import FLIGHT_SIGNAL, FlightRecord, GroupRecord
+from oobleck.host.writing import write_whole
 from oobleck.wire import encode_json
 
 _VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -34,10 +36,7 @@ def _serve(path: Callable[[], str]) -> None:
         signal.sigwait([FLIGHT_SIGNAL])
         # What torch writes is its own, and may differ in another version.
         with suppress(OSError, ValueError, LookupError, AttributeError, TypeError):
-            text = encode_json(FlightRecord(groups=tuple(_records())))
-            with open(f"{path()}.new", "wb") as file:
-                file.write(text)
-            os.replace(f"{path()}.new", path())
+            write_whole(Path(path()), encode_json(FlightRecord(groups=tuple(_records()))))
 
 
 def _records() -> list[GroupRecord]:
