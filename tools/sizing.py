@@ -41,7 +41,7 @@ DEVICES = ("A100", "H100")
 
 
 def step_s(shape: ModelShape, device: str, num_nodes: int, gigabits: int) -> float | None:
-    """Predict the seconds of a step on so many nodes; None if these do not hold two copies of the model."""
+    """Predict the seconds of a step on `num_nodes` nodes; None if these do not hold two copies of the model."""
     sheet = replace(device_sheet(device), inter_node_bytes_per_s=gigabits * 1.25e8)
     profile = estimate_profile(
         shape,

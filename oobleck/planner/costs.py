@@ -218,7 +218,7 @@ class StageCosts:
         return room, num_devices * self._messages[None, :]
 
     def recomputing_s(self, num_devices: int, in_flight: int) -> Floats:
-        """Return by how many seconds stages with so many microbatches in flight take longer, to fit: `[L + 1, L + 1]`.
+        """Return the seconds that stages with `in_flight` microbatches in flight take longer, to fit: `[L + 1, L + 1]`.
 
         Infinite where they do not fit. Callers share the array and must not change it.
         """

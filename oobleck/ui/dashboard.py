@@ -232,7 +232,7 @@ def _progress(snapshot: RunSnapshot, width: int) -> list[Text]:
     if snapshot.phase is not None:
         return [_phase(snapshot.phase, width)]
     if not snapshot.max_steps:
-        return []  # nobody knows how many steps a script has
+        return []  # the number of a script's steps is unknown
     share = min(1.0, snapshot.step / snapshot.max_steps)
     label = f" {share:4.0%} "
     room = max(1, width - len(label) - 2)

@@ -241,7 +241,7 @@ class StepRecomputed(Entry):
     losses: tuple[tuple[str, int, str], ...]
     """(node, rank, loss as text) of what was bad."""
     is_sure: bool
-    """Whether other ranks had good losses: a bad one that all have, as after a sum, is nobody's."""
+    """Whether other ranks had good losses: a bad one that all have, as after a sum, has no culprit."""
 
     @property
     def nodes(self) -> tuple[str, ...]:

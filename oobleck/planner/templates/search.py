@@ -80,7 +80,7 @@ class _Stages:
         self._tables: dict[tuple[_Key, int], _Table] = {}
 
     def table(self, key: _Key, num_stages: int) -> _Table:
-        """Return the stages of a kind that have so many stages from them on, themselves included."""
+        """Return the stages of a kind from which on there are `num_stages` stages, themselves included."""
         costs, (count, left, right) = self.costs, key
         # All else equal, more microbatches in flight leave less memory, and a stage may have to recompute more.
         in_flight = costs.in_flight(num_stages) if costs.recomputes else 0

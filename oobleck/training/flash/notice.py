@@ -17,7 +17,7 @@ _follows = False
 
 
 def notice() -> float | None:
-    """Return within how many seconds this process is ended; None while nobody wants to end it.
+    """Return within how many seconds this process is ended; None while nothing is to end it.
 
     Under `oobleck run`, ranks are asked to end when a node leaves (a preemption, `oobleck drain`) or joins, and when
     the run is stopped. They have `--shutdown-timeout` from then on. From the first call on, SIGTERM does not end this

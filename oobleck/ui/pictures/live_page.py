@@ -52,7 +52,7 @@ LIVE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-"""HTTP headers of the page: this script runs and no other, and nobody else learns its address."""
+"""HTTP headers of the page: this script runs and no other, and other sites do not learn its address."""
 
 
 def live_page(page: str) -> str:

@@ -79,7 +79,7 @@ def record(group: str, ranks: tuple[int, ...], num_joined: int, *, waits: bool =
 
 
 def test_flight_recorders_name_the_rank_that_has_not_joined_even_where_all_seem_to_wait():
-    """Rank 0 waits for both others, and rank 1 for rank 2, which waits for a message that nobody sends."""
+    """Rank 0 waits for both others, and rank 1 for rank 2, which waits for a message that is never sent."""
     everyone, two = (0, 1, 2), (1, 2)
     records = {
         0: (record("0", everyone, 4, waits=True),),
