@@ -252,6 +252,23 @@ def test_the_run_ends_when_all_have_finished():
     assert bench.ended.exit_code == ExitCode.DONE
     assert bench.coordinator.phase is Phase.ENDED
     assert bench.coordinator.next_deadline() == math.inf
+
+
+@pytest.mark.parametrize(("policy", "exit_code"), [("stop", ExitCode.FAILED), ("skip", ExitCode.DONE)])
+def test_a_bad_step_that_is_to_end_the_run_does_so_also_where_all_steps_are_done(policy: str, exit_code: ExitCode):
+    bench = Bench(job=replace(Shape().job, on_bad_step=policy))
+    bench.prepare()
+    nodes = [spec.name for spec in bench.nodes]
+    for step in range(1, 4):
+        for node in nodes:
+            told = record(step)
+            bad = replace(told, is_skipped=True, loss=math.nan, grad_norm=math.nan)
+            bench.say(node, StepCommitted(device=0, record=bad if step == 2 else told))
+    for node in nodes:
+        bench.say(node, Finished(device=0, applied=3))
+    assert bench.ended is not None
+    assert bench.ended.exit_code == exit_code
+    assert ("step 2 has a loss of nan" in bench.ended.reason) == (policy == "stop")
     assert bench.commit("n0", 4) == []
     assert bench.wait(100) == []
 
