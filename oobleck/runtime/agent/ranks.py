@@ -50,6 +50,7 @@ class _Output:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = 0
+        self._num_ordered = 0  # bytes of the file, whose place among what it did not take is known
         self._overflow: deque[tuple[int, bytes]] = deque()  # not shown yet; (bytes of the file before it, data)
         self._overflow_end = b""
         self._num_overflow = 0
@@ -61,6 +62,17 @@ class _Output:
         self._overflow.append((after, data))
         self._num_overflow += len(data)
         self._overflow_end = (self._overflow_end + data)[-_TAIL_BYTES:]
+        self.note_ordered(after)
+
+    def note_ordered(self, num_bytes: int) -> None:
+        """Note that no more data will come that was written before the end of the file's first `num_bytes`."""
+        self._num_ordered = max(self._num_ordered, num_bytes)
+
+    def num_written(self) -> int:
+        """Return the bytes of the file."""
+        with suppress(OSError):
+            return self.path.stat().st_size
+        return 0
 
     @property
     def is_behind(self) -> bool:
@@ -82,7 +94,7 @@ class _Output:
         written, offset = b"", self._offset
         with suppress(OSError), self.path.open("rb") as file:
             file.seek(offset)
-            written = file.read(_CHUNK_BYTES)
+            written = file.read(min(_CHUNK_BYTES, max(0, self._num_ordered - offset)))
         num_left = _CHUNK_BYTES
         for after, data in self._overflow:
             before = written[: max(0, after - offset)]
@@ -111,9 +123,7 @@ class _Output:
         self._pending = b""
 
     def size(self) -> int:
-        with suppress(OSError):
-            return self.path.stat().st_size + self._num_overflow
-        return self._num_overflow
+        return self.num_written() + self._num_overflow
 
     def tail(self) -> str:
         last = b""
@@ -276,16 +286,22 @@ class Rank:
         return problem
 
     def _take_overflow(self, *, is_last: bool = False) -> None:
-        with suppress(OSError):  # there is no more, or the socket is closed
-            # Output left in the socket makes the rank wait, so it writes no faster than its output is shown.
-            while is_last or not any(output.is_behind for output in self._output.values()):
+        # The rank may write to a file again after it sent what the file did not take, so the sizes come first.
+        num_written = {is_error: output.num_written() for is_error, output in self._output.items()}
+        # Output left in the socket makes the rank wait, so it writes no faster than its output is shown.
+        while is_last or not any(output.is_behind for output in self._output.values()):
+            try:
                 data = self._overflow.recv(_CHUNK_BYTES)
-                if not data:
-                    break
-                number, problem, after = protocol.OVERFLOW_HEAD.unpack_from(data)
-                output = self._output[number == _STDERR]
-                output.overflow(data[protocol.OVERFLOW_HEAD.size :], after)
-                self._problem = f"{output.path}: {os.strerror(problem)}"
+            except OSError:  # there is no more, or the socket is closed
+                data = b""
+            if not data:
+                for is_error, output in self._output.items():
+                    output.note_ordered(num_written[is_error])
+                return
+            number, problem, after = protocol.OVERFLOW_HEAD.unpack_from(data)
+            output = self._output[number == _STDERR]
+            output.overflow(data[protocol.OVERFLOW_HEAD.size :], after)
+            self._problem = f"{output.path}: {os.strerror(problem)}"
 
     def new_output(self, *, is_error: bool, is_last: bool) -> str:
         return self._output[is_error].new(is_last=is_last)

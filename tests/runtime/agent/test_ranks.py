@@ -19,6 +19,8 @@ from oobleck.runtime.agent.checkpoint_store import NodeCheckpoints
 from oobleck.runtime.agent.rank_states import RankStates
 from oobleck.runtime.agent.ranks import Rank, RankProcesses
 from oobleck.runtime.files.agent_dir import AgentDir
+from tests.disks import fill, small_disk
+from tests.runtime.ssh_servers import until
 
 
 @pytest.fixture
@@ -109,6 +111,36 @@ async def test_files_that_a_script_leaves_open_are_written_when_it_ends(director
         assert made.printed(0) == "closed True\n"
     assert (tmp_path / "table.csv").read_text() == "step,loss\n"
     assert (tmp_path / "held.bin").read_bytes() == b"x" * 10
+
+
+async def test_output_is_shown_in_the_order_of_writing_when_a_full_disk_has_room_again(
+    directory: AgentDir, tmp_path: Path
+) -> None:
+    script = """
+import pathlib, sys, time
+here = pathlib.Path(__file__).parent
+print("first")
+(here / "printed").touch()
+while not (here / "go").exists():
+    time.sleep(0.01)
+print("second")
+(here / "logs" / "filler").unlink()
+print("third")
+"""
+    with small_disk(tmp_path / "logs", "256k") as disk:
+        async with node(directory, tmp_path, script) as started:
+            fill(disk)
+            (rank,) = await started.start(1)
+            await until((tmp_path / "printed").exists)
+            assert rank.new_problem() is not None
+            (tmp_path / "go").touch()
+            await until(lambda: started.printed(0))
+            # The agent does not know of the second line yet, which is not in the file.
+            assert rank.new_output(is_error=False, is_last=False) == "first\n"
+            rank.note_shown(is_error=False)
+            assert rank.new_problem() is not None
+            assert rank.new_output(is_error=False, is_last=False) == "second\nthird\n"
+            await rank.wait()
 
 
 async def test_logs_of_an_earlier_run_go_and_what_else_lies_beside_them_stays(
