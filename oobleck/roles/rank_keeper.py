@@ -23,7 +23,7 @@ _STACK_S = 1.0  # how long a rank may take to write its stack
 _LOOKS_EACH_TIMEOUT = 20
 _LONGEST_LOOK_S = 5.0
 """It looks for signs of life this often in the time for which they may be missing, and at least every few seconds."""
-_LAST_WORDS_S = 2.0  # how long the end of a rank's output may wait for a master that shows it
+_LAST_WORDS_S = 2.0  # how long the end of a rank's output waits for a master that shows none of it
 _LEAVES_S = 10.0
 """How long a rank may take to leave its attempt: until its next collective, unless it hangs in one."""
 
@@ -70,6 +70,7 @@ class RankKeeper:
         self._host = host
         self._say = say
         self._show = show
+        self._num_shown = 0
         self._post, self._orders = trio.open_memory_channel[protocol.RanksOrder](_ORDERS_BUFFERED)
         self._configured: protocol.ConfigureRanks | None = None
         self._num_ranks = 1
@@ -367,8 +368,11 @@ class RankKeeper:
             await trio.sleep(_LOOK_S)
 
     async def _show_rest(self, generation: _Generation) -> None:
-        with trio.move_on_after(_LAST_WORDS_S):
-            while not self._take_output(generation, is_last=True):  # noqa: ASYNC110  nothing signals that there is room for it
+        with trio.move_on_after(_LAST_WORDS_S) as patience:
+            num_shown = self._num_shown
+            while not self._take_output(generation, is_last=True):
+                if self._num_shown > num_shown:
+                    num_shown, patience.deadline = self._num_shown, trio.current_time() + _LAST_WORDS_S
                 await trio.sleep(_LOOK_S)
 
     def _take_output(self, generation: _Generation, *, is_last: bool) -> bool:
@@ -389,6 +393,7 @@ class RankKeeper:
                 if not self._show(protocol.RankOutput(rank=rank.setup.rank, is_error=is_error, text=shown)):
                     return False
                 rank.handle.note_shown(is_error=is_error)
+                self._num_shown += 1
         return True
 
 
