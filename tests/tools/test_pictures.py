@@ -23,10 +23,16 @@ def test_the_pictures_of_the_pages_are_those_of_the_journal_that_is_kept():
     assert {name: (IMAGES / name).read_text(encoding="utf-8") for name in drawn} == drawn, AGAIN
 
 
-def test_the_dashboard_is_that_of_a_moment_after_the_recovery():
+def test_the_dashboard_is_shown_from_before_the_loss_until_after_the_recovery():
     svg = pictures(tuple(run_with_a_loss()))["dashboard.svg"]
-    assert "recoveries 1" in words(svg)
-    assert "1 lost" in words(svg)
+    moments = [
+        words(ElementTree.tostring(each, "unicode")) for each in ElementTree.fromstring(svg) if each.tag.endswith("g")
+    ]
+    assert "recoveries 0" in moments[0]
+    assert "1 lost" not in moments[0]
+    assert all("1 lost" in moment for moment in moments[-3:])
+    assert "recoveries 1" in moments[-1]
+    assert all(svg.count(f"@keyframes moment{number}{{") == 1 for number in range(len(moments)))
     assert "@font-face" not in svg, "a picture loads nothing"
 
 
