@@ -106,6 +106,13 @@ class DrainRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRanOut:
+    """A scheduler says that it has killed all processes of a node, which took more memory than they may."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLeftOut:
     """The check before the run found a node faulty: the run begins without it."""
 
@@ -128,6 +135,7 @@ Event = (
     | DrainRequested
     | KillRequested
     | LinkFound
+    | MemoryRanOut
     | NodeFailed
     | NodeLeftOut
     | NodeUp

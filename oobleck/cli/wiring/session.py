@@ -14,7 +14,7 @@ import trio
 
 from oobleck.cli.control import request_of
 from oobleck.control import journal
-from oobleck.control.events import AddRequested, DrainRequested, NodeLeftOut, Remark, StopRequested
+from oobleck.control.events import AddRequested, DrainRequested, MemoryRanOut, NodeLeftOut, Remark, StopRequested
 from oobleck.control.replay import RunBooks
 from oobleck.errors import ExitCode, NodeUnreachable, UsageError
 from oobleck.host.streams import Output
@@ -23,7 +23,7 @@ from oobleck.roles.master import Master
 from oobleck.roles.master_ports import LiveCluster
 from oobleck.runtime import control_client
 from oobleck.runtime.control_socket import serve_control
-from oobleck.runtime.launchers import Arrived, Launcher, Leaving, NodeChange, Reported
+from oobleck.runtime.launchers import Arrived, Launcher, Leaving, NodeChange, OutOfMemory, Reported
 from oobleck.ui import live
 from oobleck.ui.terminal import KeyReader
 from oobleck.wire import to_builtins
@@ -250,6 +250,8 @@ class Session:
                         self._master.submit(AddRequested(spec=spec, by_itself=by_itself, has_arrived=True))
                     case Leaving(node=node):
                         self._master.submit(DrainRequested(node=node))
+                    case OutOfMemory(node=node):
+                        self._master.submit(MemoryRanOut(node=node))
                     case Reported(level=level, text=text):
                         self.remark(level, text)
                     case _:

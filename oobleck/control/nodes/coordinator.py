@@ -68,6 +68,9 @@ class BaseCoordinator(Program):
     def act(self, turn: Turn, held_up_s: float) -> None:
         """Act on what has not happened in time. This master itself was held up for `held_up_s`, 0 if it was not."""
 
+    def memory_ran_out(self, turn: Turn, node: str) -> None:
+        """All processes of a node were killed for their memory; its loss is noticed apart from this."""
+
     def heard_again(self, turn: Turn) -> None:
         """Most nodes were silent until now."""
 
@@ -154,6 +157,8 @@ class BaseCoordinator(Program):
                 nodes.add_requested(turn, event)
             case events.DrainRequested(node=node):
                 nodes.drain(turn, node)
+            case events.MemoryRanOut(node=node):
+                self.memory_ran_out(turn, node)
             case events.KillRequested(node=node):
                 nodes.ban(node)
             case events.Remark(level=level, text=text):

@@ -146,9 +146,12 @@ class Coordinator(BaseCoordinator):
     def worker_ended(self, turn: Turn, worker_id: WorkerId, end: protocol.WorkerEnd) -> None:
         if isinstance(end, protocol.Raised):
             self._parts.shutdown.note_error(worker_id, end)
-        if self.is_begun and journal.failure_of_end(end) is journal.Failure.OUT_OF_MEMORY:
-            plan = self._parts.reconfiguration.generations.plan
-            self._parts.replanning.use_less_memory(turn, worker_id.node, plan)
+        if journal.failure_of_end(end) is journal.Failure.OUT_OF_MEMORY:
+            self.memory_ran_out(turn, worker_id.node)
+
+    def memory_ran_out(self, turn: Turn, node: str) -> None:
+        if self.is_begun:
+            self._parts.replanning.use_less_memory(turn, node, self._parts.reconfiguration.generations.plan)
 
     def drop_worker(self, turn: Turn, worker_id: WorkerId) -> None:
         """Have another worker, or its successor, do what this one was asked to."""

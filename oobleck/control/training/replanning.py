@@ -67,6 +67,8 @@ class Replanning:
     _planner: Planner | None = None
     _paces: SpeedTracker = field(default_factory=SpeedTracker)
     _slow_retry: SlowNodeRetry = field(default_factory=SlowNodeRetry)
+    _plan: ExecutionPlan | None = None
+    _plan_before: ExecutionPlan | None = None
     _from_s: float = 0.0
     _distrusted: dict[WorkerId, frozenset[int]] = field(default_factory=dict)
     """Layers that differ from their other copies, by holder, until they are replaced."""
@@ -121,9 +123,12 @@ class Replanning:
     # --- memory --------------------------------------------------------------------------------------------
 
     def use_less_memory(self, turn: Turn, node: str, plan: ExecutionPlan) -> None:
-        """Give nodes less than `plan` does from now on, as a worker of this one ran out of memory."""
+        """Give nodes less than `plan`, or the one before it, from now on, as this node ran out of memory."""
+        # A scheduler says so only once the node is lost, and the others may have a plan without it by then.
         if node not in plan.pipeline_of:
-            return
+            if self._plan_before is None or node not in self._plan_before.pipeline_of:
+                return
+            plan = self._plan_before
         if len(self.kinds) != 1:
             turn.note("warning", f"{node} ran out of memory, and plans for several kinds of nodes stay: {_MORE_MEMORY}")
             return
@@ -172,6 +177,7 @@ class Replanning:
 
     def plan_adopted(self, decision: Decision, now_s: float) -> None:
         """Note an ordered plan: slow nodes that it leaves out are tried again later."""
+        self._plan, self._plan_before = decision.plan, self._plan
         self._scaling.plan_adopted(decision)
         self._leave_out(decision.plan, decision.predicted_step_s, now_s)
 

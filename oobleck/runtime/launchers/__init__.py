@@ -14,7 +14,7 @@ from .dial_in import (
     settle_keys,
 )
 from .kubernetes import KubernetesAPI, PodFollower
-from .launcher import Arrived, Launcher, Leaving, NodeChange, Reported
+from .launcher import Arrived, Launcher, Leaving, NodeChange, OutOfMemory, Reported
 from .listed import Hostfile, ListedNodes, VirtualNodes
 from .ray import RayActors, ray_nodes
 from .slurm import SlurmAllocation, SlurmJobs, SlurmTasks
@@ -31,6 +31,7 @@ __all__ = [
     "Leaving",
     "ListedNodes",
     "NodeChange",
+    "OutOfMemory",
     "PodFollower",
     "RayActors",
     "Reported",

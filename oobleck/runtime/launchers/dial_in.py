@@ -26,7 +26,7 @@ from oobleck.runtime.descriptors import raise_descriptor_limit
 from oobleck.runtime.files import private_directory
 from oobleck.wire import decode_json, encode_json
 
-from .launcher import Arrived, Leaving, NodeChange, Reported
+from .launcher import Arrived, Leaving, NodeChange, OutOfMemory, Reported
 from .listed import Parser
 
 T = TypeVar("T")
@@ -240,6 +240,10 @@ class DialedInNodes:
         """Report that a node will be taken away, if it has dialled in."""
         if node in {spec.name for spec in self.nodes}:
             self._send(Leaving(node=node))
+
+    def ran_out_of_memory(self, node: str) -> None:
+        """Report that all processes of a node were killed for their memory."""
+        self._send(OutOfMemory(node=node))
 
     def report(self, text: str, *, level: str = "warning") -> None:
         self._send(Reported(level=level, text=text))

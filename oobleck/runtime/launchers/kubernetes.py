@@ -36,6 +36,7 @@ _FIRST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 30.0
 _NONE_S = 15.0  # other pods of the same manifests may be created a moment later
 _GONE = 410
+_OUT_OF_MEMORY = "OOMKilled"
 
 
 class WatchExpired(Exception):
@@ -45,15 +46,19 @@ class WatchExpired(Exception):
 class PodWatch:
     """Follows the events of a watch, and reports which pods will be taken away and why others do not start."""
 
-    def __init__(self, *, leave: Callable[[str], None], report: Callable[[str], None]) -> None:
-        """`leave` receives the name of each deleted pod, `report` texts for people."""
+    def __init__(
+        self, *, leave: Callable[[str], None], ran_out: Callable[[str], None], report: Callable[[str], None]
+    ) -> None:
+        """`leave` receives the name of each deleted pod, `ran_out` that of a pod whose container was killed for its
+        memory, `report` texts for people.
+        """
         self.version: str | None = None
         """The last event's version, from which the next watch continues; None lists all pods."""
         self._leave = leave
+        self._ran_out = ran_out
         self._report = report
-        # It says whether a pod is being deleted and why it does not run, keyed by its name and uid: a pod that is made
-        # again has the same name.
-        self._pods: dict[tuple[str, str], tuple[bool, str]] = {}
+        # Keyed by name and uid, because a pod that is made again has the same name.
+        self._pods: dict[tuple[str, str], _Pod] = {}
 
     @property
     def num_pods(self) -> int:
@@ -87,13 +92,34 @@ class PodWatch:
     def _see(self, key: tuple[str, str], thing: object) -> None:
         is_leaving = _at(thing, "metadata", "deletionTimestamp") is not None
         problem = "" if is_leaving else next(_problems(_at(thing, "status")), "")
-        was_leaving, old_problem = self._pods.get(key, (False, ""))
-        self._pods[key] = is_leaving, problem
+        kills = frozenset(_memory_kills(_at(thing, "status")))
+        is_new, before = key not in self._pods, self._pods.get(key, _Pod())
+        self._pods[key] = _Pod(is_leaving=is_leaving, problem=problem, memory_kills=before.memory_kills | kills)
         # Each later change of a pod repeats its state, and must be reported only once.
-        if is_leaving and not was_leaving:
+        if is_leaving and not before.is_leaving:
             self._leave(key[0])
-        if problem and problem != old_problem:
+        # A pod that is listed for the first time may have been killed under an earlier master, which knew.
+        if kills - before.memory_kills and not is_new:
+            self._ran_out(key[0])
+        if problem and problem != before.problem:
             self._report(f"pod {key[0]}: {problem}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pod:
+    is_leaving: bool = False
+    problem: str = ""
+    """Why it does not run."""
+    memory_kills: frozenset[str] = frozenset()
+    """The ids of containers that were killed for their memory."""
+
+
+def _memory_kills(status: object) -> Iterator[str]:
+    for container in _list(status, "containerStatuses"):
+        for state in ("state", "lastState"):
+            ended = _at(container, state, "terminated")
+            if _text(ended, "reason") == _OUT_OF_MEMORY:
+                yield _text(ended, "containerID")
 
 
 def _problems(status: object) -> Iterator[str]:
@@ -104,9 +130,9 @@ def _problems(status: object) -> Iterator[str]:
         if _text(condition, "type") == "PodScheduled" and _text(condition, "reason") == "Unschedulable":
             yield _sentence("it has no place", condition)
     for container in _list(status, "containerStatuses"):
-        waiting, ended = _at(container, "state", "waiting"), _at(container, "lastState", "terminated")
-        if _text(ended, "reason") == "OOMKilled":
-            yield "its container took more memory than its limit, and was killed (OOMKilled)"
+        waiting = _at(container, "state", "waiting")
+        if any(_text(container, state, "terminated", "reason") == _OUT_OF_MEMORY for state in ("state", "lastState")):
+            yield f"its container took more memory than its limit, and was killed ({_OUT_OF_MEMORY})"
         if _text(waiting, "reason") not in ("", "ContainerCreating", "PodInitializing"):
             yield _sentence("its container does not start", waiting)
 
@@ -241,7 +267,7 @@ class PodFollower:
         self._none_s = none_s
         self._wait_s = first_wait_s
         self._problem = ""
-        self._watch = PodWatch(leave=callers.leave, report=callers.report)
+        self._watch = PodWatch(leave=callers.leave, ran_out=callers.ran_out_of_memory, report=callers.report)
 
     async def run(self) -> None:
         """Follow the pods, until cancelled; report failures and retry."""

@@ -34,6 +34,13 @@ class Leaving:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OutOfMemory:
+    """All processes of a node were killed, because they took more memory than they may."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reported:
     """A text for people to read."""
 
@@ -42,7 +49,7 @@ class Reported:
     text: str
 
 
-NodeChange = Arrived | Leaving | Reported
+NodeChange = Arrived | Leaving | OutOfMemory | Reported
 
 
 class Launcher(Protocol):

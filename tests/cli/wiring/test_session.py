@@ -11,13 +11,13 @@ import trio
 import trio.testing
 
 from oobleck.cli.wiring.session import MasterLeaves, Session
-from oobleck.control.events import AddRequested, DrainRequested, Event, Remark, StopRequested
+from oobleck.control.events import AddRequested, DrainRequested, Event, MemoryRanOut, Remark, StopRequested
 from oobleck.control.journal import ConnectionLost, JournalEntry, NodeLeft, NodeLost
 from oobleck.control.protocol import NodeUse
 from oobleck.control.replay import RunBooks
 from oobleck.job import NodeSpec
 from oobleck.runtime.control_client import StatusRequest
-from oobleck.runtime.launchers import Arrived, Leaving, NodeChange, Reported
+from oobleck.runtime.launchers import Arrived, Leaving, NodeChange, OutOfMemory, Reported
 from tests.control.journals import job_started
 
 NODES = tuple(NodeSpec(name=name, host=name) for name in "abc")
@@ -78,6 +78,7 @@ async def test_what_a_launcher_reports_becomes_what_the_run_is_asked_for(desk: D
         Arrived(node=new),
         Arrived(node=old, by_itself=True),
         Leaving(node="a"),
+        OutOfMemory(node="b"),
         Reported(level="warning", text="no more are listed"),
     ):
         await desk.report.send(change)
@@ -86,6 +87,7 @@ async def test_what_a_launcher_reports_becomes_what_the_run_is_asked_for(desk: D
         AddRequested(spec=new, has_arrived=True),
         AddRequested(spec=old, by_itself=True, has_arrived=True),
         DrainRequested(node="a"),
+        MemoryRanOut(node="b"),
         Remark(level="warning", text="no more are listed"),
     ]
 

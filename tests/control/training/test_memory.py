@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from oobleck.control.journal import Notice, ProfileKnown, RecoveryStarted
+import pytest
+
+from oobleck.control.events import MemoryRanOut, NodeFailed
+from oobleck.control.journal import ConnectionLost, Notice, ProfileKnown, RecoveryStarted
 from oobleck.control.protocol import ErrorKind, Killed, Raised, WorkerExited
 from oobleck.planner import profile_from_json
 from tests.control.bench import PID, Bench
@@ -64,6 +67,24 @@ def test_an_error_of_the_device_counts_as_well_and_other_ends_do_not():
     bench = training(ROOMY)
     error = Raised(kind=ErrorKind.MEMORY, message="CUDA out of memory")
     bench.say("n2", WorkerExited(device=0, pid=PID, end=error))
+    assert len(memory_bytes(bench)) == 2
+
+
+@pytest.mark.parametrize("is_told_first", [True, False])
+def test_a_node_whose_scheduler_has_killed_it_for_its_memory_counts_also_once_it_is_planned_without(
+    *, is_told_first: bool
+):
+    bench = training(ROOMY)
+    if is_told_first:
+        bench.feed(MemoryRanOut(node="n2"))
+    bench.feed(NodeFailed(node="n2", loss=ConnectionLost()))
+    continue_without(bench, "n2")
+    assert bench.updates[-1].generation == 2
+    if not is_told_first:
+        bench.feed(MemoryRanOut(node="n2"))
+    assert len(memory_bytes(bench)) == 2
+    assert [text for text in warnings(bench) if text.startswith("n2 ran out of memory: plans use at most ")]
+    bench.feed(MemoryRanOut(node="unknown"))
     assert len(memory_bytes(bench)) == 2
 
 

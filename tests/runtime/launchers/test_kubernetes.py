@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -25,10 +26,14 @@ class Callers:
     def __init__(self) -> None:
         self.leaving: list[str] = []
         self.said: list[str] = []
-        self.watch = PodWatch(leave=self.leave, report=self.report)
+        self.ran_out: list[str] = []
+        self.watch = PodWatch(leave=self.leave, ran_out=self.ran_out_of_memory, report=self.report)
 
     def leave(self, node: str) -> None:
         self.leaving.append(node)
+
+    def ran_out_of_memory(self, node: str) -> None:
+        self.ran_out.append(node)
 
     def report(self, text: str) -> None:
         self.said.append(text)
@@ -111,6 +116,23 @@ WAITING = {"name": "node", "ready": False, "lastState": {}, "state": {"waiting":
 STARTING = {**WAITING, "state": {"waiting": {"reason": "ContainerCreating"}}}
 KILLED = {**WAITING, "lastState": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}, "state": {"running": {}}}
 EVICTED = {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory."}
+
+
+def killed_for_memory(container: str, *, in_state: str) -> dict[str, Any]:
+    ended = {"exitCode": 137, "reason": "OOMKilled", "containerID": f"containerd://{container}"}
+    return {"phase": "Running", "containerStatuses": [{"name": "node", in_state: {"terminated": ended}}]}
+
+
+def test_each_container_that_was_killed_for_its_memory_is_told_once() -> None:
+    callers = Callers()
+    callers.play(
+        event("ADDED", pod("n", status=killed_for_memory("before this master", in_state="lastState"))),
+        event("MODIFIED", pod("n", status=killed_for_memory("first", in_state="state"))),
+        event("MODIFIED", pod("n", status=killed_for_memory("first", in_state="lastState"))),
+    )
+    assert callers.ran_out == ["n"]
+    callers.play(event("MODIFIED", pod("n", status=killed_for_memory("second", in_state="state"))))
+    assert callers.ran_out == ["n", "n"]
 
 
 @pytest.mark.parametrize(
