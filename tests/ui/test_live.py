@@ -50,7 +50,7 @@ class Terminal:
     def resize(self, columns: int, lines: int) -> None:
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
-    def read_until(self, *, text: bytes = b"", timeout_s: float = 20.0) -> bytes:
+    def read_until(self, *, text: bytes = b"", timeout_s: float = 60.0) -> bytes:
         """Read until `text` comes, or to the end where there is none to wait for."""
         deadline = time.monotonic() + timeout_s
         start = len(self.output)

@@ -39,7 +39,7 @@ def test_the_one_that_leads_has_the_seconds_of_growing_messages(tables: tuple[Li
     before = set(threading.enumerate())
     for _ in range(2):  # it may be asked for again
         seconds = timed_by(*tables)
-        assert len(seconds) >= 3
+        assert len(seconds) >= 2  # more, unless the machine is so busy that a link seems slow
         assert all(time_s > 0 for time_s in seconds.values())
         assert 1e5 < fit_link(seconds).bytes_per_s < 1e12
     for table in tables:
