@@ -1,6 +1,6 @@
 """How many examples a property is tried with: few in every run of the tests, very many in a deep one.
 
-HYPOTHESIS_PROFILE=brief, which `make test` sets, tries a quarter of each test's own number, which `make test-all`
+HYPOTHESIS_PROFILE=brief, which `make test` sets, tries a tenth of each test's own number, which `make test-all`
 tries; HYPOTHESIS_PROFILE=deep tries 20,000, and 20 storms of each kind over real processes;
 HYPOTHESIS_PROFILE=hasty tries many, stops at the first failure and shrinks nothing.
 """
@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-__all__ = ["examples", "seeds"]
+__all__ = ["examples", "first_of", "seeds"]
 
 _DEEP = 20_000
 _DEEP_SEEDS = 20
 _HASTE = 14
-_BRIEF_PERCENT = 25
+_BRIEF_PERCENT = 10
 # A failure's trace says what happened; explaining it by coverage costs more than it tells.
 _PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 
@@ -37,6 +40,13 @@ def examples(number: int, *, stateful_step_count: int = 50) -> settings:
         database=None if profile == "hasty" else settings.default.database,
         suppress_health_check=[HealthCheck.too_slow],
     )
+
+
+def first_of(number: int, values: Iterable[Any]) -> list[Any]:
+    """Of the values of a parameter, mark all but the first so many as slow: `make test-all` tries them."""
+    return [
+        value if index < number else pytest.param(value, marks=pytest.mark.slow) for index, value in enumerate(values)
+    ]
 
 
 def seeds(number: int) -> range:

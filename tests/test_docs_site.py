@@ -44,11 +44,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
+@pytest.mark.slow
 def test_every_page_is_on_the_site(site: Path):
     assert len(list(DOCS.glob("*.md"))) > 12
     assert [page.name for page in DOCS.glob("*.md") if not (site / f"{page.stem}.html").is_file()] == []
 
 
+@pytest.mark.slow
 def test_no_page_loads_anything_from_a_network(site: Path):
     files = [path for path in site.rglob("*") if path.suffix in (".html", ".css", ".svg")]
     assert len(files) > 15
@@ -58,6 +60,7 @@ def test_no_page_loads_anything_from_a_network(site: Path):
     assert sorted(loaded) == []
 
 
+@pytest.mark.slow
 def test_examples_of_the_api_are_code_and_no_quotations(site: Path):
     page = (site / "api.html").read_text(encoding="utf-8")
     assert 'run = oobleck.launch({"model"' in unescape(re.sub(r"<[^>]*>", "", page))
@@ -69,6 +72,7 @@ def documented(site: Path) -> set[str]:
     return set(re.findall(r'id="(oobleck\.[\w.]+)"', (site / "api.html").read_text(encoding="utf-8")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
 def test_what_a_library_offers_is_on_the_api_page(site: Path, module: ModuleType):
     offered = [name for name in module.__all__ if isinstance(getattr(module, name), type | FunctionType)]
@@ -76,12 +80,14 @@ def test_what_a_library_offers_is_on_the_api_page(site: Path, module: ModuleType
     assert {f"{module.__name__}.{name}" for name in offered} - documented(site) == set()
 
 
+@pytest.mark.slow
 def test_jobs_and_runs_are_on_the_api_page(site: Path):
     own = {f"oobleck.{name}" for name in oobleck.__all__ if not name.startswith("__")}
     assert {"oobleck.Job", "oobleck.Run", "oobleck.launch"} <= own
     assert own | {"oobleck.Run.wait", "oobleck.Run.kill", "oobleck.sim.cluster.run_cluster"} <= documented(site)
 
 
+@pytest.mark.slow
 def test_links_that_lead_nowhere_fail_the_build(tmp_path: Path):
     wrong = ("other.md", "#nothing", "page.md#nothing", "../examples/nothing.yaml")
     (tmp_path / "page.md").write_text("# A page\n")

@@ -116,6 +116,7 @@ def test_wrong_places_are_named(capsys, base_dir: Path, tmp_path: Path) -> None:
     assert (code, "--format" in output) == (ExitCode.USAGE, True)
 
 
+@pytest.mark.slow
 def test_export_says_why_it_cannot(capsys, base_dir: Path, tmp_path: Path) -> None:
     """The process that loads torch tells: this is no model of transformers."""
     code, output = run(capsys, base_dir, "export", "demo", str(tmp_path / "out"))

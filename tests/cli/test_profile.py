@@ -20,6 +20,7 @@ torch_threads: 1
 """
 
 
+@pytest.mark.slow
 def test_a_profile_is_measured_once_for_the_same_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     job, output = tmp_path / "job.yaml", tmp_path / "out.json"
     job.write_text(JOB)

@@ -82,6 +82,7 @@ def test_the_chrome_trace_covers_the_whole_run(arguments: list[str], tmp_path: P
     assert {event["name"] for event in slices} <= {words for words, _ in ACTIVITIES.values()}
 
 
+@pytest.mark.slow
 def test_the_modes_agree(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments, "--json"]) == 0
     swept = json.loads(capsys.readouterr().out)

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -246,6 +247,7 @@ def test_what_was_protected_under_the_master_before_stays_until_something_newer_
         cluster.succeed()
 
 
+@pytest.mark.slow
 @examples(50)
 @given(clusters, st.integers(1, 20))
 def test_states_are_protected_again_and_again_however_fast_ranks_save(cluster: Cluster, saves_per_round: int) -> None:

@@ -58,7 +58,6 @@ def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         ([], 2, ["hostfile", "--local"]),
         (["hosts", "--local", "2"], 2, ["in one way: a hostfile, --hosts-from COMMAND"]),
         (["hosts", "--hosts-from", "cat hosts"], 2, ["in one way: a hostfile, --hosts-from COMMAND"]),
-        (["--local", "2", "--tp", "2"], 78, ["tensor_parallel: gpt2 cannot be shared by devices"]),
         (["--hosts-from", "cat nowhere"], 78, ["--hosts-from 'cat nowhere' failed", "status 1", "No such file"]),
         (["--hosts-from", "cat typo"], 78, ["--hosts-from 'cat typo':2:", "unknown key 'slotz'", "slots"]),
         (["--hosts-from", "cat empty"], 78, ["--hosts-from 'cat empty': names no node"]),
@@ -144,6 +143,7 @@ _PARTS_ELSEWHERE = pytest.mark.slow
 """What a worker says of these has tests in tests/training and tests/cli; how it is passed on is the same for all."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "words"),
     [

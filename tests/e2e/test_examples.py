@@ -98,6 +98,7 @@ def test_a_script_of_transformers_trainer_continues_after_training(runner: Runne
     assert "node1 lost; " in (runner.base_dir / TAG / "script.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_survives_a_kill(runner: Runner) -> None:
     """`own_model.py`: layers, data, optimizer and schedule are the script's."""
     outcome = _script(runner, "own_model.py", options=("--steps", "60", "--kill", "node1@20"))
@@ -107,6 +108,7 @@ def test_a_model_of_ones_own_survives_a_kill(runner: Runner) -> None:
     assert rates[:3] == pytest.approx([3e-4, 6e-4, 9e-4])
 
 
+@pytest.mark.slow
 def test_fine_tuning_a_saved_model(runner: Runner, tmp_path: Path) -> None:
     """`finetune.yaml`: a directory with weights and a tokenizer, JSON lines, bfloat16, evaluation."""
     from transformers import GPT2Config, GPT2LMHeadModel

@@ -61,6 +61,7 @@ def settings(runner: Runner) -> dict[str, Any]:
     return {**read, **own}
 
 
+@pytest.mark.slow
 def test_a_node_killed_from_python_costs_no_step(
     launch: Launch, runner: Runner, settings: dict[str, Any], undisturbed: Outcome
 ) -> None:

@@ -62,6 +62,7 @@ def test_four_nodes_compute_what_one_process_computes(undisturbed: Outcome, refe
     assert undisturbed.losses[-1] < undisturbed.losses[0] - 0.5, "it learns"
 
 
+@pytest.mark.slow
 def test_the_comparison_would_catch_one_microbatch_dropped_or_counted_twice(
     runner: Runner, job: JobSpec, reference: list[float]
 ) -> None:

@@ -54,6 +54,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_hostfile_trains_what_virtual_nodes_train_survives_the_end_of_connections_and_a_kill_and_is_followed(
     runner: Runner,
     endless_reference: Reference,

@@ -116,7 +116,8 @@ def test_a_run_does_not_wait_for_a_reader_that_never_reads(runner: Runner) -> No
     assert runner.left_over() == []
 
 
-@pytest.mark.parametrize("options", [(), pytest.param(("--plain",), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--plain",)])
 def test_a_run_goes_on_when_its_terminal_is_gone(runner: Runner, options: tuple[str, ...]) -> None:
     _forget_other_runs(runner)
     ours, theirs = pty.openpty()

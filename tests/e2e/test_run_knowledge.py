@@ -26,6 +26,7 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
     made.close()
 
 
+@pytest.mark.slow
 def test_a_script_learns_how_long_it_has_when_its_node_or_another_is_taken_away(ranks: Ranks) -> None:
     """SIGTERM alone would end it at once; it saves, and ends by itself."""
     with ranks.started("--local", "2", "--shutdown-timeout", "20", command=[NOTICING, str(ranks.out)]) as process:

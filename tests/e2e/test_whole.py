@@ -38,6 +38,7 @@ def plain(directory: Path, script: Path, *words: str) -> dict[str, Any]:
     return dict(json.loads(output.read_text()))
 
 
+@pytest.mark.slow
 def test_a_whole_model_survives_the_loss_of_a_node(runner: Runner, tmp_path: Path) -> None:
     """Its process evaluates what nodes have trained, by a function of its own."""
     outcome = run(runner, tmp_path, SCRIPT, "2", "single", "--metrics")

@@ -39,6 +39,7 @@ def test_too_low_a_limit_is_named_with_what_to_change(num_nodes: int, *, are_vir
         require_descriptors(1024, num_nodes, are_virtual=are_virtual)
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_have_enough_says_so_before_anything_is_started(tmp_path: Path) -> None:
     up = [sys.executable, "-m", "oobleck", "up", "--local", "16", "--base-dir", str(tmp_path / "base")]
     done = subprocess.run(

@@ -94,6 +94,7 @@ def test_a_network_that_is_down_for_up_to_a_minute_ends_no_run(seed: int):
     assert len(lost - {"n4"}) <= 1, "no more than f allows, besides the node that is gone"
 
 
+@pytest.mark.slow
 @seeded
 def test_workers_that_are_slow_for_an_hour_are_not_taken_for_stuck(seed: int):
     """Each step that such a worker has a part in takes 25 minutes, and the others a second and a half."""

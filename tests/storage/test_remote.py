@@ -114,6 +114,7 @@ def test_a_layer_that_cannot_be_had_is_not_taken_for_a_damaged_one(
         read_layer_file(path)
 
 
+@pytest.mark.slow
 async def test_an_agent_that_leaves_keeps_its_memory_if_the_store_does_not_answer(
     directory: CheckpointDirectory, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +139,7 @@ async def test_an_agent_that_leaves_keeps_its_memory_if_the_store_does_not_answe
         shutil.rmtree(node.memory.parent, ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_commands_name_a_store_that_refuses_and_hide_its_password(
     directory: CheckpointDirectory,
     store: Store,

@@ -173,6 +173,7 @@ def test_the_control_plane_is_measured_in_every_way():
     assert all(int(row[5]) >= 8 for row in rows if row[1] in ("steps", "start"))
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_the_benchmark_that_is_terminated():
     with tempfile.TemporaryDirectory(prefix="ob") as directory:  # short, for sockets' paths are
         mark, deadline_s = f"TMPDIR={directory}", time.monotonic() + TIMEOUT_S

@@ -10,6 +10,7 @@ from tools.compare import main, table
 PAGE = (Path(__file__).parents[2] / "docs" / "simulation.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_row_for_each_system(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--smoke"])
     head, _, *rows, _, losses = capsys.readouterr().out.splitlines()

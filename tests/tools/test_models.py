@@ -29,6 +29,7 @@ def rows_of(*names: str) -> dict[str, Row]:
     return {row.case.class_name: row for row in models.run(wanted, jobs=1, limit_s=120)}
 
 
+@pytest.mark.slow
 def test_some_classes_of_each_kind_are_equal_or_whole_or_refused_by_name():
     rows = rows_of(*EQUAL, *WHOLE, *REFUSED)
     assert {name: (rows[name].outcome, rows[name].note) for name in EQUAL if rows[name].outcome != "equal"} == {}

@@ -313,6 +313,7 @@ def test_messages_between_stages_are_measured_between_processes() -> None:
     assert numbers == {"wrong": 0, "communicators": 0, "abort_s": 0.0}, "Gloo has carried them"
 
 
+@pytest.mark.slow
 def test_ranks_share_a_gpu_where_torch_alone_can_have_them_and_else_it_is_said_why_not() -> None:
     assert ranks.why_not("gloo", "cpu") is None
     reason = ranks.why_not("nccl", "cpu")
@@ -359,6 +360,7 @@ def test_two_nodes_of_several_devices_are_struck_here_and_gloo_is_not_taken_for_
     assert check.judge({**numbers, "steps": 60}) is not None
 
 
+@pytest.mark.slow
 def test_training_is_compared_with_a_plain_loop_and_what_differs_is_found() -> None:
     """A float16 run that overflows at first; and a plain loop from another seed, whose losses are others."""
     numbers = training.measure_ways("cpu", size=TINY, ways=["float16"])

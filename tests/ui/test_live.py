@@ -131,6 +131,7 @@ def test_the_dashboard_follows_the_terminals_size(terminal):
     assert rules == [40 - len("─ Events ") + 1]
 
 
+@pytest.mark.slow
 def test_a_stopped_terminal_does_not_hold_up_the_run(terminal, tmp_path):
     """Nobody reads, so writing blocks; the feeder's tasks must go on and end all the same."""
     report = tmp_path / "report"
@@ -220,6 +221,7 @@ def test_a_process_that_is_suspended_leaves_the_terminal_as_it_was_and_comes_bac
     assert screen.settings_now() == screen.settings
 
 
+@pytest.mark.slow
 def test_a_process_group_that_is_killed_leaves_the_terminal_as_it_was(terminal):
     screen = terminal("--keys", columns=100, lines=30)
     screen.read_until(text=b"q\x1b[0m\x1b[2m quit")

@@ -23,7 +23,10 @@ Refused = tuple[object, dict[str, Any], list[str]]
         ("job.yaml", {"local": 0}, ["--local", "0", "--job", "job.yaml"]),
         ("job.yaml", {"hosts": "missing.txt"}, ["missing.txt", "--job", "job.yaml"]),
         ("wrong.yaml", {"local": 2}, ["--local", "2", "--job", "wrong.yaml"]),
-        ("fails.py", {"local": 2, "arguments": ["--x"]}, ["--local", "2", "fails.py", "--", "--x"]),
+        pytest.param(
+            ("fails.py", {"local": 2, "arguments": ["--x"]}, ["--local", "2", "fails.py", "--", "--x"]),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_cannot_be_used_is_said_as_on_the_command_line(

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from oobleck.runtime.agent.workers import processor_s
 
 BUSY = "until = time.process_time() + 0.5\nwhile time.process_time() < until: pass\n"
@@ -30,6 +32,7 @@ def test_what_a_process_computes_counts():
     assert used_s(BUSY + REST) >= 0.45
 
 
+@pytest.mark.slow
 def test_what_a_child_computes_counts_while_it_lives_and_after():
     child = "import time\n" + BUSY
     living = f"subprocess.Popen([sys.executable, '-c', {child + REST!r}])\ntime.sleep(60)\n"

@@ -297,6 +297,7 @@ async def test_a_server_that_cannot_be_started_is_given_up_with_the_reason(direc
             nursery.cancel_scope.cancel()
 
 
+@pytest.mark.slow
 async def test_a_server_whose_imports_fail_is_given_up_with_the_reason(
     directory: AgentDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,8 @@ import socket
 import sys
 from pathlib import PurePosixPath
 
+import pytest
+
 from oobleck.control.node_check.rounds import Health
 from oobleck.job import NodeSpec
 from oobleck.runtime.node_check.check import check_nodes
@@ -60,6 +62,7 @@ async def test_an_interpreter_that_is_not_there_is_named(tmp_path):
     assert "/no/python" in node.verdict.reason
 
 
+@pytest.mark.slow
 @needs_openssh
 async def test_a_node_whose_login_shell_greets_is_measured_and_one_whose_runs_no_command_is_named(tmp_path):
     with serve_openssh(tmp_path / "one") as one, serve_openssh(tmp_path / "two") as two:

@@ -58,6 +58,7 @@ async def test_a_callback_hears_of_every_step_and_may_stop_the_run_and_one_that_
     assert said == [f"the callback Broken.on_step_end failed: ValueError: no route to the tracker; see {log}"]
 
 
+@pytest.mark.slow
 async def test_a_script_that_ends_its_process_ends_nothing_else(tmp_path: Path):
     log = tmp_path / "script.log"
     source = "import os\nprint('about to go', flush=True)\nos._exit(7)"
@@ -210,6 +211,7 @@ def test_what_only_nodes_can_try_and_what_a_trial_finds_are_said(
     assert re.search(said, capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_refused_by_a_trial_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     script = tmp_path / "train.py"
     script.write_text(LAYERS)

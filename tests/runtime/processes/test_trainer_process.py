@@ -80,6 +80,7 @@ async def test_the_lines_after_train_run_once_the_run_has_ended(tmp_path: Path, 
     assert (tmp_path / "script.log").read_text().splitlines() == ["hears one", "hears enough"]
 
 
+@pytest.mark.slow
 def test_another_size_of_microbatch_is_checked_before_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     checks = """
 class Sized(Job):
@@ -109,6 +110,7 @@ def test_a_run_that_fails_ends_the_script_in_train(tmp_path: Path, capfd: pytest
     assert capfd.readouterr().out == "before __main__\nlast\n"
 
 
+@pytest.mark.slow
 def test_what_fails_after_train_is_the_exit_status(tmp_path: Path):
     process = TrainerProcess(script(f"{TRAINS}\nsys.exit(9)", "7"))
     assert process.end(0, tmp_path) == 9
@@ -138,6 +140,7 @@ def test_what_is_wrong_before_is_said(source: str, kind: type[UsageError], probl
         TrainerProcess(script(source))
 
 
+@pytest.mark.slow
 def test_a_script_that_exits_by_itself_has_said_why(capfd: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as exited:
         TrainerProcess(script("import argparse\nargparse.ArgumentParser().parse_args()", "--what"))

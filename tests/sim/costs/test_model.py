@@ -113,6 +113,7 @@ def stalls_s_and_steps(costs: Costs) -> tuple[tuple[float, float], tuple[int, in
     return (one.stall_s, other.stall_s), (swept.steps_committed, played.steps_committed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value"),
     [("form_s", 5.0), ("decide_s", 6.0), ("fence_s", 7.0), ("update_bytes", 4e7), ("commit_hop_s", 0.5)],

@@ -336,6 +336,7 @@ def _form_in_vain(member: LinkedTable, is_over: threading.Event) -> None:
         member.groups.form([GroupKey("reduce", 1, (A, B))], is_over.is_set, generation=1)
 
 
+@pytest.mark.slow
 def test_forming_may_be_given_up_at_any_moment() -> None:
     """In a process of its own: Gloo ended it, with a signal, where a thread came late to a network that was over."""
     done = subprocess.run(

@@ -285,6 +285,7 @@ def test_another_script_is_refused_by_name_under_any_launcher(tmp_path: Path) ->
     assert run(second, 1, **where, OOBLECK_CHECKPOINT_SCRIPT=str(first))[0].startswith("(6, ")
 
 
+@pytest.mark.slow
 def test_a_save_that_a_kill_cuts_short_at_any_line_is_never_loaded(tmp_path: Path) -> None:
     (said,) = run(Path(__file__).with_name("torn_saves.py"), 1, arguments=(str(tmp_path / "memory"),))
     before, after, unsummed = map(int, said.split())

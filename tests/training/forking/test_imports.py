@@ -22,6 +22,7 @@ _IMPORT = """if True:
 """
 
 
+@pytest.mark.slow
 def test_a_worker_starts_beside_packages_that_need_others(tmp_path: Path):
     """transformers imports scikit-learn wherever it is installed, which needs scipy."""
     package = tmp_path / "sklearn"

@@ -8,6 +8,7 @@ import torch
 
 from oobleck.training.model.models import StageModel
 from oobleck.training.randomness import MicrobatchKey
+from tests.examples import first_of
 from tests.training.zoo import (
     KEY,
     OTHER_TIES,
@@ -57,7 +58,7 @@ def _assert_every_cut_equals_the_transformers_model(name: str, *, num_cuts: int)
         assert [n for n in gradients if not torch.equal(gradients[n], expected[n])] == [], cuts
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", first_of(8, SPECS))
 def test_any_cut_equals_the_transformers_model_bit_for_bit(name: str):
     _assert_every_cut_equals_the_transformers_model(name, num_cuts=5)
 

@@ -17,6 +17,7 @@ def _open_driver(_: WorkerId) -> None:
     _OPENED.append(Path("nvidia-uvm").open("w"))  # noqa: SIM115  for as long as the process lives
 
 
+@pytest.mark.slow
 def test_a_worker_forked_from_a_process_that_has_initialized_cuda_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
