@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, assert_never
 
 from oobleck import __version__
@@ -19,15 +19,15 @@ from oobleck.job import NodeSpec
 from oobleck.job.ranks import RanksSpec
 
 from . import states
+from .bad_steps import BadSteps
 from .copies import Copies
 from .hang import HangWatch
 from .machine import deadline, start, step
 from .replayed_ranks import ReplayedRanks
+from .saved_steps import SavedSteps
 
 # An agent may take this long to kill its ranks: a process may be stuck in the kernel.
 _PATIENCE_S = 30.0
-_TELL_S = 10.0
-_TELL_STEPS_S = 1.0
 _HAND_ON_S = 20.0
 _MOST_CULPRITS = 4
 """How many ranks an entry names, with their stacks."""
@@ -48,15 +48,6 @@ class _Formed:
     """Keyed by node whose ranks exist; None where they told an earlier master."""
     down: set[int] = field(default_factory=set)
     """Process ids of failed ranks."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """The newest state whose steps are recorded, and from when on the next is."""
-
-    state: protocol.ScriptState | None = None
-    progress: protocol.ScriptProgress | None = None
-    due_s: float = 0.0
 
 
 class RanksCoordinator(BaseCoordinator):
@@ -105,13 +96,8 @@ class RanksCoordinator(BaseCoordinator):
         """Draining nodes that others still copy states of, with the time until which that may take."""
         self._uncopied: set[tuple[str, str]] = set()
         """Of which it was said that the first copies nothing to the second."""
-        self._told: journal.StatesProtected | None = None
-        """What is recorded of the saved states' safety."""
-        self._told_steps = _Told()
-        self._redone: journal.StepRecomputed | None = None
-        """What becomes of a step that is computed again on other nodes, if its losses are good there."""
-        self._turned = 0
-        """By how many nodes ranks have moved on for that."""
+        self._saved_steps = SavedSteps(self._copies, self._run_digits)
+        self._bad_steps = BadSteps()
         self._unmet: set[str] = set()
         """The nodes of an earlier master's generation that are neither reached nor lost yet."""
         self._early: list[tuple[str, protocol.RankFailed]] = []
@@ -174,7 +160,7 @@ class RanksCoordinator(BaseCoordinator):
     @property
     def due_s(self) -> float:
         handed_on_s = min((until_s for until_s, _ in self._handing_on.values()), default=math.inf)
-        told_s = self._told_steps.due_s if self._has_untold_steps and not self.is_over else math.inf
+        told_s = math.inf if self.is_over else self._saved_steps.due_s
         return min(deadline(self._state, self._rules), handed_on_s, told_s, self._copies.due_s)
 
     def act(self, turn: Turn, held_up_s: float) -> None:
@@ -191,10 +177,10 @@ class RanksCoordinator(BaseCoordinator):
             domains = {member.spec.name: member.spec.failure_domain for member in members}
             for node, order in self._copies.orders(turn.now_s, domains):
                 turn.send(node, order)
-        self._tell_protection(turn)
-        self._tell_redone(turn)
         if not self.is_over:
-            self._tell_steps(turn)
+            self._saved_steps.tell_safety(turn)
+            self._bad_steps.note_saved(turn, self._copies.newest)
+            self._saved_steps.tell_steps(turn)
         for node, (until_s, ready) in sorted(self._handing_on.items()):
             is_needed = self._copies.is_needed(node)
             if is_needed and turn.now_s < until_s:
@@ -203,50 +189,6 @@ class RanksCoordinator(BaseCoordinator):
                 turn.note("warning", f"{node} leaves, and no other node has all of its part of the newest saved state")
             del self._handing_on[node]
             self._take_ready(turn, node, ready)
-
-    @property
-    def _has_untold_steps(self) -> bool:
-        is_known = self._copies.progress is not None
-        return is_known and self._copies.newest != self._told_steps.state
-
-    def _tell_steps(self, turn: Turn) -> None:
-        newest, progress, told = self._copies.newest, self._copies.progress, self._told_steps
-        if not self._has_untold_steps or newest is None or progress is None or turn.now_s < told.due_s:
-            return
-        before = told.progress if told.state is not None and told.state.start == newest.start else None
-        # An older number is one of a run before, from which this one continues.
-        if newest.start.partition("-")[2].startswith(self._run_digits):
-            entry = journal.StepsSaved(
-                t_s=turn.now_s,
-                generation=int(newest.start.rpartition("-")[2]),
-                # A script may save the state again that it has loaded.
-                first_step=min(newest.step, 1 + (told.state.step if before and told.state else progress.from_step)),
-                step=newest.step,
-                worked_s=max(0.0, progress.worked_s - (0.0 if before is None else before.worked_s)),
-                loss=float(progress.loss) if progress.loss else None,
-            )
-            turn.record(entry)
-        self._told_steps = _Told(newest, progress, turn.now_s + _TELL_STEPS_S)
-
-    def _tell_protection(self, turn: Turn) -> None:
-        now, told = self._copies.protection, self._told
-        if now.newest is None or self.is_over:
-            return
-        entry = journal.StatesProtected(
-            t_s=turn.now_s, newest=now.newest, protected=now.protected, num_missing=now.num_missing
-        )
-        # Steps pass quickly, so that alone is recorded now and then.
-        if told is not None and turn.now_s < told.t_s + _TELL_S:
-            if (told.protected is None) == (now.protected is None) and bool(told.num_missing) == bool(now.num_missing):
-                return
-        elif told is not None and (told.newest, told.protected, told.num_missing) == (
-            now.newest,
-            now.protected,
-            now.num_missing,
-        ):
-            return
-        self._told = entry
-        turn.record(entry)
 
     # --- what happens ------------------------------------------------------------------------------------------------
 
@@ -347,40 +289,14 @@ class RanksCoordinator(BaseCoordinator):
         reason = f"{entry.sentence}{detail}"
         is_final = message.error is not None and message.error.has_lost_states
         bad = message.error.bad if message.error is not None else None
-        why = at_fault = ""
+        verdict = None
         if entry.is_first and bad is not None:
-            is_final, why, at_fault = self._judge(turn, bad, formed)
-            reason = f"{why}\n{reason}"
+            verdict = self._bad_steps.judge(turn, bad, formed.begin.nodes)
+            is_final, reason = verdict.is_final, f"{verdict.why}\n{reason}"
         failed = states.Failed(node=node, generation=message.generation, reason=reason, is_final=is_final)
         self._give(turn, failed)
-        if at_fault:
-            self._lifecycle.give_up(turn, at_fault, journal.Unfit(fault=why))
-
-    def _judge(self, turn: Turn, bad: protocol.BadLosses, formed: _Formed) -> tuple[bool, str, str]:
-        """Decide about a step with bad losses: whether it ends the run, why, and which node is at fault, if any."""
-        node_of = {each.first_rank + n: each.node for each in formed.begin.nodes for n in range(each.num_ranks)}
-        losses = tuple((node_of.get(rank, ""), rank, loss) for rank, loss in bad.losses)
-        now = journal.StepRecomputed(t_s=turn.now_s, step=bad.step, losses=losses, is_sure=len(losses) < len(node_of))
-        before, self._redone = self._redone, None
-        if not bad.is_redone:
-            return True, "on_bad_step is 'stop'", ""
-        if before is None or before.step != bad.step:
-            self._redone = now
-            self._turned += 1  # each rank is on another node next time
-            return False, f"step {bad.step} is computed again, on other nodes", ""
-        ranks, before_ranks = ({rank for _, rank, _ in each.losses} for each in (now, before))
-        at_fault = [node for node in now.nodes if node in before.nodes]
-        # The same rank takes the same data, wherever it is.
-        if len(node_of) > 1 and now.is_sure and before.is_sure and at_fault and not ranks & before_ranks:
-            turn.record(replace(before, t_s=turn.now_s, losses=tuple(e for e in losses if e[0] in at_fault)))
-            return False, f"{at_fault[0]} computes step {bad.step} wrongly, whatever rank it has", at_fault[0]
-        return True, f"step {bad.step} has a bad loss again on the ranks that had it: its data is at fault", ""
-
-    def _tell_redone(self, turn: Turn) -> None:
-        redone, newest = self._redone, self._copies.newest
-        if redone is not None and newest is not None and newest.step >= redone.step:
-            turn.record(replace(redone, t_s=turn.now_s))
-            self._redone = None
+        if verdict is not None and verdict.at_fault:
+            self._lifecycle.give_up(turn, verdict.at_fault, journal.Unfit(fault=verdict.why))
 
     def _formed_in(self, generation: int) -> _Formed | None:
         # Reports of older generations come late.
@@ -501,7 +417,7 @@ class RanksCoordinator(BaseCoordinator):
                 candidates.append(states.Candidate(node=member.spec.name, num_ranks=ready.num_ranks))
             else:
                 num_expected += 1
-        shift = self._turned % max(1, len(candidates))
+        shift = self._bad_steps.num_moved % max(1, len(candidates))
         candidates = [*candidates[shift:], *candidates[:shift]]
         return states.Roster(candidates=tuple(candidates), num_expected=num_expected, has_saved=self._copies.has_saved)
 
@@ -600,8 +516,7 @@ class RanksCoordinator(BaseCoordinator):
 
     def _end(self, turn: Turn, end: events.EndRun, *, was_running: bool) -> None:
         reason = end.reason
-        self._told_steps = replace(self._told_steps, due_s=0.0)
-        self._tell_steps(turn)
+        self._saved_steps.tell_last(turn)
         if not self.generation and self._losses:
             reason = "\n".join((reason, *(f"{node}: {why}" for node, why in sorted(self._losses.items()))))
         if was_running and end.exit_code == ExitCode.DONE:
