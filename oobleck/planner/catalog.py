@@ -116,7 +116,15 @@ class Catalog(ABC):
 
     @abstractmethod
     def most_pipelines(self, total: Counts) -> int:
-        """Return how many pipelines `total` nodes can form, at most one for each microbatch."""
+        """Return how many pipelines `total` nodes can form for a whole batch; 0 for none."""
+
+    def possible_number(self, total: Counts, wanted: int) -> int:
+        """Return how many pipelines take a whole batch: `wanted`, or the next number that can."""
+        return wanted
+
+    def can_hold(self, total: Counts) -> bool:
+        """Return whether these nodes can train the model."""
+        return bool(self.timings(total))
 
     def num_pipelines(self, total: Counts) -> tuple[int, int]:
         """Return the fewest and the most pipelines for `total` nodes.
@@ -127,7 +135,7 @@ class Catalog(ABC):
         if not most:
             raise PlanningError(self.explain(total))
         if self.settings.num_pipelines is not None:
-            wanted = min(self.settings.num_pipelines, most)
+            wanted = self.possible_number(total, min(self.settings.num_pipelines, most))
             return wanted, wanted
         if self.settings.max_redundancy_percent is not None:
             return self._affordable(total, most), most

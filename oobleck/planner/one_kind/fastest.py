@@ -91,7 +91,8 @@ class ExactTimes:
             fewest=fewest,
             most=most,
         )
-        candidates = [self._pipelines(templates, sizing, again=True) for sizing in (chosen, others)]
+        sizings = (chosen, others) if others.sizes else (chosen,)
+        candidates = [self._pipelines(templates, sizing, again=True) for sizing in sizings]
         best = min(candidates, key=lambda each: each.step_s)
         return best if best.step_s < as_chosen.step_s * (1 - _LEAST_GAIN) else None
 
@@ -109,7 +110,11 @@ class ExactTimes:
         step_s = self.step_s(template, num_microbatches, speeds)
         next_s = (self.step_s(template, 2 * num_microbatches, speeds) - step_s) / num_microbatches
         # The first microbatch passes all stages, a further one only waits for the slowest.
-        return Timing(first_s=max(next_s, step_s - (num_microbatches - 1) * next_s), next_s=next_s)
+        return Timing(
+            first_s=max(next_s, step_s - (num_microbatches - 1) * next_s),
+            next_s=next_s,
+            most_microbatches=self._costs.most_microbatches(template),
+        )
 
     def _pipelines(self, templates: Mapping[int, PipelineTemplate], sizing: Sizing, *, again: bool) -> FastPipelines:
         """Return the pipelines of a sizing, with their templates as they are or cut again for their microbatches."""
