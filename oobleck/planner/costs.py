@@ -194,6 +194,15 @@ class StageCosts:
         other.max_in_flight = number
         return other
 
+    def no_heavier_than(self, reduced_bytes: float) -> StageCosts:
+        """Return the costs with only those stages that have at most their devices' share of a node's gradient bytes."""
+        other, held = copy(self), self._trained[None, :] - self._trained[:, None]
+        other._most_in_flight = {
+            count: np.where(held > reduced_bytes * count / self.devices_per_node, -1.0, self.most_in_flight(count))
+            for count in self.device_counts
+        }
+        return other
+
     # Every seconds value that the search compares comes from here, so that equal stages have equal bits.
     def seconds(self, num_devices: int, *, left_same_node: bool, right_same_node: bool, speed: float = 1.0) -> Floats:
         """Return the seconds of every stage: `[L + 1, L + 1]`, at [i, j] for layers i to j - 1; else infinite.

@@ -12,7 +12,7 @@ from oobleck.planner.costs import StageCosts, Timing, footprint, stage_footprint
 from oobleck.planner.formatting import counted
 from oobleck.planner.kinds import Counts, Form, KindCosts
 from oobleck.planner.profiles import Profile
-from oobleck.planner.templates import MOST_STAGES, find_templates
+from oobleck.planner.templates import MOST_STAGES, find_templates, lighter_templates
 from oobleck.planner.values import Cutter, NodeKind, PlannerSettings
 
 from .fastest import ExactTimes, FastPipelines
@@ -38,7 +38,8 @@ class OneKindCatalog(Catalog):
         # Keyed by the identity of the template, which the value keeps alive.
         self._forms: dict[int, Form] = {}
         self._excesses: dict[tuple[int, int], tuple[PipelineTemplate, float]] = {}
-        self._exact = ExactTimes(self._costs)
+        self._exact = ExactTimes(self._costs, self._lighter_than)
+        self._lighter: dict[int, Sequence[PipelineTemplate]] = {}
         self._fast: dict[Counts, FastPipelines | None] = {}
         self._cutter = None if make_cutter is None else make_cutter(profile)
 
@@ -89,6 +90,13 @@ class OneKindCatalog(Catalog):
                 most=most,
             )
         return self._fast[total]
+
+    def _lighter_than(self, template: PipelineTemplate) -> Sequence[PipelineTemplate]:
+        if template.num_nodes not in self._lighter:
+            new = {size: each for size, each in self._templates.items() if size not in self._lighter}
+            found = lighter_templates(self._costs, new, microbatches_per_device=self.settings.microbatches_per_device)
+            self._lighter |= {size: found.get(size, ()) for size in (*new, template.num_nodes)}
+        return self._lighter[template.num_nodes]
 
     def exact_step_s(self, plan: ExecutionPlan, speeds: Mapping[str, float]) -> float | None:
         if self._cutter is not None:
@@ -324,13 +332,14 @@ class OneKindCatalog(Catalog):
             return 1.0
         known, excess = self._excesses.get((id(template), share), (None, 1.0))
         if known is not template:
-            if template.num_stages > MOST_STAGES:  # never cut by the event-exact time
-                own_s, usual_s = (self._costs.timing(each).bound_s(share) for each in (template, usual))
-            else:
-                own_s, usual_s = (
-                    self._exact.step_s(each, share) + self._reduction_s(each, share) for each in (template, usual)
-                )
-            excess = max(1.0, own_s / usual_s)
+
+            def step_s(each: PipelineTemplate) -> float:
+                # Longer ones are never cut by the event-exact time.
+                is_short = each.num_stages <= MOST_STAGES
+                own_s = self._exact.step_s(each, share) if is_short else self._costs.timing(each).bound_s(share)
+                return own_s + self._reduction_s(each, share)
+
+            excess = max(1.0, step_s(template) / step_s(usual))
             self._excesses[id(template), share] = template, excess
         return excess
 
