@@ -6,6 +6,7 @@ are computed on demand and cached; the order of the calls changes no result.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 
@@ -258,8 +259,11 @@ class Catalog(ABC):
             form, share = self.form_of(each), each.num_microbatches
             timing = self.timing(form, speeds_among(each.nodes, speeds), share)
             # A pipeline in mid-step is full already and finishes one microbatch each `next_s`.
-            own_s = timing.step_s(own) if own == share else own * timing.next_s
-            slowest_s = max(slowest_s, own_s + (timing.step_s(others) if others else 0.0))
+            own_s = timing.bound_s(own) if own == share else own * timing.next_s
+            # What it has had in flight it can have again, whatever this planner thinks of its memory.
+            most = math.inf if share >= each.template.num_stages else max(share, timing.most_microbatches)
+            others_s = timing.bound_s(others) if others else 0.0
+            slowest_s = max(slowest_s, own_s + (others_s if others <= most else math.inf))
             most_bytes = max(most_bytes, self.reduced_bytes(form, share))
         return slowest_s + reduction_s(self.costs.network, most_bytes, len(rests))
 

@@ -298,7 +298,9 @@ class OneKindCatalog(Catalog):
 
     def timing(self, form: Form, speeds: Sequence[float] | None, share: int, still_fast: float = STILL_FAST) -> Timing:
         template = form.template
-        if template.num_nodes not in self.options(template.num_nodes):
+        if self._searched < template.num_nodes:
+            self.options(template.num_nodes)
+        if template.num_nodes not in self._options:
             # A pipeline of an earlier plan, from when so few nodes were taken to have enough memory.
             return self._costs.timing(template, speeds or ())
         bound = self._options[template.num_nodes].timing
