@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from oobleck.errors import PlanningError
 from oobleck.planner import (
+    Decision,
     ExecutionPlan,
     Planner,
     PlannerSettings,
@@ -18,9 +19,11 @@ from oobleck.planner import (
     estimate_profile,
     model_shape,
 )
+from oobleck.planner.costs import StageCosts
 from oobleck.planner.one_kind import OneKindCatalog
+from oobleck.planner.templates import lighter_templates
 from tests.examples import examples
-from tests.planner.drawing import profiles
+from tests.planner.drawing import profiles, uniform_profile
 from tests.planner.simple_profiles import node_names
 
 
@@ -57,6 +60,33 @@ def test_memory_for_many_layers_does_not_put_them_on_one_node_of_a_slow_network(
     )
     assert len(less.pipelines) >= 2
     assert exact_s(profile, settings, more) <= 1.005 * exact_s(profile, settings, less)
+
+
+@examples(30)
+@given(profile=profiles(min_layers=4, max_layers=8), few=st.integers(2, 7), num_microbatches=st.integers(2, 40))
+def test_a_plan_does_not_depend_on_what_else_was_planned(profile: Profile, few: int, num_microbatches: int) -> None:
+    """On a slow network, and with few microbatches too: more templates are searched there."""
+    profile = replace(profile, network=replace(profile.network, inter_node_bytes_per_s=4.0))
+    settings = PlannerSettings(num_microbatches=num_microbatches)
+
+    def last_of(*numbers: int) -> Decision | None:
+        planner, decision = Planner(profile, settings), None
+        for number in numbers:
+            try:
+                decision = planner.initial_plan(node_names(number))
+            except PlanningError:
+                decision = None
+        return decision
+
+    assert last_of(few, 8) == last_of(8)
+
+
+def test_a_model_that_is_frozen_reduces_nothing() -> None:
+    profile = uniform_profile(4)
+    frozen = replace(profile, layers=tuple(replace(each, frozen_bytes=each.param_bytes) for each in profile.layers))
+    templates = Planner(frozen, PlannerSettings(num_microbatches=8)).templates(4)
+    costs = StageCosts(frozen, max_in_flight=8)
+    assert lighter_templates(costs, templates, microbatches_per_device=4) == {}
 
 
 @examples(60)

@@ -238,8 +238,10 @@ class OneKindCatalog(Catalog):
         is_possible = template.num_layers == self._costs.num_layers and all(
             stage.num_devices in self._costs.device_counts for stage in template.stages
         )
+        if not is_possible:
+            return present
         own_most, present_most = map(self._costs.most_microbatches, (template, present.template))
-        if not is_possible or not own_most or own_most < min(present_most, num_microbatches):
+        if not own_most or own_most < min(present_most, num_microbatches):
             return present
         if speeds is None:
             times = self._cutter or self._exact

@@ -24,11 +24,15 @@ def lighter_templates(
 ) -> Mapping[int, Sequence[PipelineTemplate]]:
     """Return templates with ever fewer bytes on the node with most, by size; one search of templates for each limit."""
     found: defaultdict[int, list[PipelineTemplate]] = defaultdict(list)
-    heaviest = {size: costs.reduced_bytes(template) for size, template in templates.items()}
-    limit: float = max(heaviest.values(), default=0)
+    # Where all is frozen, nothing is reduced.
+    heaviest = {size: held for size, each in templates.items() if (held := costs.reduced_bytes(each))}
+    # The limits are the same for all sizes, so that no size depends on which others were asked for with it.
+    limit: float = sum(layer.trained_bytes for layer in costs.profile.layers)
     while heaviest:
         limit *= _LIGHTER
         wanted = [size for size, held in heaviest.items() if held > limit]
+        if not wanted:
+            continue
         lighter = find_templates(costs.no_heavier_than(limit), wanted, microbatches_per_device=microbatches_per_device)
         for size in wanted:
             if size in lighter:
