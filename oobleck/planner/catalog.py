@@ -60,6 +60,10 @@ class Catalog(ABC):
         """Return the template of each size up to `num_nodes` nodes; none where pipelines mix kinds."""
         return {}
 
+    def template_timing(self, num_nodes: int) -> Timing:
+        """Return the step times of the template of a size."""
+        return self.timings((num_nodes,))[(num_nodes,)]
+
     @abstractmethod
     def form(self, counts: Counts, total: Counts) -> Form:
         """Return the pipeline of `counts` nodes in a plan of `total` nodes; the same object each time."""

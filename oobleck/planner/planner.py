@@ -101,8 +101,8 @@ class Planner:
         return self._catalog.templates(num_nodes)
 
     def template_step_s(self, num_nodes: int, num_microbatches: int) -> float:
-        """Return the seconds of a step of one pipeline, without the reduction of gradients."""
-        return self._catalog.timings((num_nodes,))[(num_nodes,)].step_s(num_microbatches)
+        """Return the seconds of a step of one pipeline, without the reduction, whether its memory suffices or not."""
+        return self._catalog.template_timing(num_nodes).bound_s(num_microbatches)
 
     def kind_of(self, node: str) -> str:
         """Return the name of a node's kind. Raises PlanningError where it has none, or one without a profile."""

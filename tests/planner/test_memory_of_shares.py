@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from oobleck.errors import PlanningError, Unrecoverable
 from oobleck.planner import ExecutionPlan, Pipeline, Planner, PlannerSettings, Profile
 from oobleck.planner.costs import footprint
+from oobleck.planner.what_if import explain_pipelines
 from tests.examples import examples
 from tests.planner.drawing import make_layer, make_profile, profiles
 from tests.planner.simple_profiles import node_names
@@ -86,6 +87,18 @@ def test_more_microbatches_than_the_nodes_can_hold_are_refused_with_what_helps()
     planner = Planner(profile, PlannerSettings(num_microbatches=5))
     with pytest.raises(PlanningError, match=r"a pipeline of 4 nodes has memory for 2 of a step's 5 .* add nodes"):
         planner.initial_plan(node_names(8))
+
+
+def test_plans_of_few_microbatches_are_explained() -> None:
+    profile = make_profile(FOUR_LAYERS, memory_bytes=65)
+    planner = Planner(profile, PlannerSettings(num_microbatches=4))
+    decision = planner.initial_plan(node_names(8))
+    assert explain_pipelines(planner, node_names(8), decision) == (
+        "2 pipelines: 1 would have no memory for 4 microbatches; 3 are not possible (the model needs 4 nodes, so there "
+        "is room for 2 in 8)"
+    )
+    assert sorted(planner.templates(8)) == [4]
+    assert planner.template_step_s(4, 2) == pytest.approx(decision.predicted_step_s, rel=0.05)
 
 
 def test_a_step_is_not_finished_by_a_pipeline_that_has_no_memory_for_the_others() -> None:

@@ -55,6 +55,12 @@ class OneKindCatalog(Catalog):
     def timings(self, nodes: Counts) -> Mapping[Counts, Timing]:
         return {(size,): option.timing for size, option in self.options(*nodes).items()}
 
+    def template_timing(self, num_nodes: int) -> Timing:
+        self.options(num_nodes)
+        if num_nodes not in self._options:
+            self._find_short(min(num_nodes, self.most_nodes))
+        return (self._options | self._short)[num_nodes].timing
+
     def form(self, counts: Counts, total: Counts) -> Form:
         (size,) = counts
         if size not in self._templates:
