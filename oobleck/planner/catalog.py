@@ -6,6 +6,7 @@ are computed on demand and cached; the order of the calls changes no result.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 
@@ -58,6 +59,10 @@ class Catalog(ABC):
     def templates(self, num_nodes: int) -> dict[int, PipelineTemplate]:
         """Return the template of each size up to `num_nodes` nodes; none where pipelines mix kinds."""
         return {}
+
+    def template_timing(self, num_nodes: int) -> Timing:
+        """Return the step times of the template of a size."""
+        return self.timings((num_nodes,))[(num_nodes,)]
 
     @abstractmethod
     def form(self, counts: Counts, total: Counts) -> Form:
@@ -116,7 +121,15 @@ class Catalog(ABC):
 
     @abstractmethod
     def most_pipelines(self, total: Counts) -> int:
-        """Return how many pipelines `total` nodes can form, at most one for each microbatch."""
+        """Return how many pipelines `total` nodes can form for a whole batch; 0 for none."""
+
+    def possible_number(self, total: Counts, wanted: int) -> int:
+        """Return how many pipelines take a whole batch: `wanted`, or the next number that can."""
+        return wanted
+
+    def can_hold(self, total: Counts) -> bool:
+        """Return whether these nodes can train the model."""
+        return bool(self.timings(total))
 
     def num_pipelines(self, total: Counts) -> tuple[int, int]:
         """Return the fewest and the most pipelines for `total` nodes.
@@ -127,7 +140,7 @@ class Catalog(ABC):
         if not most:
             raise PlanningError(self.explain(total))
         if self.settings.num_pipelines is not None:
-            wanted = min(self.settings.num_pipelines, most)
+            wanted = self.possible_number(total, min(self.settings.num_pipelines, most))
             return wanted, wanted
         if self.settings.max_redundancy_percent is not None:
             return self._affordable(total, most), most
@@ -250,8 +263,11 @@ class Catalog(ABC):
             form, share = self.form_of(each), each.num_microbatches
             timing = self.timing(form, speeds_among(each.nodes, speeds), share)
             # A pipeline in mid-step is full already and finishes one microbatch each `next_s`.
-            own_s = timing.step_s(own) if own == share else own * timing.next_s
-            slowest_s = max(slowest_s, own_s + (timing.step_s(others) if others else 0.0))
+            own_s = timing.bound_s(own) if own == share else own * timing.next_s
+            # What it has had in flight it can have again, whatever this planner thinks of its memory.
+            most = math.inf if share >= each.template.num_stages else max(share, timing.most_microbatches)
+            others_s = timing.bound_s(others) if others else 0.0
+            slowest_s = max(slowest_s, own_s + (others_s if others <= most else math.inf))
             most_bytes = max(most_bytes, self.reduced_bytes(form, share))
         return slowest_s + reduction_s(self.costs.network, most_bytes, len(rests))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -33,19 +34,25 @@ class Timing:
     """One microbatch through all stages and back: the sum of the stages' times."""
     next_s: float
     """Each further microbatch: the slowest stage's time."""
+    most_microbatches: float = math.inf
+    """As many fit the memory, where fewer do than a step has."""
 
     def step_s(self, num_microbatches: int) -> float:
-        """Return the seconds of one step without the reduction of gradients."""
+        """Return the seconds of one step without the reduction of gradients; infinity for more than fit the memory."""
+        return math.inf if num_microbatches > self.most_microbatches else self.bound_s(num_microbatches)
+
+    def bound_s(self, num_microbatches: int) -> float:
+        """Return the seconds of a step of that many microbatches, whether they fit the memory or not."""
         return self.first_s + (num_microbatches - 1) * self.next_s
 
 
-def taken_within(limit_s: float, first_s: Floats, next_s: Floats) -> Floats:
+def taken_within(limit_s: float, first_s: Floats, next_s: Floats, most_microbatches: Floats) -> Floats:
     """Return the microbatches that pipelines of these timings take within a limit; below 1 for none."""
     taken: Floats = np.floor((limit_s - first_s) / next_s) + 1
     # Corrected to agree with Timing.step_s to the last bit.
     taken += first_s + taken * next_s <= limit_s
     taken -= first_s + (taken - 1) * next_s > limit_s
-    return taken
+    return np.minimum(taken, most_microbatches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +187,22 @@ class StageCosts:
             each_s = [cut_seconds(profile.network, layer.output_bytes, same_node=same_node) for layer in layers[:-1]]
             self._cuts[same_node] = np.array([0.0, *(each_s if communication else [0.0] * len(each_s)), 0.0])
 
+    def with_most_in_flight(self, number: int) -> StageCosts:
+        """Return the costs of pipelines that take at most `number` microbatches in a step."""
+        # The tables do not depend on it.
+        other = copy(self)
+        other.max_in_flight = number
+        return other
+
+    def no_heavier_than(self, reduced_bytes: float) -> StageCosts:
+        """Return the costs with only those stages that have at most their devices' share of a node's gradient bytes."""
+        other, held = copy(self), self._trained[None, :] - self._trained[:, None]
+        other._most_in_flight = {
+            count: np.where(held > reduced_bytes * count / self.devices_per_node, -1.0, self.most_in_flight(count))
+            for count in self.device_counts
+        }
+        return other
+
     # Every seconds value that the search compares comes from here, so that equal stages have equal bits.
     def seconds(self, num_devices: int, *, left_same_node: bool, right_same_node: bool, speed: float = 1.0) -> Floats:
         """Return the seconds of every stage: `[L + 1, L + 1]`, at [i, j] for layers i to j - 1; else infinite.
@@ -235,9 +258,14 @@ class StageCosts:
             stages.append(replace(stage, num_selective=int(selective[at]), num_recomputed=int(recomputed[at])))
         return PipelineTemplate(stages=tuple(stages))
 
-    def in_flight(self, stages_to_end: int) -> int:
-        """Return the microbatches that 1F1B keeps in flight at a stage; `stages_to_end` counts the stage itself."""
-        return min(stages_to_end, self.max_in_flight)
+    def in_flight(self, stages_to_end: int, num_microbatches: int | None = None) -> int:
+        """Return the microbatches that 1F1B keeps in flight at a stage; `stages_to_end` counts the stage itself.
+
+        `num_microbatches` are the pipeline's own, where they are known.
+        """
+        # What a stage recomputes, and so its seconds, are those for as many as a step can bring.
+        own = self.max_in_flight if num_microbatches is None or self.recomputes else num_microbatches
+        return min(stages_to_end, self.max_in_flight, own)
 
     def stage_seconds(self, template: PipelineTemplate, speeds: Sequence[float] = ()) -> list[float]:
         """Return the seconds of each stage, or chunk; `speeds` divides the compute of its node (1.0 is nominal)."""
@@ -265,30 +293,55 @@ class StageCosts:
         return Timing(
             first_s=math.fsum(seconds) + self.exchange_s(template),
             next_s=max(math.fsum(seconds[stage::size]) for stage in range(size)),
+            # Whoever cuts chunks judges their memory by a timeline.
+            most_microbatches=self.most_microbatches(template) if template.num_chunks == 1 else math.inf,
         )
+
+    def most_microbatches(self, template: PipelineTemplate) -> float:
+        """Return how many microbatches of its own a pipeline has memory for; infinity for any number.
+
+        Pipelines of several chunks, and where stages choose what they recompute, hold those of a whole step or none.
+        """
+        if template.num_chunks > 1 or self.recomputes:
+            return math.inf if self.fits(template) else 0.0
+        least = math.inf
+        for after, stage in enumerate(reversed(template.stages)):
+            most = float(self.most_in_flight(stage.num_devices)[stage.first_layer, stage.stop_layer])
+            if most < self.in_flight(after + 1):
+                least = min(least, max(0.0, most))
+        return least
 
     def exchange_s(self, template: PipelineTemplate) -> float:
         """Return the seconds of a step in which the devices of the largest stage exchange what they share out."""
         return max(exchange_s(self.profile, template.chunks_of(stage)) for stage in range(template.num_stages))
 
-    def fits(self, template: PipelineTemplate, *, more_copies: int = 0) -> bool:
-        """Return whether every stage holds its state, its microbatches in flight, and more copies of gradients."""
-        return all(self.stage_fits(template, index, more_copies=more_copies) for index in range(template.num_stages))
+    def fits(self, template: PipelineTemplate, num_microbatches: int | None = None, *, more_copies: int = 0) -> bool:
+        """Return whether every stage holds its state, its microbatches in flight, and more copies of gradients.
 
-    def stage_fits(self, template: PipelineTemplate, index: int, *, more_copies: int = 0) -> bool:
+        `num_microbatches` are the pipeline's own, where they are known.
+        """
+        return all(
+            self.stage_fits(template, index, num_microbatches, more_copies=more_copies)
+            for index in range(template.num_stages)
+        )
+
+    def stage_fits(
+        self, template: PipelineTemplate, index: int, num_microbatches: int | None = None, *, more_copies: int = 0
+    ) -> bool:
         """Return whether one stage fits its devices; see `fits`."""
         # Of several chunks, all in flight count as much as the largest.
         chunks = (self.marked(template) if self.recomputes else template).chunks_of(index)
         held = chunks_footprint(self.profile, chunks)
         largest = max(stage_footprint(self.profile, each).activation_bytes for each in chunks)
         copies = sum(self._trained[each.stop_layer] - self._trained[each.first_layer] for each in chunks)
-        needed = held.static_bytes + self._in_flight_at(template, index) * largest + more_copies * copies
+        activations = self._in_flight_at(template, index, num_microbatches) * largest
+        needed = held.static_bytes + activations + more_copies * copies
         return bool(needed <= chunks[0].num_devices * self.usable_bytes)
 
-    def _in_flight_at(self, template: PipelineTemplate, index: int) -> int:
+    def _in_flight_at(self, template: PipelineTemplate, index: int, num_microbatches: int | None = None) -> int:
         after, num_chunks = template.num_stages - 1 - index, template.num_chunks
         if num_chunks == 1:
-            return self.in_flight(after + 1)
+            return self.in_flight(after + 1, num_microbatches)
         # See `schedule/orders.py` for the order of interleaved passes.
         return min(2 * after + (num_chunks - 1) * template.num_stages + 1, num_chunks * self.max_in_flight)
 

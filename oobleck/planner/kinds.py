@@ -57,10 +57,15 @@ class KindCosts:
         size = form.template.num_stages  # of several chunks each, in a plan that was made while there was one kind
         return Timing(first_s=math.fsum(seconds), next_s=max(math.fsum(seconds[stage::size]) for stage in range(size)))
 
-    def fits(self, form: Form, *, more_copies: int = 0) -> bool:
-        """Return whether every stage fits a device of its node's kind, with more copies of its gradients."""
+    def fits(self, form: Form, num_microbatches: int | None = None, *, more_copies: int = 0) -> bool:
+        """Return whether every stage fits a device of its node's kind, with more copies of its gradients.
+
+        `num_microbatches` are the pipeline's own, where they are known.
+        """
         return all(
-            self.of[form.kinds[stage.node_index]].stage_fits(form.template, index, more_copies=more_copies)
+            self.of[form.kinds[stage.node_index]].stage_fits(
+                form.template, index, num_microbatches, more_copies=more_copies
+            )
             for index, stage in enumerate(form.template.stages[: form.template.num_stages])
         )
 

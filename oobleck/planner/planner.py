@@ -101,8 +101,8 @@ class Planner:
         return self._catalog.templates(num_nodes)
 
     def template_step_s(self, num_nodes: int, num_microbatches: int) -> float:
-        """Return the seconds of a step of one pipeline, without the reduction of gradients."""
-        return self._catalog.timings((num_nodes,))[(num_nodes,)].step_s(num_microbatches)
+        """Return the seconds of a step of one pipeline, without the reduction, whether its memory suffices or not."""
+        return self._catalog.template_timing(num_nodes).bound_s(num_microbatches)
 
     def kind_of(self, node: str) -> str:
         """Return the name of a node's kind. Raises PlanningError where it has none, or one without a profile."""
@@ -118,7 +118,7 @@ class Planner:
 
     def can_hold(self, nodes: Sequence[str]) -> bool:
         """Return whether these nodes hold the model at least once."""
-        return bool(self._catalog.timings(self._catalog.count(nodes)))
+        return self._catalog.can_hold(self._catalog.count(nodes))
 
     def best_first(self, nodes: Sequence[str]) -> list[str]:
         """Return the nodes, the fastest kinds first, of all domains in turn: a plan for fewer nodes takes the first."""
@@ -134,7 +134,7 @@ class Planner:
 
         def num_copies(number: int) -> int:
             total = self._catalog.count(nodes[:number])
-            return self._catalog.num_pipelines(total)[0] if self._catalog.timings(total) else 0
+            return self._catalog.num_pipelines(total)[0] if self._catalog.can_hold(total) else 0
 
         # More nodes never form fewer pipelines, so a bisection finds the first number that suffices.
         return bisect_left(range(1, len(nodes)), wanted, key=num_copies) + 1
@@ -223,7 +223,7 @@ class Planner:
         """Return the seconds in which pipelines of a plan finish the step in flight, reduction included.
 
         `rests` maps a pipeline's index to how many of its own microbatches are left, and how many of other pipelines it
-        takes afterwards, in a separate run. `slow` is as in `reconfigure`.
+        takes afterwards, in a separate run. `slow` is as in `reconfigure`. Infinity where these do not fit its memory.
         """
         pipelines = self._as_searched(plan).pipelines
         return self._catalog.rest_s([(pipelines[index], *rest) for index, rest in rests.items()], _speeds_of(slow))
@@ -232,9 +232,11 @@ class Planner:
         """Return whether every device under a plan has memory for `gradient_copies` more copies of its gradients."""
         kinds_of, pipelines = self._catalog.kinds_of, self._as_searched(plan).pipelines
         # Equal templates on equal kinds need equal memory, and thousands of pipelines share a few.
-        distinct = {(id(each.template), kinds_of(each.nodes)): each for each in pipelines}
-        forms = map(self._catalog.form_of, distinct.values())
-        return all(self._catalog.costs.fits(form, more_copies=gradient_copies) for form in forms)
+        distinct = {(id(each.template), kinds_of(each.nodes), each.num_microbatches): each for each in pipelines}
+        return all(
+            self._catalog.costs.fits(self._catalog.form_of(each), each.num_microbatches, more_copies=gradient_copies)
+            for each in distinct.values()
+        )
 
     def cheapest_nodes(self, nodes: Sequence[str], prices: Mapping[str, float]) -> tuple[str, ...] | None:
         """Return the nodes that train the most samples for their price; the first ones of each kind.

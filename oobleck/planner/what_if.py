@@ -136,6 +136,8 @@ def _with_as_many(planner: Planner, nodes: Sequence[str], number: int, chosen: D
     if number > num_microbatches:
         return f"{number} are not possible (a step has {num_microbatches} microbatches)"
     other = planner.with_changes(num_pipelines=number).initial_plan(nodes)
+    if len(other.plan.pipelines) != number:
+        return f"{number} would have no memory for {num_microbatches} microbatches"
     share, wanted = other.predicted_step_s / chosen.predicted_step_s - 1, planner.settings.fault_threshold + 1
     longer = f"take {100 * abs(share):.1f} % {'longer' if share > 0 else 'less'} a step"
     shortfall = f", and f = {planner.settings.fault_threshold} asks for at least {wanted}" if number < wanted else ""

@@ -71,15 +71,18 @@ def _choose(
 ) -> tuple[ScheduleKind, float, float]:
     """Return a pipeline's schedule, the share of 1F1B's step that it saves, and the seconds of its step."""
     plain_kind = kind_for(template, ScheduleKind.ONE_F_ONE_B)
-    plain_s = step_s(plain_kind, profile, template, num_microbatches)
+    plain = stage_costs(profile, template)
+    plain_s = _flow(plain_kind, template, num_microbatches).step_s(plain)
     # One stage has no bubble to fill, and interleaving was decided when the template was cut.
     if template.num_stages == 1 or template.num_chunks > 1 or not num_microbatches:
         return plain_kind, 0.0, plain_s
     flow = _flow(ScheduleKind.ZERO_BUBBLE, template, num_microbatches)
     costs = stage_costs(profile, template, splits=True)
     split_s = flow.step_s(costs)
-    # 1F1B reduces gradients during the last backward pass, and is assumed to hide all of that; zero-bubble hides none.
-    saved = 1 - (split_s + reduce_s) / plain_s
+    # Under 1F1B the reduction runs during a stage's last backward pass, and so hides no more of itself than that takes;
+    # zero-bubble hides none.
+    hidden_s = min(reduce_s, max(cost.backward_s for cost in plain))
+    saved = 1 - (split_s + reduce_s) / (plain_s + reduce_s - hidden_s)
     if saved < LEAST_GAIN:
         return plain_kind, 0.0, plain_s
     profiles, peaks = profiles_of_stages(profile, template), flow.peak_memory_bytes(costs)

@@ -139,7 +139,7 @@ def test_no_plan_is_slower_than_what_would_be_chosen_without_new_cuts(
     nodes = names(data.draw(st.integers(2, 8), label="nodes"))
     asked = settings(num_microbatches, num_pipelines=None, fault_threshold=data.draw(st.integers(0, 1)))
     planner = Planner(profile, asked)
-    assume(planner.templates(len(nodes)))
+    assume(planner.can_hold(nodes))
     plan = planner.initial_plan(nodes).plan
     slow = data.draw(st.dictionaries(st.sampled_from(nodes), st.sampled_from((1.25, 2.0, 8.0)), min_size=1))
     decision = planner.reconfigure(plan, slow=slow)

@@ -159,9 +159,12 @@ def test_more_devices_than_layers_are_named() -> None:
 def test_a_model_whose_activations_never_fit_is_named() -> None:
     # One layer fits by itself, but the first of two stages keeps two microbatches in flight, and both layers
     # together are too large for one.
-    layers = [make_layer(param_bytes=0, activation_bytes=60) for _ in range(2)]
+    profile = make_profile([make_layer(param_bytes=0, activation_bytes=60) for _ in range(2)], memory_bytes=100)
     with pytest.raises(PlanningError, match=r"\b120\b"):
-        planner(make_profile(layers, memory_bytes=100)).initial_plan(nodes(2))
+        planner(profile, num_stages=1).initial_plan(nodes(2))
+    with pytest.raises(PlanningError, match="2 nodes has memory for 1 of a step's 8 microbatches, and 14 nodes"):
+        planner(profile).initial_plan(nodes(14))
+    assert len(planner(profile).initial_plan(nodes(16)).plan.pipelines) == 8
 
 
 def test_room_for_more_copies_of_gradients_is_what_the_fullest_device_has() -> None:

@@ -58,7 +58,7 @@ def best_division_s(profile: Profile, plan: ExecutionPlan, slow: Mapping[str, fl
 def test_no_other_division_of_the_batch_is_faster(data: st.DataObject, profile: Profile, num_microbatches: int) -> None:
     nodes = names(data.draw(st.integers(3, 7), label="nodes"))
     planner = Planner(profile, PlannerSettings(num_microbatches=num_microbatches))
-    assume(planner.templates(len(nodes)))
+    assume(planner.can_hold(nodes))
     plan = planner.initial_plan(nodes).plan
     assume(len(plan.pipelines) <= 4)
     slow = data.draw(st.dictionaries(st.sampled_from(nodes), st.sampled_from((1.25, 2.0, 3.0, 8.0))), label="slow")
@@ -85,7 +85,7 @@ def test_no_decision_is_slower_than_staying_or_than_leaving_the_slowest_out(
     nodes = names(data.draw(st.integers(3, 9), label="nodes"))
     asked = PlannerSettings(num_microbatches=num_microbatches, mean_time_to_failure_s=FOREVER_S)
     planner = Planner(profile, asked)
-    assume(planner.templates(len(nodes)))
+    assume(planner.can_hold(nodes))
     plan = planner.initial_plan(nodes).plan
     slow = data.draw(st.dictionaries(st.sampled_from(nodes), st.sampled_from((1.25, 2.0, 8.0))), label="slow")
     decision = planner.reconfigure(plan, slow=slow)
@@ -97,7 +97,7 @@ def test_no_decision_is_slower_than_staying_or_than_leaving_the_slowest_out(
     assert stay_s is not None
     assert own_s <= 1.0101 * stay_s
     normal = [node for node in nodes if slow.get(node, 1.0) == 1.0]
-    if normal and planner.templates(len(normal)):
+    if normal and planner.can_hold(normal):
         fresh = planner.initial_plan(normal)
         if len(fresh.plan.pipelines) >= len(decision.plan.pipelines):
             assert decision.predicted_step_s <= fresh.predicted_step_s * (1 + 1e-6)

@@ -20,8 +20,8 @@ from oobleck.planner.profiles import stage_more_s
 
 REPORTS_NEEDED = 5
 """How many reports have to agree."""
-# Among fewer workers it is not clear which is the slow one.
-_FEWEST = 3
+# Among fewer workers with the same layers all are compared, by the profile's times for their layers.
+_FEWEST_PEERS = 3
 # This multiple of the usual time is slow, whatever the noise and the comparison: the profile's times for other layers
 # may be wrong by that much.
 _SLOW = 1.5
@@ -97,8 +97,9 @@ class SpeedTracker:
             for worker_id in worker_ids
             if len(ratios := self._ratios.get(worker_id, ())) == REPORTS_NEEDED
         }
-        if len(known) < len(worker_ids) or len(known) < _FEWEST:
-            return False  # Without all reports it is not clear what is normal.
+        # Without all reports it is not clear what is normal. Of two workers, the quicker one is.
+        if len(known) < len(worker_ids) or len(known) == 1:
+            return False
         slow = self._calmed(self._judge(_compare(known, plan)))
         if slow == self.slow:
             return False
@@ -205,7 +206,7 @@ def _compare(known: Mapping[WorkerId, Sequence[float]], plan: ExecutionPlan) -> 
         peers[stage.chunks].append(middles[worker_id])
     # The lower of the two in the middle finds a slow half, and still does when the others are left out or lost. With
     # the mean of the two, each plan would change the verdict that it was made from.
-    usual = {layers: median_low(ratios) for layers, ratios in peers.items() if len(ratios) >= _FEWEST}
+    usual = {layers: median_low(ratios) for layers, ratios in peers.items() if len(ratios) >= _FEWEST_PEERS}
     usual_of_all = median_low(middles.values())
     seen: dict[str, _Seen] = {}
     for stage, worker_id in stages:

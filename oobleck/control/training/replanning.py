@@ -261,7 +261,8 @@ class Replanning:
         decision = self.replan(base, self._held(after, None), lost=lost)
         what = f"{len(partial)} of {base.num_microbatches} microbatches of step {finish} are committed, the others are"
         again = f"{what if partial else f'step {finish} is'} run again, in {again_s:.1f} s"
-        return replace(decision, reason=f"{decision.reason}; {again}: finishing it takes {finish_s:.1f} s"), None
+        instead = "takes more memory" if math.isinf(finish_s) else f"takes {finish_s:.1f} s"
+        return replace(decision, reason=f"{decision.reason}; {again}: finishing it {instead}"), None
 
     def _may_finish(self, after: Aftermath) -> bool:
         """Whether all can have begun the step in flight, and the groups that began it may end it."""

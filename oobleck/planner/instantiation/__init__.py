@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .batches import distribute_microbatches
-from .sizes import SizeOption, Sizing, bytes_reduction_s, choose_sizes, reduction_s, sizing_of
+from .sizes import SizeOption, Sizing, bytes_reduction_s, choose_sizes, possible_numbers, reduction_s, sizing_of
 
 __all__ = [
     "SizeOption",
@@ -11,6 +11,7 @@ __all__ = [
     "bytes_reduction_s",
     "choose_sizes",
     "distribute_microbatches",
+    "possible_numbers",
     "reduction_s",
     "sizing_of",
 ]

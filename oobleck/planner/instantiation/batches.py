@@ -13,8 +13,9 @@ from oobleck.planner.costs import Timing
 def distribute_microbatches(timings: Sequence[Timing], num_microbatches: int) -> tuple[int, ...]:
     """Return the microbatches of each pipeline: at least 1 each, `num_microbatches` in all; ties go to the first.
 
-    Exact: no other division in whole numbers has a smaller largest `Timing.step_s`. O(p log k) for p pipelines with k
-    different timings, whatever the number of microbatches.
+    Exact: no other division in whole numbers has a smaller largest `Timing.step_s`, which is infinite where the
+    pipelines' memory is too small for the batch. O(p log k) for p pipelines with k different timings, whatever the
+    number of microbatches, while memory limits none.
     """
     assert 1 <= len(timings) <= num_microbatches, "each pipeline takes a microbatch"
     alike: defaultdict[Timing, list[int]] = defaultdict(list)
@@ -25,7 +26,7 @@ def distribute_microbatches(timings: Sequence[Timing], num_microbatches: int) ->
     counts = [0] * len(timings)
     queue = []
     for timing, indices in alike.items():
-        count = max(1, math.floor((target_s - timing.first_s) / timing.next_s))
+        count = max(1, math.floor(min((target_s - timing.first_s) / timing.next_s, timing.most_microbatches)))
         for index in indices:
             counts[index] = count
         # Ties go to the first pipeline; no two entries share an index, so timings are never compared.

@@ -39,6 +39,8 @@ class Capacity:
         # A size without a template takes no microbatch, so it is used as a smaller one with idle nodes.
         self._first_s, self._next_s = np.full(len(self._sizes), _NEVER_S), np.ones(len(self._sizes))
         indices = np.array(list(timings)) - self._smallest
+        self._most = np.full(len(self._sizes), np.inf)
+        self._most[indices] = [timing.most_microbatches for timing in timings.values()]
         self._first_s[indices] = [timing.first_s for timing in timings.values()]
         self._next_s[indices] = [timing.next_s for timing in timings.values()]
         # For each size, the index of the largest size up to it that has a template.
@@ -85,7 +87,7 @@ class Capacity:
 
     def _taken_within(self, limit_s: float) -> Floats:
         """Return the microbatches that a pipeline of each size takes within the limit; -inf for none."""
-        taken = taken_within(limit_s, self._first_s, self._next_s)
+        taken = taken_within(limit_s, self._first_s, self._next_s, self._most)
         # Every pipeline of a plan takes a microbatch.
         taken[taken < 1] = -np.inf
         return taken
@@ -104,17 +106,24 @@ class Capacity:
         return None if best is None else (self._settled(best, high_s), high_s)
 
     def _dealt_s(self, kinds: Ints, counts: Ints) -> Floats:
-        """Return the seconds in which `counts` pipelines of some sizes, [size, …], take the whole batch."""
+        """Return the seconds in which `counts` pipelines of some sizes, [size, …], take the whole batch.
+
+        Infinity where their memory is too small for it.
+        """
         # As in `distribute_microbatches`: a continuous solution at once, then the rest one by one to the first to end.
-        first_s, next_s = self._first_s[kinds], self._next_s[kinds]
+        first_s, next_s, most = self._first_s[kinds], self._next_s[kinds], self._most[kinds]
         rates = counts / next_s
         target_s = (self.num_microbatches + (rates * first_s - counts).sum(axis=0)) / rates.sum(axis=0)
-        each = np.maximum(np.floor((target_s - first_s) / next_s), 0) + 1
-        while (short := (counts * each).sum(axis=0) < self.num_microbatches).any():
-            ends_s = np.where(counts > 0, first_s + each * next_s, np.inf)
-            each += short & (ends_s == ends_s.min(axis=0))
+        each = np.minimum(np.maximum(np.floor((target_s - first_s) / next_s), 0) + 1, most)
+        while True:
+            ends_s = np.where((counts > 0) & (each < most), first_s + each * next_s, np.inf)
+            least_s = ends_s.min(axis=0)
+            short = (counts * each).sum(axis=0) < self.num_microbatches
+            if not (growing := short & (least_s < np.inf)).any():
+                break
+            each += growing & (ends_s == least_s)
         slowest_s: Floats = np.where(counts > 0, first_s + (each - 1) * next_s, 0.0).max(axis=0)
-        return slowest_s
+        return np.where(short, np.inf, slowest_s)
 
     def _settled(self, items: Counter[int], step_s: float) -> tuple[int, ...]:
         """Return the most even sizes in that number within that time, none with idle nodes."""

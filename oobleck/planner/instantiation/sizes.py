@@ -70,6 +70,21 @@ def sizing_of(
     )
 
 
+def possible_numbers(options: Mapping[int, SizeOption], *, num_nodes: int, num_microbatches: int) -> Sequence[int]:
+    """Return how many pipelines can take a batch on at most `num_nodes` nodes, smallest first; O(their number · N · r).
+
+    Where memory limits no option, that takes no time.
+    """
+    timings = {size: option.timing for size, option in options.items() if size <= num_nodes}
+    numbers = range(1, min(num_nodes // min(timings), num_microbatches) + 1) if timings else range(0)
+    if all(timing.most_microbatches == math.inf for timing in timings.values()):
+        return numbers
+    capacity = Capacity(timings, num_nodes=num_nodes, num_microbatches=num_microbatches)
+    longest_s = max(timing.first_s + num_microbatches * timing.next_s for timing in timings.values())
+    taken = capacity.most_taken(len(numbers), longest_s)
+    return [number for number in numbers if taken[number] >= num_microbatches]
+
+
 def choose_sizes(
     options: Mapping[int, SizeOption],
     *,
@@ -82,10 +97,13 @@ def choose_sizes(
     """Return the sizes of `fewest` to `most` pipelines with the shortest step, reduction of gradients included.
 
     Exact over all multisets of the options' sizes that take at most `num_nodes` nodes, with whole microbatches, at
-    least one for each pipeline. Of equal ones the most even wins; nodes left over are spares.
+    least one for each pipeline. Of equal ones the most even wins; nodes left over are spares. Returns no sizes, and a
+    step without end, where such pipelines have no memory for the batch.
     """
     # Even sizes need no search, and mostly nothing beats the best of them, as one knapsack proves.
     best = _best_even(options, num_nodes, num_microbatches, network, range(fewest, most + 1))
+    if best.step_s == math.inf:
+        best = _Found(sizes=(), step_s=_longest_s(options, num_microbatches, network))
     # The reduction depends on the pipeline with the most bytes a node, so the search enumerates limits on these.
     for least_s, reduced_bytes in _limits(options, num_nodes, num_microbatches, network, fewest):
         # Limits are sorted by their lower bounds: no later one is better.
@@ -98,7 +116,19 @@ def choose_sizes(
                 [reduction_s(network, reduced_bytes, max(number, 1)) for number in range(_MANY + 1)],
             )
             best = search.improve(best, fewest, min(most, num_nodes // min(timings)))
+    if not best.sizes:
+        return Sizing(sizes=(), num_microbatches=(), step_s=math.inf)
     return sizing_of(options, best.sizes, num_microbatches, network)
+
+
+def _longest_s(options: Mapping[int, SizeOption], num_microbatches: int, network: NetworkProfile) -> float:
+    """Return more seconds than any step takes."""
+    return 2 * max(
+        option.timing.first_s
+        + num_microbatches * option.timing.next_s
+        + reduction_s(network, option.reduced_bytes, _MANY)
+        for option in options.values()
+    )
 
 
 def _best_even(
@@ -151,7 +181,7 @@ class _Search:
         if fewest < most:
             # The reduction grows with the number of pipelines, up to `_MANY`.
             # No larger number than that of the best in any number is better, nor one whose limit nothing meets.
-            number = min(len(best.sizes), most)
+            number = min(len(best.sizes) or most, most)
             limit_s = self._limit_s(best, number)
             if (free := self._capacity.any_number(limit_s)) is None:
                 least_s, numbers = limit_s, range(fewest, min(number, _MANY))

@@ -49,6 +49,7 @@ class Chooser:
         self._items = np.array(list(timings), dtype=np.int64)
         self._first_s = np.array([timing.first_s for timing in timings.values()])
         self._next_s = np.array([timing.next_s for timing in timings.values()])
+        self._most = np.array([min(num_microbatches, timing.most_microbatches) for timing in timings.values()])
 
     def most_pipelines(self, nodes: Counts) -> int:
         """Return how many pipelines the nodes can form, at most one for each microbatch."""
@@ -129,8 +130,7 @@ class Chooser:
 
     def _taken(self, limit_s: float) -> Floats:
         """Return the microbatches that each pipeline takes within the limit, at most the batch."""
-        taken: Floats = np.minimum(taken_within(limit_s, self._first_s, self._next_s), self._total)
-        return taken
+        return taken_within(limit_s, self._first_s, self._next_s, self._most)
 
 
 class _Apart:

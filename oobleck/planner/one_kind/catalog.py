@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from oobleck.plan import ExecutionPlan, PipelineTemplate, StageTemplate
 from oobleck.planner import instantiation
 from oobleck.planner.catalog import STILL_FAST, Catalog, speeds_among
-from oobleck.planner.costs import Timing, footprint, stage_footprint
+from oobleck.planner.costs import StageCosts, Timing, footprint, stage_footprint
 from oobleck.planner.formatting import counted
 from oobleck.planner.kinds import Counts, Form, KindCosts
 from oobleck.planner.profiles import Profile
-from oobleck.planner.templates import MOST_STAGES, find_templates
+from oobleck.planner.templates import MOST_STAGES, find_templates, lighter_templates
 from oobleck.planner.values import Cutter, NodeKind, PlannerSettings
 
 from .fastest import ExactTimes, FastPipelines
@@ -28,14 +28,18 @@ class OneKindCatalog(Catalog):
         super().__init__(KindCosts([kind], settings))
         self.profile = profile
         self._costs = self.costs.of[0]
-        self._searched = 0
+        self._searched = self._searched_short = 0
         self._templates: dict[int, PipelineTemplate] = {}
         self._options: dict[int, instantiation.SizeOption] = {}
+        # The sizes that have no memory for as many microbatches as stages.
+        self._short: dict[int, instantiation.SizeOption] = {}
+        self._possible: dict[Counts, Sequence[int]] = {}
         self._sizings: dict[tuple[int, int, int, int], instantiation.Sizing] = {}
         # Keyed by the identity of the template, which the value keeps alive.
         self._forms: dict[int, Form] = {}
         self._excesses: dict[tuple[int, int], tuple[PipelineTemplate, float]] = {}
-        self._exact = ExactTimes(self._costs)
+        self._exact = ExactTimes(self._costs, self._lighter_than)
+        self._lighter: dict[int, Sequence[PipelineTemplate]] = {}
         self._fast: dict[Counts, FastPipelines | None] = {}
         self._cutter = None if make_cutter is None else make_cutter(profile)
 
@@ -50,6 +54,12 @@ class OneKindCatalog(Catalog):
 
     def timings(self, nodes: Counts) -> Mapping[Counts, Timing]:
         return {(size,): option.timing for size, option in self.options(*nodes).items()}
+
+    def template_timing(self, num_nodes: int) -> Timing:
+        self.options(num_nodes)
+        if num_nodes not in self._options:
+            self._find_short(min(num_nodes, self.most_nodes))
+        return (self._options | self._short)[num_nodes].timing
 
     def form(self, counts: Counts, total: Counts) -> Form:
         (size,) = counts
@@ -87,6 +97,13 @@ class OneKindCatalog(Catalog):
             )
         return self._fast[total]
 
+    def _lighter_than(self, template: PipelineTemplate) -> Sequence[PipelineTemplate]:
+        if template.num_nodes not in self._lighter:
+            new = {size: each for size, each in self._templates.items() if size not in self._lighter}
+            found = lighter_templates(self._costs, new, microbatches_per_device=self.settings.microbatches_per_device)
+            self._lighter |= {size: found.get(size, ()) for size in (*new, template.num_nodes)}
+        return self._lighter[template.num_nodes]
+
     def exact_step_s(self, plan: ExecutionPlan, speeds: Mapping[str, float]) -> float | None:
         if self._cutter is not None:
             return None
@@ -116,8 +133,21 @@ class OneKindCatalog(Catalog):
         ).step_s
 
     def most_pipelines(self, total: Counts) -> int:
-        options = self.options(*total)
-        return min(total[0] // min(options), self.settings.num_microbatches) if options else 0
+        return max(self._numbers(total), default=0)
+
+    def possible_number(self, total: Counts, wanted: int) -> int:
+        numbers = self._numbers(total)
+        return max((number for number in numbers if number <= wanted), default=numbers[0])
+
+    def _numbers(self, total: Counts) -> Sequence[int]:
+        if total not in self._possible:
+            self._possible[total] = instantiation.possible_numbers(
+                self.options(*total), num_nodes=total[0], num_microbatches=self.settings.num_microbatches
+            )
+        return self._possible[total]
+
+    def can_hold(self, total: Counts) -> bool:
+        return bool(self._numbers(total))
 
     @property
     def most_nodes(self) -> int:
@@ -128,25 +158,51 @@ class OneKindCatalog(Catalog):
     def _most_stages(self) -> int:
         return min(self._costs.num_layers, self.settings.num_stages or self._costs.num_layers)
 
-    def options(self, num_nodes: int) -> Mapping[int, instantiation.SizeOption]:
-        """Return the sizes of pipelines that hold the model, up to `num_nodes` nodes, smallest first."""
+    def options(self, num_nodes: int, num_microbatches: int | None = None) -> Mapping[int, instantiation.SizeOption]:
+        """Return the sizes of pipelines that hold the model, up to `num_nodes` nodes, smallest first.
+
+        `num_microbatches` are those of all these nodes, by default a whole step's.
+        """
         limit = min(num_nodes, self.most_nodes)
         if limit > self._searched:
-            found = find_templates(
-                self._costs,
-                # Known sizes keep their templates, which other tables recognise by identity.
-                range(self._searched + 1, limit + 1),
-                microbatches_per_device=self.settings.microbatches_per_device,
-            )
-            for size, template in found.items():
-                self._templates[size] = template
-                self._options[size] = instantiation.SizeOption(
-                    timing=self._costs.timing(template), reduced_bytes=self._costs.reduced_bytes(template)
-                )
+            # Known sizes keep their templates, which other tables recognise by identity.
+            self._options |= self._found(self._costs, range(self._searched + 1, limit + 1))
             self._searched = limit
-        if limit == self._searched:
-            return self._options
-        return {size: option for size, option in self._options.items() if size <= limit}
+        options = self._options
+        # With a microbatch for each device, some pipeline takes as many as it has stages, so none need be short.
+        if (num_microbatches or self.settings.num_microbatches) < num_nodes * self.settings.devices_per_node:
+            self._find_short(limit)
+            options = dict(sorted((options | self._short).items()))
+        elif limit == self._searched:
+            return options
+        return {size: option for size, option in options.items() if size <= limit}
+
+    def _found(self, costs: StageCosts, sizes: Iterable[int]) -> dict[int, instantiation.SizeOption]:
+        """Find the templates of these sizes, and return them as options."""
+        found = find_templates(costs, sizes, microbatches_per_device=self.settings.microbatches_per_device)
+        self._templates |= found
+        return {
+            size: instantiation.SizeOption(
+                timing=self._costs.timing(template), reduced_bytes=self._costs.reduced_bytes(template)
+            )
+            for size, template in found.items()
+        }
+
+    def _find_short(self, limit: int) -> None:
+        """Find pipelines of the other sizes, each for the most microbatches in flight that fit its memory."""
+        per_node, new = self.settings.devices_per_node, range(self._searched_short + 1, limit + 1)
+        missing = {size for size in new if size not in self._options}
+        self._searched_short = max(self._searched_short, limit)
+        # What stages recompute is chosen for a whole step's microbatches.
+        if not missing or self._costs.recomputes:
+            return
+        alone = self._found(self._costs.with_most_in_flight(1), missing)
+        for most in range(min(self.settings.num_microbatches, max(missing) * per_node) - 1, 1, -1):
+            costs = self._costs.with_most_in_flight(most)
+            found = self._found(costs, [size for size in alone if size * per_node > most])
+            self._short |= found
+            alone = {size: option for size, option in alone.items() if size not in found}
+        self._short |= alone
 
     def templates(self, num_nodes: int) -> dict[int, PipelineTemplate]:
         return {size: self._templates[size] for size in self.options(num_nodes)}
@@ -185,12 +241,13 @@ class OneKindCatalog(Catalog):
         present, share = self.form((size,), total), self.share(size, *total)
         if template is present.template or template.stages == present.template.stages:
             return present
-        is_possible = (
-            template.num_layers == self._costs.num_layers
-            and all(stage.num_devices in self._costs.device_counts for stage in template.stages)
-            and self._costs.fits(template)
+        is_possible = template.num_layers == self._costs.num_layers and all(
+            stage.num_devices in self._costs.device_counts for stage in template.stages
         )
         if not is_possible:
+            return present
+        own_most, present_most = map(self._costs.most_microbatches, (template, present.template))
+        if not own_most or own_most < min(present_most, num_microbatches):
             return present
         if speeds is None:
             times = self._cutter or self._exact
@@ -213,14 +270,14 @@ class OneKindCatalog(Catalog):
         most = min(self.most_pipelines(nodes), share)
         if most < (number or 1):
             return None
-        return tuple((each,) for each in self.choose(nodes[0], share, number or 1, number or most).sizes)
+        return tuple((each,) for each in self.choose(nodes[0], share, number or 1, number or most).sizes) or None
 
     def choose(self, num_nodes: int, num_microbatches: int, fewest: int, most: int) -> instantiation.Sizing:
         """Return the best `fewest` to `most` pipelines of `num_nodes` nodes."""
         key = num_nodes, num_microbatches, fewest, most
         if key not in self._sizings:
             self._sizings[key] = instantiation.choose_sizes(
-                self.options(num_nodes),
+                self.options(num_nodes, num_microbatches),
                 num_nodes=num_nodes,
                 num_microbatches=num_microbatches,
                 network=self.profile.network,
@@ -249,7 +306,9 @@ class OneKindCatalog(Catalog):
 
     def timing(self, form: Form, speeds: Sequence[float] | None, share: int, still_fast: float = STILL_FAST) -> Timing:
         template = form.template
-        if template.num_nodes not in self.options(template.num_nodes):
+        if self._searched < template.num_nodes:
+            self.options(template.num_nodes)
+        if template.num_nodes not in self._options:
             # A pipeline of an earlier plan, from when so few nodes were taken to have enough memory.
             return self._costs.timing(template, speeds or ())
         bound = self._options[template.num_nodes].timing
@@ -261,17 +320,17 @@ class OneKindCatalog(Catalog):
             scale = self._cutter.step_s(template, share, speeds) / slowed.step_s(share)
             return Timing(first_s=scale * slowed.first_s, next_s=scale * slowed.next_s)
         excess = self._excess(template, share)
-        # A pipeline that was cut by its event-exact time counts with the bound of its size.
-        if speeds is None and excess <= still_fast:
-            return bound
         own = self._costs.timing(template)
+        # A pipeline that was cut by its event-exact time counts with the bound of its size, but for its memory.
+        if speeds is None and excess <= still_fast:
+            return replace(own, first_s=bound.first_s, next_s=bound.next_s)
         slowed = own if speeds is None else self._costs.timing(template, speeds)
         if excess == 1.0:
             # What slow nodes do to the pipeline's own bound, they do to that of its size.
             first_s, next_s = bound.first_s * slowed.first_s / own.first_s, bound.next_s * slowed.next_s / own.next_s
-            return Timing(first_s=first_s, next_s=next_s)
-        scale = min(1.0, excess * bound.step_s(share) / own.step_s(share))
-        return Timing(first_s=scale * slowed.first_s, next_s=scale * slowed.next_s)
+            return replace(own, first_s=first_s, next_s=next_s)
+        scale = min(1.0, excess * bound.bound_s(share) / own.bound_s(share))
+        return replace(own, first_s=scale * slowed.first_s, next_s=scale * slowed.next_s)
 
     def _excess(self, template: PipelineTemplate, share: int) -> float:
         """Return the step time, reduction included, relative to the usual template, without slow nodes; at least 1.
@@ -283,13 +342,14 @@ class OneKindCatalog(Catalog):
             return 1.0
         known, excess = self._excesses.get((id(template), share), (None, 1.0))
         if known is not template:
-            if template.num_stages > MOST_STAGES:  # never cut by the event-exact time
-                own_s, usual_s = (self._costs.timing(each).step_s(share) for each in (template, usual))
-            else:
-                own_s, usual_s = (
-                    self._exact.step_s(each, share) + self._reduction_s(each, share) for each in (template, usual)
-                )
-            excess = max(1.0, own_s / usual_s)
+
+            def step_s(each: PipelineTemplate) -> float:
+                # Longer ones are never cut by the event-exact time.
+                is_short = each.num_stages <= MOST_STAGES
+                own_s = self._exact.step_s(each, share) if is_short else self._costs.timing(each).bound_s(share)
+                return own_s + self._reduction_s(each, share)
+
+            excess = max(1.0, step_s(template) / step_s(usual))
             self._excesses[id(template), share] = template, excess
         return excess
 
@@ -331,10 +391,19 @@ class OneKindCatalog(Catalog):
                 f"{largest} a stage; name each device as a node of its own, by a line `HOST devices=NUMBER` of the "
                 "hostfile"
             )
-        if larger := self.options(self.most_nodes):
+        num_microbatches, are_short = self.settings.num_microbatches, bool(self.options(*total))
+        possible = self.options(max(*total, self.most_nodes, num_microbatches + 1))
+        if not are_short and self._options:
             return (
-                f"the model needs at least {min(larger)} nodes of {self.settings.devices_per_node} × "
+                f"the model needs at least {min(self._options)} nodes of {self.settings.devices_per_node} × "
                 f"{self.profile.device.name}; there {'is' if total == (1,) else 'are'} {total[0]}"
+            )
+        if self._short:
+            size = max(self._short, key=lambda size: possible[size].timing.most_microbatches / size)
+            return (
+                f"a pipeline of {counted(size, 'node')} has memory for "
+                f"{possible[size].timing.most_microbatches:.0f} of a step's {num_microbatches} microbatches, and "
+                f"{counted(total[0], 'node')} cannot take the others; add nodes, or take fewer or smaller microbatches"
             )
         whole = footprint(self.profile, 0, self._costs.num_layers, num_devices=largest)
         return (

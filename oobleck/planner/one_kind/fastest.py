@@ -9,7 +9,7 @@ tools/bench/fastest_plan.py measures this.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from oobleck.plan import PipelineTemplate
@@ -20,6 +20,10 @@ from oobleck.planner.templates import MOST_STAGES, Recut
 
 # Other pipelines have to save this share of a step: a plan should not depend on the last digits of a profile.
 _LEAST_GAIN = 0.005
+# Templates of fewer bytes to reduce are tried where the reduction takes at least the one share of a step, and they save
+# the other by their bound.
+_LEAST_REDUCTION = 0.1
+_LEAST_LIGHTER = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +38,9 @@ class FastPipelines:
 class ExactTimes:
     """Cached event-exact times of the templates of one cost table."""
 
-    def __init__(self, costs: StageCosts) -> None:
-        self._costs = costs
+    def __init__(self, costs: StageCosts, lighter: Callable[[PipelineTemplate], Sequence[PipelineTemplate]]) -> None:
+        """Take what returns the templates of a template's nodes with fewer bytes to reduce."""
+        self._costs, self._lighter = costs, lighter
         self._times = PassTimes(costs)
         self._recut = Recut(costs, self._times)
         self._best: dict[tuple[object, ...], PipelineTemplate] = {}
@@ -61,8 +66,30 @@ class ExactTimes:
         reduction_s = bytes_reduction_s(self._costs.profile.network, 1 << round(math.log2(num_pipelines)))
         key = template.stages, rounded, reduction_s, speeds
         if key not in self._best:
-            self._best[key] = self._recut.best(template, rounded, reduction_s=reduction_s, speeds=speeds)
+            starts = [template, *(() if speeds else self._light_start(template, rounded, reduction_s))]
+            cuts = [self._recut.best(each, rounded, reduction_s=reduction_s, speeds=speeds) for each in starts]
+            self._best[key] = (
+                min(cuts, key=lambda cut: self._whole_s(cut, rounded, reduction_s)) if cuts[1:] else cuts[0]
+            )
         return self._best[key]
+
+    def _light_start(
+        self, template: PipelineTemplate, num_microbatches: int, reduction_s: float
+    ) -> Sequence[PipelineTemplate]:
+        """Return the template of fewer bytes to reduce that is best by its bound, if it is better than this one."""
+
+        def bound_s(each: PipelineTemplate) -> float:
+            return self._costs.timing(each).step_s(num_microbatches) + reduction_s * self._costs.reduced_bytes(each)
+
+        # No lighter template is much better if the reduction takes hardly any time.
+        own_s = bound_s(template)
+        if reduction_s * self._costs.reduced_bytes(template) < _LEAST_REDUCTION * own_s:
+            return ()
+        best = min(self._lighter(template), key=bound_s, default=template)
+        return (best,) if bound_s(best) < own_s * (1 - _LEAST_LIGHTER) else ()
+
+    def _whole_s(self, template: PipelineTemplate, num_microbatches: int, reduction_s: float) -> float:
+        return self.step_s(template, num_microbatches) + reduction_s * self._costs.reduced_bytes(template)
 
     def faster(
         self,
@@ -91,16 +118,17 @@ class ExactTimes:
             fewest=fewest,
             most=most,
         )
-        candidates = [self._pipelines(templates, sizing, again=True) for sizing in (chosen, others)]
+        sizings = (chosen, others) if others.sizes else (chosen,)
+        candidates = [self._pipelines(templates, sizing, again=True) for sizing in sizings]
         best = min(candidates, key=lambda each: each.step_s)
         return best if best.step_s < as_chosen.step_s * (1 - _LEAST_GAIN) else None
 
     def _option(
         self, template: PipelineTemplate, option: SizeOption, num_microbatches: int, num_pipelines: int
     ) -> SizeOption:
-        if template.num_stages > MOST_STAGES:
-            return option
         best = self.cut_again(template, num_microbatches, num_pipelines)
+        if best is template and template.num_stages > MOST_STAGES:
+            return option
         timing = self.timing(best, num_microbatches)
         return SizeOption(timing=timing, reduced_bytes=self._costs.reduced_bytes(best))
 
@@ -109,7 +137,11 @@ class ExactTimes:
         step_s = self.step_s(template, num_microbatches, speeds)
         next_s = (self.step_s(template, 2 * num_microbatches, speeds) - step_s) / num_microbatches
         # The first microbatch passes all stages, a further one only waits for the slowest.
-        return Timing(first_s=max(next_s, step_s - (num_microbatches - 1) * next_s), next_s=next_s)
+        return Timing(
+            first_s=max(next_s, step_s - (num_microbatches - 1) * next_s),
+            next_s=next_s,
+            most_microbatches=self._costs.most_microbatches(template),
+        )
 
     def _pipelines(self, templates: Mapping[int, PipelineTemplate], sizing: Sizing, *, again: bool) -> FastPipelines:
         """Return the pipelines of a sizing, with their templates as they are or cut again for their microbatches."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -134,8 +135,8 @@ class _Search:
                 outcome = self._carry_out(proposal)
                 if best is None or _beats(outcome.score, best.score):
                     best, chosen = outcome, proposal
-        if best is None:
-            raise PlanningError("the nodes left cannot hold the model")
+        if best is None or best.step_s == math.inf:
+            raise PlanningError("the nodes left cannot hold the model and a step's microbatches")
         if self._living.is_whole or len(self._total) > 1:  # with several kinds the score alone decides
             return best
         enough = *best.score[:2], best.score[2] * (1 + _WORTH)

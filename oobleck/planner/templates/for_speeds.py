@@ -60,7 +60,7 @@ def cut_for_speeds(
     """
     sorts = [_Sort(own, speed) for own, speed in zip(costs, speeds, strict=True)]
     levels: _Levels = [{(place + 1,): [(place, (place,))]} for place in range(len(sorts))]
-    best = _Search(template, sorts, levels, _moved(template, costs[0], holdings)).best(num_microbatches)
+    best = _Search(template, sorts, levels, num_microbatches, _moved(template, costs[0], holdings)).best()
     own_stops = [0, *(stage.stop_layer for stage in template.stages)]
     return template if best is None or best.stops == own_stops else with_stops(template, best.stops)
 
@@ -87,7 +87,7 @@ def order_for_speeds(
                 reached.setdefault(after, []).append((sort, state))
         levels.append(reached)
         before = list(reached)
-    best = _Search(template, sorts, levels, None).best(num_microbatches)
+    best = _Search(template, sorts, levels, num_microbatches, None).best()
     if best is None:
         return None
     waiting = [[place for place, own in enumerate(of) if own == sort] for sort in range(len(sorts))]
@@ -142,9 +142,15 @@ class _Search:
     """The search over cuts, and over the orders that `levels` allow; `moved` decides between equal sums."""
 
     def __init__(
-        self, template: PipelineTemplate, sorts: Sequence[_Sort], levels: _Levels, moved: Sequence[Floats] | None
+        self,
+        template: PipelineTemplate,
+        sorts: Sequence[_Sort],
+        levels: _Levels,
+        num_microbatches: int,
+        moved: Sequence[Floats] | None,
     ) -> None:
         self._template, self._sorts, self._levels = template, sorts, levels
+        self._num_microbatches = num_microbatches
         stages = template.stages
         self._at = [
             [index for index, stage in enumerate(stages) if stage.node_index == place] for place in range(len(levels))
@@ -162,7 +168,7 @@ class _Search:
     def _stage_seconds(self, sort: _Sort, index: int) -> Floats:
         """Return the seconds of a stage on a sort of node, `[L + 1, L + 1]`, infinite where it does not fit."""
         stages, own = self._template.stages, sort.costs
-        num_devices, in_flight = stages[index].num_devices, own.in_flight(len(stages) - index)
+        num_devices, in_flight = stages[index].num_devices, own.in_flight(len(stages) - index, self._num_microbatches)
         left = index > 0 and stages[index - 1].node_index == stages[index].node_index
         right = index + 1 < len(stages) and stages[index + 1].node_index == stages[index].node_index
         key = id(own), sort.speed, num_devices, left, right
@@ -173,12 +179,12 @@ class _Search:
             seconds += own.recomputing_s(num_devices, in_flight) / sort.speed
         return seconds
 
-    def best(self, num_microbatches: int) -> _Cut | None:
+    def best(self) -> _Cut | None:
         """Return the cut with the shortest step, or None where none fits."""
         loosest = self._least_sum(math.inf)
         if loosest is None:
             return None
-        rounds, tightest_s = num_microbatches - 1, self._tightest_s()
+        rounds, tightest_s = self._num_microbatches - 1, self._tightest_s()
         best, least_sum_s, bound_s = loosest, loosest.sum_s, math.nextafter(loosest.slowest_s, 0.0)
         found = self._least_sum(tightest_s)
         while found is not None:

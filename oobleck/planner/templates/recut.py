@@ -48,7 +48,7 @@ class Recut:
         stops = stops_of(template)
         best_s = float(seconds(stops)[0])
         for _ in range(_MOST_MOVES):
-            around = self._that_fit(template, _around(stops))
+            around = self._that_fit(template, _around(stops), num_microbatches)
             if not len(around):
                 break
             steps_s = seconds(around)
@@ -58,13 +58,13 @@ class Recut:
             best_s, stops = float(steps_s[fastest]), around[fastest : fastest + 1]
         return template if (stops == stops_of(template)).all() else with_stops(template, stops[0].tolist())
 
-    def _that_fit(self, template: PipelineTemplate, stops: Stops) -> Stops:
+    def _that_fit(self, template: PipelineTemplate, stops: Stops, num_microbatches: int) -> Stops:
         # A move may have left a stage without layers.
         stops = stops[np.diff(stops, axis=1).min(axis=1) > 0]
         fits = np.ones(len(stops), dtype=bool)
         for index, stage in enumerate(template.stages):
             most = self._costs.most_in_flight(stage.num_devices)[stops[:, index], stops[:, index + 1]]
-            fits &= most >= self._costs.in_flight(template.num_stages - index)
+            fits &= most >= self._costs.in_flight(template.num_stages - index, num_microbatches)
         return stops[fits]
 
 

@@ -86,6 +86,23 @@ def test_a_node_whose_pace_changes_is_what_it_was_until_its_reports_agree(plan):
     assert report(paces, plan, {"n1": 2.0}) == [False, False, False, False, True]
 
 
+@pytest.mark.parametrize(("layers_per_device", "num_pipelines"), [(2, 1), (4, 2)])
+def test_of_two_nodes_the_slower_one_is_slow(layers_per_device: int, num_pipelines: int):
+    """As stages of one pipeline, and as two pipelines."""
+    plan = plan_of(Shape(num_nodes=2, layers_per_device=layers_per_device, num_pipelines=num_pipelines))
+    assert len(plan.pipelines) == num_pipelines
+    usual = layers_per_device / 2  # all nodes are full
+    paces = SpeedTracker()
+    report(paces, plan, {"n0": usual, "n1": 2 * usual})
+    assert paces.slow == {"n1": 2.0}
+    assert True not in report(SpeedTracker(), plan, {"n0": usual, "n1": 1.4 * usual})
+
+
+def test_a_worker_alone_is_never_slow():
+    plan = plan_of(Shape(num_nodes=1, layers_per_device=4, num_pipelines=1))
+    assert True not in report(SpeedTracker(), plan, {"n0": 9.0})
+
+
 PEERS = Shape(num_nodes=6, layers_per_device=2, num_pipelines=3)
 """Three pipelines of two stages: three workers do the same."""
 
