@@ -38,6 +38,7 @@ export CUDA_STUB_SEEDS ?= $(SEEDS)
 # A demo of its own name, which never goes on from an earlier one.
 demo: $(RUNS)
 	$(BIN)/oobleck up --local 4 --tag demo --resume never --steps 60 --kill node2@20
+	@echo "To go on: source $(VENV)/bin/activate, then oobleck init"
 
 test: export HYPOTHESIS_PROFILE ?= brief
 test: $(STAMP) lint

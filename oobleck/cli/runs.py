@@ -67,14 +67,13 @@ def list_runs(*, as_json: JsonOption = False, base_dir: BaseDirOption = None) ->
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for header in ("run", "state", "step", "last entry", "disk"):
         table.add_column(header, justify="right" if header in ("step", "last entry", "disk") else "left", no_wrap=True)
     for row in rows:
         step = "–" if row.step is None else f"{row.step}" if row.max_steps is None else f"{row.step}/{row.max_steps}"
         ago = f"{duration_text(row.idle_s)} ago"
         table.add_row(row.tag, row.state, step, ago, bytes_text(row.size_bytes))
-    table.show_footer = bool(rows)
     Console().print(table if rows else f"no runs in {base_dir_of(base_dir)}")
 
 

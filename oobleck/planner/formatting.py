@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 _MOST_NAMES = 8
+_A_GIGABYTE_OR_SO = 1e7
 
 
 def counted(number: int, noun: str) -> str:
     """Return the number with its noun: "1 node", "3 nodes"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def size_text(num_bytes: float) -> str:
+    """Return a size for people: "1000 bytes", "12.6 GB"."""
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= _A_GIGABYTE_OR_SO else f"{num_bytes:.0f} bytes"
 
 
 def listed(parts: Iterable[str]) -> str:

@@ -187,13 +187,17 @@ def find_run(base_dir: Path, tag: str | None) -> RunDirectory:
     if tag is not None:
         run = RunDirectory(base_dir=base_dir, tag=tag)
         if not _is_listening(run.control_socket):
-            raise NoActiveRun(f"no run with tag {tag} is active in {base_dir}{_listed(active_runs(base_dir))}")
+            others = _listed(active_runs(base_dir))
+            if run.journal.is_file():
+                told = f"`oobleck events {tag}` and `oobleck report {tag}` tell what became of it"
+                raise NoActiveRun(f"run {tag} is not active any more{others}; {told}")
+            raise NoActiveRun(f"no run with tag {tag} is active in {base_dir}{others}")
         return run
     runs = active_runs(base_dir)
     if not runs:
         raise NoActiveRun(f"no run is active in {base_dir}; start one with `oobleck up`, or name another --base-dir")
     if len(runs) > 1:
-        raise UsageError(f"{len(runs)} runs are active: say which one{_listed(runs)}")
+        raise UsageError(f"{len(runs)} runs are active: name one by --tag{_listed(runs)}")
     return runs[0]
 
 

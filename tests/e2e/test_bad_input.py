@@ -56,6 +56,7 @@ def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         (["typo"], 78, ["typo:2:", "unknown key 'slotz'", "slots"]),
         (["empty"], 78, ["empty: names no node", "write one host per line"]),
         ([], 2, ["hostfile", "--local"]),
+        (["--local", "2", "mine.yaml"], 2, ["mine.yaml: a job file is named by an option: --job mine.yaml"]),
         (["hosts", "--local", "2"], 2, ["in one way: a hostfile, --hosts-from COMMAND"]),
         (["hosts", "--hosts-from", "cat hosts"], 2, ["in one way: a hostfile, --hosts-from COMMAND"]),
         (["--hosts-from", "cat nowhere"], 78, ["--hosts-from 'cat nowhere' failed", "status 1", "No such file"]),

@@ -185,6 +185,9 @@ async def test_runs_are_found_by_their_sockets(nursery, tmp_path):
     assert await find(None) == runs[0]
     with pytest.raises(NoActiveRun, match=r"dead .*: a\)"):
         await find("dead")
+    runs[2].journal.touch()
+    with pytest.raises(NoActiveRun, match=r"dead is not active any more \(active: a\); `oobleck events dead`"):
+        await find("dead")
     await nursery.start(serve_control, runs[1].control_socket, echo)
     with pytest.raises(UsageError, match=r"2 runs .*a, b"):
         await find(None)

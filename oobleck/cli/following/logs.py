@@ -184,7 +184,9 @@ class _Reader:
 
 def _prefix(node: str, name: str) -> str:
     parts = PurePosixPath(name).parts
-    return f"{node} | " if len(parts) == 1 else f"{node} rank {parts[-2]}{' !' if 'stderr' in parts[-1] else ''} | "
+    return (
+        f"{node} | " if len(parts) == 1 else f"{node} local rank {parts[-2]}{' !' if 'stderr' in parts[-1] else ''} | "
+    )
 
 
 def _find(tag: str | None, base_dir: Path) -> tuple[RunDirectory, _Source]:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from oobleck.runtime.workdir import Workdir
 
 _STEP = re.compile(r"[0-9]{1,15}")
+_JOB_FILES = (".yaml", ".yml")
 
 
 @takes_options(UpOptions)
@@ -206,6 +207,9 @@ def _check_nodes(options: UpOptions, job: JobSpec, num_nodes: int) -> None:
 def _parse_words(options: UpOptions) -> tuple[Path | None, inputs.JobSource]:
     """Tell a hostfile, a script and the script's arguments apart: a script's name ends in .py."""
     words = options.words or []
+    for word in words[:2]:
+        if word.endswith(_JOB_FILES):
+            raise UsageError(f"{word}: a job file is named by an option: --job {word}")
     scripts = [index for index, word in enumerate(words[:2]) if word.endswith(".py")]
     end = scripts[0] if scripts else len(words)
     if end > 1:

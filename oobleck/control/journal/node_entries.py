@@ -83,10 +83,14 @@ class NodeLost(Entry):
 
     @property
     def sentence(self) -> str:
-        return f"{self.node} lost: {self.loss.text}"
+        return f"{self.node} lost: {self._cause}"
+
+    @property
+    def _cause(self) -> str:
+        return f"{self.loss.text} (killed on request)" if self.failure is not self.loss.failure else self.loss.text
 
     def evidence(self, worker_id: WorkerId | None) -> str:
-        return self.loss.text
+        return self._cause
 
     def detail(self, worker_id: WorkerId | None) -> str:
         end = self.loss.end if isinstance(self.loss, WorkerEnded) else None

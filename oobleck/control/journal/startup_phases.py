@@ -17,15 +17,15 @@ from .step_entries import StepDone
 class Phase(Worded):
     """In the order in which a run passes through them; it may leave some out."""
 
-    CONNECTING = "connecting", "connecting to {} nodes"
-    IMPORTING = "importing", "importing torch and the model on {} nodes"
+    CONNECTING = "connecting", "connecting to {nodes}"
+    IMPORTING = "importing", "importing torch and the model on {nodes}"
     LOOKING = "looking", "looking for what earlier runs have measured and saved"
     MEASURING = "measuring", "measuring what the model's layers cost"
-    TIMING = "timing", "timing links between {} nodes"
-    PLANNING = "planning", "planning for {} nodes"
-    FORMING = "forming", "forming pipelines on {} nodes"
-    FIRST_STEP = "first_step", "computing the first step of {}"
-    STARTING_RANKS = "starting_ranks", "starting {} ranks"
+    TIMING = "timing", "timing links between {nodes}"
+    PLANNING = "planning", "planning for {nodes}"
+    FORMING = "forming", "forming pipelines on {nodes}"
+    FIRST_STEP = "first_step", "computing the first step of {steps:,}"
+    STARTING_RANKS = "starting_ranks", "starting {ranks}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,10 +89,13 @@ class StartupPhases:
             Phase.CONNECTING: (len(self._connected), self._num_nodes),
             Phase.IMPORTING: (len(self._ready), self._num_workers),
         }.get(phase, (0, 0))
-        count = {Phase.FIRST_STEP: self._num_steps, Phase.STARTING_RANKS: self._num_workers}.get(phase, self._num_nodes)
         return PhaseView(
             name=phase.value,
-            text=phase.template.format(f"{count:,}"),
+            text=phase.template.format(
+                nodes=_counted(self._num_nodes, "node"),
+                ranks=_counted(self._num_workers, "rank"),
+                steps=self._num_steps,
+            ),
             num_done=done,
             num_all=of,
             elapsed_s=max(0.0, now_s - self._since_s),
@@ -114,3 +117,7 @@ class StartupPhases:
     def _enter(self, phase: Phase, now_s: float) -> None:
         if phase is not self.phase:
             self.phase, self._since_s = phase, now_s
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -9,13 +9,18 @@ from oobleck.plan import ExecutionPlan, PipelineTemplate, StageTemplate
 from oobleck.planner import instantiation
 from oobleck.planner.catalog import STILL_FAST, Catalog, speeds_among
 from oobleck.planner.costs import StageCosts, Timing, footprint, stage_footprint
-from oobleck.planner.formatting import counted
+from oobleck.planner.formatting import counted, size_text
 from oobleck.planner.kinds import Counts, Form, KindCosts
 from oobleck.planner.profiles import Profile
 from oobleck.planner.templates import MOST_STAGES, find_templates, lighter_templates
 from oobleck.planner.values import Cutter, NodeKind, PlannerSettings
 
 from .fastest import ExactTimes, FastPipelines
+
+_LESS_MEMORY = (
+    "give each node more memory, or let more devices share a stage, make microbatch_size or the model smaller, or set "
+    "recompute"
+)
 
 
 class OneKindCatalog(Catalog):
@@ -371,7 +376,7 @@ class OneKindCatalog(Catalog):
     def explain(self, total: Counts) -> str:
         largest = self._costs.device_counts[-1]
         usable = largest * self._costs.usable_bytes
-        each = f"a stage has {usable} bytes ({largest} × {self.profile.device.name})"
+        each = f"a stage has {size_text(usable)} ({largest} × {self.profile.device.name})"
         for index, layer in enumerate(self.profile.layers):
             alone = StageTemplate(
                 first_layer=index,
@@ -381,9 +386,12 @@ class OneKindCatalog(Catalog):
                 num_recomputed=int(bool(layer.recomputed)),
             )
             held = stage_footprint(self.profile, alone)
-            missing = held.static_bytes + held.activation_bytes - usable
-            if missing > 0:
-                return f"layer {index} ({layer.name}) fits on no number of nodes: {each}, {missing} bytes too few"
+            needed = held.static_bytes + held.activation_bytes
+            if needed > usable:
+                return (
+                    f"layer {index} ({layer.name}) fits on no number of nodes: it needs {size_text(needed)}, and "
+                    f"{each}; {_LESS_MEMORY}"
+                )
         if self.most_nodes < 1:
             what = counted(self._most_stages, "stage" if self.settings.num_stages else "layer")
             return (
@@ -407,8 +415,8 @@ class OneKindCatalog(Catalog):
             )
         whole = footprint(self.profile, 0, self._costs.num_layers, num_devices=largest)
         return (
-            f"the model fits on no number of nodes: {each}, the model takes {whole.static_bytes} bytes and "
-            f"{whole.activation_bytes} for each microbatch in flight"
+            f"the model fits on no number of nodes: {each}, the model takes {size_text(whole.static_bytes)} and "
+            f"{size_text(whole.activation_bytes)} for each microbatch in flight; {_LESS_MEMORY}"
         )
 
 

@@ -127,7 +127,11 @@ def _files(data: DataSpec) -> Iterator[Path]:
         elif path.is_file():
             yield path
         else:
-            raise ConfigError(f"data.paths: {name} does not exist on this node; give a text file or a directory")
+            where = "" if path.is_absolute() else f", where it would be {path.absolute()}"
+            raise ConfigError(
+                f"data.paths: {name} does not exist on this node{where}; name a file or a directory that every "
+                "node has, or have --workdir copy it there"
+            )
 
 
 def _walk(root: Path, *, without: frozenset[str] = frozenset(), suffix: str = "") -> Iterator[Path]:

@@ -59,10 +59,10 @@ def test_ranks_are_told_apart(run: RunDirectory, capsys: pytest.CaptureFixture[s
     assert logs(run, "node0", "-n", "1") == 0
     assert capsys.readouterr().out.splitlines() == [
         "node0 | no end",
-        "node0 rank 0 ! | err",
-        "node0 rank 0 | out",
-        "node0 rank 1 ! | err",
-        "node0 rank 1 | out",
+        "node0 local rank 0 ! | err",
+        "node0 local rank 0 | out",
+        "node0 local rank 1 ! | err",
+        "node0 local rank 1 | out",
     ]
 
 

@@ -103,6 +103,7 @@ def test_a_node_that_the_user_had_killed_is_no_failure_unless_its_own_came_first
     own = (AgentLeft, NoWorkerStarts, Silent, WorkerEnded)
     lost = NodeLost(t_s=1.0, node="n1", loss=loss, is_requested=True)
     assert lost.failure is (loss.failure if isinstance(loss, own) else Failure.REQUESTED)
+    assert ("killed on request" in lost.sentence) is (lost.failure is not loss.failure)
 
 
 @pytest.mark.parametrize("kind", ErrorKind)
