@@ -23,6 +23,9 @@ settings.load_profile("oobleck")
 _LONGEST_DIRECTORY = 20
 """Sockets' paths end at 107 characters, and pytest and the tests take most of them."""
 
+_SLOW_TIMEOUT_S = 900
+"""Of slow tests that name no limit of their own: a machine that others use as well takes some times as long."""
+
 _short = pytest.StashKey[str]()
 
 
@@ -38,6 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.basetemp is None:
         config.option.basetemp = os.path.join(config.stash[_short], "t")
     os.environ["TMPDIR"] = tempfile.tempdir = config.stash[_short]  # for what tests start, too
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(_SLOW_TIMEOUT_S))
 
 
 @pytest.hookimpl(trylast=True)

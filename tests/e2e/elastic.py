@@ -103,11 +103,12 @@ def run_with_a_kill(runner: Runner, *options: str, kill: str) -> Outcome:
 
     A run of few steps may be over before a busy master hears of the step to kill at, and then nobody is lost.
     """
+    node = kill.partition("@")[0]
     with runner.up(*options, "--steps", str(ENDLESS), "--kill", kill) as up:
-        up.wait_for("no step lost")
+        up.wait_for(f"{node} lost; ")
         up.wait_for_steps(6)
         outcome = stopped(runner, up)
-    assert [recovery["nodes"] for recovery in outcome.recoveries] == [[kill.partition("@")[0]]]
+    assert [recovery["nodes"] for recovery in outcome.recoveries] == [[node]]
     assert_nothing_lost(outcome, len(outcome.losses))
     return outcome
 

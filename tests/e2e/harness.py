@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from oobleck.control.journal import PlanCause
 from oobleck.errors import ExitCode
 from oobleck.runtime.files.agent_dir import AgentDir
 from oobleck.runtime.files.process_id import ProcessId
@@ -30,6 +31,8 @@ TAG = "e2e"
 """All runs here share it, and so a fork server that has imported torch already."""
 
 RUN_TIMEOUT_S = 240.0
+
+OF_SLOW_NODES = (PlanCause.SLOW.value, PlanCause.RETRIED.value)
 
 SHORT_LEASE = ("--set", "control.lease_s=3")
 """As by default. Other runs here have a longer one: on a busy machine an agent may have no time for that long."""
@@ -73,7 +76,7 @@ class Outcome:
     @property
     def recoveries(self) -> list[dict[str, Any]]:
         """All but those for the sake of a slow node: on a machine that others use as well, one may be slow."""
-        return [recovery for recovery in self.summary["recoveries"] if recovery["cause"] != "slow"]
+        return [recovery for recovery in self.summary["recoveries"] if recovery["cause"] not in OF_SLOW_NODES]
 
 
 @dataclass

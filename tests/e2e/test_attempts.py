@@ -10,6 +10,7 @@ import pytest
 from tests.e2e.attempts_storm import Storm
 
 MOST_REPLACED = 0.01
+LONG = (pytest.mark.slow, pytest.mark.timeout(7200))
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def storm(tmp_path: Path) -> Iterator[Callable[[str, int], Storm]]:
     [
         ("ddp", 1, 0),
         pytest.param("fsdp", 2, 1, marks=pytest.mark.slow),
-        *(pytest.param(kind, 200, 50, marks=pytest.mark.slow) for kind in ("ddp", "fsdp", "hsdp", "tp")),
+        *(pytest.param(kind, 200, 50, marks=LONG) for kind in ("ddp", "fsdp", "hsdp", "tp")),
         *(pytest.param(kind, 4, 2, marks=pytest.mark.slow) for kind in ("ddp", "hsdp", "tp")),
     ],
 )
