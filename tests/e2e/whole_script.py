@@ -189,7 +189,9 @@ def rows_of(**makers):
 
 
 def labels_of(n):
-    return tokens(n + 1, 3 + n % 4)
+    # Two rows have as many labels as the next two: transformers' loss of an evaluation is the mean of its batches'
+    # means, ours that over all labels.
+    return tokens(n + 1, (3, 6, 4, 5)[n % 4])
 
 
 CASES = {
