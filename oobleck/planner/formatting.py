@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 _MOST_NAMES = 8
-_A_GIGABYTE_OR_SO = 1e7
 
 
 def counted(number: int, noun: str) -> str:
@@ -14,8 +13,11 @@ def counted(number: int, noun: str) -> str:
 
 
 def size_text(num_bytes: float) -> str:
-    """Return a size for people: "1000 bytes", "12.6 GB"."""
-    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= _A_GIGABYTE_OR_SO else f"{num_bytes:.0f} bytes"
+    """Return a size in a sentence: "1000 bytes", "26.2 MB", "12.6 GB"."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.4g} {unit}"
+    return f"{num_bytes:.0f} bytes"
 
 
 def listed(parts: Iterable[str]) -> str:
