@@ -3,8 +3,8 @@
 # Each makes its own .venv first; the demo's has no packages of the tests. PYTHON names the interpreter to make it from.
 # The packages are of the versions in constraints.txt, which the tests have been run with; `make lock` takes the newest
 # that pyproject.toml allows.
-# Three targets run side by side on two processors, the longest first: real runs (tests/e2e) and tests of processes wait
-# for most of their time, in which the others compute. One that fails ends no other. Tests that compare times have the
+# Three targets run side by side on two processors: what computes all the time first, beside real runs (tests/e2e) and
+# tests of processes, which wait for most of theirs. One that fails ends no other. Tests that compare times have the
 # machine to themselves.
 # Byte code is kept whatever the environment says: the tests start some hundred processes, and each would compile all
 # that it imports. What is never imported is not compiled. Each target ends with its slowest tests. `make test` tries a
@@ -42,8 +42,8 @@ demo: $(RUNS)
 
 test: export HYPOTHESIS_PROFILE ?= brief
 test: $(STAMP) lint
-	$(BESIDE) SELECT="not slow and not alone" test-runs test-runtime test-tools test-training test-others \
-		types test-decisions
+	$(BESIDE) SELECT="not slow and not alone" test-training test-runs test-runtime test-tools test-others \
+		test-decisions types
 	$(PYTEST) -m "not slow and alone" $(ALONE)
 
 test-all: export HYPOTHESIS_PROFILE ?= whole
