@@ -18,8 +18,7 @@ from oobleck.control.scaling import first_target
 from oobleck.control.training import check_possible, fixed_schedule, planner_for
 from oobleck.errors import ConfigError, UsageError, UserError
 from oobleck.host.machine import this_machine
-from oobleck.host.places import is_url, place_of
-from oobleck.host.user_path import expand_user
+from oobleck.host.places import place_of
 from oobleck.job import DEFAULT_KIND, JobSpec, NodeSpec
 from oobleck.planner import KNOWN_DEVICES, LayerProfile, NodeKind, Profile, profile_from_json
 from oobleck.planner.profiles import device_sheet, estimate_profile, in_one_layer, shape_from_config, shape_of_size
@@ -28,7 +27,7 @@ from oobleck.runtime.processes import LayerOutline, ModelOutline, outline_of
 from oobleck.runtime.profile_files import ProfileFiles
 from oobleck.storage import CheckpointDirectory
 
-from .inputs import NodeSource, VirtualOnes
+from .inputs import NodeSource, VirtualOnes, check_local_files
 from .make_report import make_report, show_report
 
 _ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 4, "float16": 4}  # mixed precision keeps parameters in float32
@@ -91,13 +90,8 @@ def _check_base_dir(base_dir: Path) -> None:
 
 
 def _check_paths(job: JobSpec, resume: str) -> None:
-    """Raise ConfigError for files that a job names and this machine does not have."""
-    named = [("data.paths", path) for path in job.data.paths]
-    if job.data.tokenizer is not None:
-        named.append(("data.tokenizer", job.data.tokenizer))
-    for key, path in named:
-        if not is_url(path) and not expand_user(path).exists():
-            raise ConfigError(f"{key}: {path} does not exist on this machine")
+    """Raise ConfigError for files or a checkpoint that this machine does not have."""
+    check_local_files(job.data)
     if resume not in ("auto", "never") and not _holds_checkpoint(place_of(resume, "--resume")):
         raise ConfigError(f"--resume {resume}: there is no checkpoint that can be used")
 

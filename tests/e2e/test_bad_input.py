@@ -56,6 +56,11 @@ def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         (["typo"], 78, ["typo:2:", "unknown key 'slotz'", "slots"]),
         (["empty"], 78, ["empty: names no node", "write one host per line"]),
         ([], 2, ["hostfile", "--local"]),
+        (
+            ["--local", "2", "--set", "data.paths=[/nowhere]"],
+            78,
+            ["data.paths: /nowhere does not exist on this machine"],
+        ),
         (["--local", "2", "mine.yaml"], 2, ["mine.yaml: a job file is named by an option: --job mine.yaml"]),
         (["hosts", "--local", "2"], 2, ["in one way: a hostfile, --hosts-from COMMAND"]),
         (["hosts", "--hosts-from", "cat hosts"], 2, ["in one way: a hostfile, --hosts-from COMMAND"]),

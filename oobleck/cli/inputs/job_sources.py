@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from oobleck.errors import ConfigError, ResourceLost, UnbuiltModel
+from oobleck.host.places import is_url
 from oobleck.host.script import SCRIPT_WAITS, has_job
 from oobleck.host.user_path import expand_user
-from oobleck.job import JobSpec
+from oobleck.job import DataSpec, JobSpec
 from oobleck.runtime.files import read_input
 
 from .environment import apply_environment
@@ -76,6 +77,16 @@ def open_job(
         if has_job(spec) and not _TRIED.isdisjoint(process.described.spec.provides):
             job = _tried_out(process, job, are_virtual=are_virtual)
     return job, None
+
+
+def check_local_files(data: DataSpec) -> None:
+    """Raise ConfigError for files of a job's data that this machine, and so its virtual nodes, do not have."""
+    named = [("data.paths", path) for path in data.paths]
+    if data.tokenizer is not None:
+        named.append(("data.tokenizer", data.tokenizer))
+    for key, path in named:
+        if not is_url(path) and not expand_user(path).exists():
+            raise ConfigError(f"{key}: {path} does not exist on this machine")
 
 
 def _tried_out(process: ScriptProcess, job: JobSpec, *, are_virtual: bool) -> JobSpec:

@@ -74,6 +74,9 @@ def up(options: UpOptions) -> None:
 
         dry_run(job, source, base_dir=base_dir_of(options.base_dir), resume=resume, as_json=options.as_json)
         return
+    # Under --workdir, virtual nodes look for relative paths there.
+    if options.nodes.local is not None and workdir is None:
+        inputs.check_local_files(job.data)
     _check_weights(options, job, trainer)
     _check_trackers(job, trainer)
     if options.until_eof:
