@@ -43,7 +43,7 @@ def examples(number: int, *, stateful_step_count: int = 50) -> settings:
 
 
 def first_of(number: int, values: Iterable[Any]) -> list[Any]:
-    """Of the values of a parameter, mark all but the first so many as slow: `make test-all` tries them."""
+    """Of the values of a parameter, mark all but the first `number` as slow: `make test-all` tries them."""
     return [
         value if index < number else pytest.param(value, marks=pytest.mark.slow) for index, value in enumerate(values)
     ]

@@ -18,11 +18,17 @@ from oobleck.job.secrets import public_url
 from .user_path import expand_user
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://.+")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 
 
 def is_url(named: str | Path) -> bool:
     return isinstance(named, str) and _URL.fullmatch(named) is not None
+
+
+def may_be_of_hub(named: str) -> bool:
+    """Return whether this names a repository of the Hugging Face hub, if there is no such path here."""
+    return _HUB_NAME.fullmatch(named) is not None
 
 
 def place_of(named: str | Path, key: str) -> Path:

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from pathlib import Path
 
 from oobleck.errors import ConfigError
-from oobleck.host.places import is_url, place_of
+from oobleck.host.places import is_url, may_be_of_hub, place_of
 from oobleck.host.user_path import expand_user
 from oobleck.job.secrets import public_url
 from oobleck.storage import remote
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _OF_MODELS = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 
 
@@ -28,7 +26,7 @@ def model_directory(named: str, key: str) -> Path:
     if is_url(named):
         return file_of(named, key)
     path = expand_user(named)
-    if path.exists() or not _HUB_NAME.fullmatch(named):
+    if path.exists() or not may_be_of_hub(named):
         return path
     return _of_hub(named, key)
 

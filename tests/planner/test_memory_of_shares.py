@@ -38,7 +38,7 @@ def pipeline_holds(profile: Profile, pipeline: Pipeline) -> bool:
 
 
 def fewest_nodes(profile: Profile, num_microbatches: int) -> int:
-    """Return the fewest nodes of a pipeline that takes so many microbatches; more than there are layers for none."""
+    """Return the fewest nodes of a pipeline that takes that many microbatches; more than there are layers for none."""
     size = profile.num_layers
     for number in range(1, size + 1):
         for inner in combinations(range(1, size), number - 1):

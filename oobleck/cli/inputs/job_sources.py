@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from oobleck.errors import ConfigError, ResourceLost, UnbuiltModel
-from oobleck.host.places import is_url
+from oobleck.host.places import is_url, may_be_of_hub
 from oobleck.host.script import SCRIPT_WAITS, has_job
 from oobleck.host.user_path import expand_user
 from oobleck.job import DataSpec, JobSpec
@@ -82,7 +82,8 @@ def open_job(
 def check_local_files(data: DataSpec) -> None:
     """Raise ConfigError for files of a job's data that this machine, and so its virtual nodes, do not have."""
     named = [("data.paths", path) for path in data.paths]
-    if data.tokenizer is not None:
+    # Only a node finds out what the hub has, or its cache.
+    if data.tokenizer is not None and not may_be_of_hub(data.tokenizer):
         named.append(("data.tokenizer", data.tokenizer))
     for key, path in named:
         if not is_url(path) and not expand_user(path).exists():

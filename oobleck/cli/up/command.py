@@ -211,7 +211,7 @@ def _parse_words(options: UpOptions) -> tuple[Path | None, inputs.JobSource]:
     """Tell a hostfile, a script and the script's arguments apart: a script's name ends in .py."""
     words = options.words or []
     for word in words[:2]:
-        if word.endswith(_JOB_FILES):
+        if word.endswith(_JOB_FILES) and options.job.job_file is None:
             raise UsageError(f"{word}: a job file is named by an option: --job {word}")
     scripts = [index for index, word in enumerate(words[:2]) if word.endswith(".py")]
     end = scripts[0] if scripts else len(words)

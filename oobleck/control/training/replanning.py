@@ -75,6 +75,7 @@ class Replanning:
 
     def take_over(self, replayed: ReplayedRun, now_s: float) -> None:
         self.kinds, self._from_s = replayed.kinds, now_s + _FINDING_S
+        self._plan = replayed.generations.plan
         self._paces.restore(replayed.slow)
         self._leave_out(replayed.generations.plan, replayed.predicted_step_s, now_s)
         self._scaling.restore(replayed.target, now_s)

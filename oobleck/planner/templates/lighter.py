@@ -2,7 +2,7 @@
 
 The template search takes no account of the reduction, which takes as long as the node with most bytes: how much that
 matters depends on the number of pipelines, and on their microbatches. So the search is repeated under limits on a
-node's bytes, each tighter than the last, and whoever knows those numbers chooses among the results.
+node's bytes, each tighter than the last, and the caller, who knows those numbers, chooses among the results.
 """
 
 from __future__ import annotations
