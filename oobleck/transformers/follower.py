@@ -18,8 +18,7 @@ from typing import Any, Never
 
 import torch
 import transformers
-from torch import nn
-from transformers import PreTrainedConfig, TrainerState
+from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainOutput, speed_metrics
 
@@ -34,18 +33,7 @@ from .checks import asks_for_best, evaluates_here, inner_model
 from .elsewhere import OnNodes, WeightsElsewhere
 from .epochs import Epochs
 from .gathered import GatheredWeights, evaluate, fitted
-
-_HANDED_OVER = (
-    *("args", "train_dataset", "eval_dataset", "data_collator", "compute_loss_func", "label_smoother"),
-    *("optimizer", "lr_scheduler", "optimizer_cls_and_kwargs"),
-)
-_PLAIN = (bool, int, float, str, type(None))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_NAMES_IN_CONFIG = frozenset(
-    {"_name_or_path", "architectures", "id2label", "label2id", "name_or_path", "transformers_version", "use_cache"}
-)
-"""Values of a configuration that no pass of training reads."""
+from .handed_over import handed_over
 
 
 class RunFollower:
@@ -361,13 +349,13 @@ class RunFollower:
 
         Without `catches`, their errors are the caller's.
         """
-        before = self._handed_over()
+        before = handed_over(self._trainer)
         with _reported() if catches else nullcontext():
             yield
         self._note_epoch_stop(event)
         if self._problem:
             return
-        now = self._handed_over()
+        now = handed_over(self._trainer)
         if changed := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
             self._stop_for(
                 f"a callback's {event} changes {changed[0]}: workers train with what the script had when it called "
@@ -447,48 +435,6 @@ class RunFollower:
                 return f"{type(owner).__name__}.{at.f_code.co_name}"
             frame = at
         return "a callback"
-
-    def _handed_over(self) -> dict[str, object]:
-        """Return the script's values that workers use, by names; objects of which only the identity counts with it."""
-        trainer, model = self._trainer, inner_model(self._trainer.model)
-        owners: dict[str, object] = {name: getattr(trainer, name, None) for name in _HANDED_OVER}
-        known: dict[str, object] = {name: _identity(owner) for name, owner in owners.items()}
-        for name, parameter in model.named_parameters():
-            hooks = [_hooks_in(parameter, kind) for kind in _HOOKS_OF_PARAMETERS]
-            known[f"the parameter {name}"] = (id(parameter), parameter._version, parameter.requires_grad, hooks)
-        for name, buffer in model.named_buffers():
-            known[f"the buffer {name}"] = (id(buffer), 0 if buffer.is_inference() else buffer._version)
-        for name, module in model.named_modules():
-            path = f"model.{name}".removesuffix(".")
-            owners[path] = module
-            known[path] = _identity(module)
-            known[f"the hooks on {path}"] = [_hooks_in(module, kind) for kind in _HOOKS]
-            known |= {
-                f"{path}.{attribute}": _identity(value) for attribute, value in vars(module).items() if callable(value)
-            }
-        known["torch's hooks on all modules"] = [_hooks_in(nn.modules.module, f"_global{kind}") for kind in _HOOKS]
-        for what, owner in owners.items():
-            values = getattr(owner, "__dict__", {})
-            known |= {f"{what}.{name}": value for name, value in values.items() if isinstance(value, _PLAIN)}
-        return known | _values_of("model.config", getattr(model, "config", None))
-
-
-def _identity(value: object) -> tuple[int, object]:
-    return id(value), value  # held, so that no other takes its address
-
-
-def _hooks_in(owner: object, kind: str) -> list[tuple[int, object]]:
-    return [_identity(hook) for hook in (getattr(owner, kind, None) or {}).values()]
-
-
-def _values_of(name: str, config: object) -> dict[str, object]:
-    known: dict[str, object] = {}
-    for key, value in getattr(config, "__dict__", {}).items():
-        if isinstance(value, PreTrainedConfig):
-            known |= _values_of(f"{name}.{key}", value)
-        elif key not in _NAMES_IN_CONFIG:
-            known[f"{name}.{key}"] = value if isinstance(value, _PLAIN) else repr(value)
-    return known
 
 
 def _state_file(checkpoints: Path) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -13,6 +13,9 @@ from oobleck.planner.kinds import Counts, Form
 from .domains import Domains
 from .living_nodes import LivingNodes
 from .matching import Position, match_nodes
+
+# The most numbers of groups that are tried for whole domains.
+_MOST_GROUPINGS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,44 @@ class Placing:
         self._continued, self._intact = continued, intact
         self.wanted_domains = domains.possible(living.holdings) if domains else 1
         """In how many domains the copies of a layer can lie, up to f + 1."""
+
+    def apart(self, set_aside: frozenset[str]) -> Iterator[Move]:
+        """Yield moves that plan for groups of whole domains, each of which holds the model alone."""
+        if self.wanted_domains == 1:
+            return
+        catalog, nodes = self._catalog, [node for node in self._living.holdings if node not in set_aside]
+        most = len(self._domains.by_domain(nodes))
+        total = catalog.count(self._living.holdings)
+        for number in {*range(self.wanted_domains, most + 1)[: _MOST_GROUPINGS - 1], most}:
+            pipelines: list[tuple[Counts, frozenset[str]]] = []
+            groups = self._domains.groups(nodes, number)
+            for group, wanted in zip(groups, self._numbers(groups), strict=True):
+                own = catalog.best_for(catalog.count(group), total, wanted)
+                if own is None:
+                    break
+                pipelines += [(counts, frozenset(group)) for counts in own]
+            else:
+                detail = f"pipelines are planned for {number} groups of failure domains"
+                yield Move(
+                    action="rebuild",
+                    pipelines=tuple((None, counts) for counts, _ in pipelines),
+                    detail=detail,
+                    groups=tuple(group for _, group in pipelines),
+                )
+
+    def _numbers(self, groups: Sequence[Sequence[str]]) -> list[int | None]:
+        """Return how many pipelines each group of nodes is to form, if their number is fixed."""
+        if self._catalog.settings.num_pipelines is None:
+            return [None] * len(groups)
+        left = self._catalog.num_pipelines(self._catalog.count(self._living.holdings))[0] - len(groups)
+        numbers: list[int | None] = []
+        # What is rounded away goes to the last group.
+        for index, group in enumerate(groups):
+            rest = sum(map(len, groups[index:]))
+            more = max(0, round(left * len(group) / rest))
+            left -= more
+            numbers.append(1 + more)
+        return numbers
 
     def stays_whole(self, origin: int | None, form: Form, nodes: Sequence[str]) -> bool:
         """Whether a new pipeline is an untouched old one, so that its nodes hold all that they need."""

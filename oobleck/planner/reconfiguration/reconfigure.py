@@ -11,7 +11,7 @@ from oobleck.errors import PlanningError
 from oobleck.plan import ExecutionPlan, Pipeline
 from oobleck.planner.catalog import STILL_FAST, Catalog, speeds_among
 from oobleck.planner.inventory import Holding, plan_transfers
-from oobleck.planner.kinds import Counts, Form
+from oobleck.planner.kinds import Form
 from oobleck.planner.values import Decision
 
 from .domains import Domains
@@ -43,9 +43,6 @@ _MOST_ROUNDS = 3
 _FEW_COMPARED = 64
 _MOST_COMPARED = 8
 _MOST_TOO_SHORT = 0.05
-
-# The most numbers of groups that are tried for whole domains.
-_MOST_GROUPINGS = 4
 
 # A score has the pipelines too few or too many, the domains that layers lack, then the weighed seconds of a step.
 _Score = tuple[int, int, float]
@@ -283,7 +280,7 @@ class _Search:
         quickest = max([1.0, *self._living.speeds.values()])
         for set_aside in self._living.without_slowest():
             moves = self._propose(self._living, self._continued, set_aside)
-            for move in chain(moves, self._apart(set_aside)):
+            for move in chain(moves, self._placing.apart(set_aside)):
                 number = len(move.pipelines)
                 if number > settings.num_microbatches:
                     continue
@@ -291,43 +288,6 @@ class _Search:
                 # Bounds hold at nominal speed, and a node may be faster than its profile.
                 least_s = self._catalog.least_s([counts for _, counts in move.pipelines], self._total)
                 yield _Proposal(move=move, set_aside=set_aside, least=(astray, 0, least_s / quickest))
-
-    def _apart(self, set_aside: frozenset[str]) -> Iterator[Move]:
-        """Yield moves that plan for groups of whole domains, each of which holds the model alone."""
-        if self._placing.wanted_domains == 1:
-            return
-        catalog, nodes = self._catalog, [node for node in self._living.holdings if node not in set_aside]
-        most = len(self._domains.by_domain(nodes))
-        for number in {*range(self._placing.wanted_domains, most + 1)[: _MOST_GROUPINGS - 1], most}:
-            pipelines: list[tuple[Counts, frozenset[str]]] = []
-            groups = self._domains.groups(nodes, number)
-            for group, wanted in zip(groups, self._numbers(groups), strict=True):
-                own = catalog.best_for(catalog.count(group), self._total, wanted)
-                if own is None:
-                    break
-                pipelines += [(counts, frozenset(group)) for counts in own]
-            else:
-                detail = f"pipelines are planned for {number} groups of failure domains"
-                yield Move(
-                    action="rebuild",
-                    pipelines=tuple((None, counts) for counts, _ in pipelines),
-                    detail=detail,
-                    groups=tuple(group for _, group in pipelines),
-                )
-
-    def _numbers(self, groups: Sequence[Sequence[str]]) -> list[int | None]:
-        """Return how many pipelines each group of nodes is to form, if their number is fixed."""
-        if self._catalog.settings.num_pipelines is None:
-            return [None] * len(groups)
-        left = self._catalog.num_pipelines(self._total)[0] - len(groups)
-        numbers: list[int | None] = []
-        # What is rounded away goes to the last group.
-        for index, group in enumerate(groups):
-            rest = sum(map(len, groups[index:]))
-            more = max(0, round(left * len(group) / rest))
-            left -= more
-            numbers.append(1 + more)
-        return numbers
 
     def _astray(self, number: int) -> int:
         """Return how many pipelines a number is away from the wanted ones."""
