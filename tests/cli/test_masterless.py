@@ -41,7 +41,7 @@ def test_a_run_that_has_lost_its_master_is_described_with_the_command_that_takes
     command: list[str], is_named: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], dead_process: ProcessId
 ) -> None:
     run = left_behind(tmp_path, "mine", dead_process)
-    run.note_command(["oobleck", "up", "hosts.txt", "--resume", "never", "--job", "my job.yaml"])
+    run.note_command(["oobleck", "up", "hosts.txt", "--resume", "never", "--job", "my job.yaml"], ())
     assert main([*command, *(["--tag", "mine"] if is_named else []), "--base-dir", str(tmp_path)]) == 2
     errors = " ".join(capsys.readouterr().err.split())
     assert f"run mine has no master: process {dead_process.pid} has died" in errors
@@ -84,20 +84,35 @@ def test_a_master_of_another_machine_is_not_said_to_be_dead(tmp_path: Path, caps
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("words", "arguments", "expected"),
     [
-        (["oobleck", "up", "hosts", "train.py", "--hub-token", "s3cret"], "oobleck up hosts train.py …"),
-        (["oobleck", "run", "--env", "KEY=s3cret", "train.py"], "oobleck run --env KEY=… train.py"),
-        (["oobleck", "run", "--env=KEY=s3cret", "-m", "my.train", "s3cret"], "oobleck run --env=KEY=… -m my.train …"),
-        (["oobleck", "run", "--no-python", "./go", "s3cret"], "oobleck run --no-python ./go …"),
-        (["oobleck", "run", "--env", "HOME", "train.py"], "oobleck run --env HOME train.py"),
-        (["oobleck", "up", "--env", "KEY=a=b", "--local", "2"], "oobleck up --env KEY=… --local 2"),
-        (["oobleck", "up", "--set", "env.KEY=s3cret", "--set=env={K: s}"], "oobleck up --set env.KEY=… --set=env=…"),
+        (["oobleck", "up", "hosts", "train.py", "--steps", "9"], [], "oobleck up hosts train.py --steps 9"),
+        (
+            ["oobleck", "up", "hosts", "train.py", "mine", "--steps", "9", "--", "--hub-token", "s3cret"],
+            ["mine", "--hub-token", "s3cret"],
+            "oobleck up hosts train.py … --steps 9 -- …",
+        ),
+        (["oobleck", "run", "--env", "KEY=s3cret", "train.py"], [], "oobleck run --env KEY=… train.py"),
+        (
+            ["oobleck", "run", "--env=KEY=s3cret", "-m", "my.train", "s3cret"],
+            ["s3cret"],
+            "oobleck run --env=KEY=… -m my.train …",
+        ),
+        (["oobleck", "run", "--no-python", "./go", "s3cret"], ["s3cret"], "oobleck run --no-python ./go …"),
+        (["oobleck", "run", "--env", "HOME", "train.py"], [], "oobleck run --env HOME train.py"),
+        (["oobleck", "up", "--env", "KEY=a=b", "--local", "2"], [], "oobleck up --env KEY=… --local 2"),
+        (
+            ["oobleck", "up", "--set", "env.KEY=s3cret", "--set=env={K: s}"],
+            [],
+            "oobleck up --set env.KEY=… --set=env=…",
+        ),
     ],
 )
-def test_the_command_is_noted_without_what_may_be_a_secret(words: list[str], expected: str, tmp_path: Path) -> None:
+def test_the_command_is_noted_without_what_may_be_a_secret(
+    words: list[str], arguments: list[str], expected: str, tmp_path: Path
+) -> None:
     run = RunDirectory(base_dir=tmp_path, tag="mine")
     run.create()
     assert run.command == ""
-    run.note_command(words)
+    run.note_command(words, arguments)
     assert run.command == f"cd {os.getcwd()} && {expected}"

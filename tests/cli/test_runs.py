@@ -196,7 +196,7 @@ def test_resuming_gives_the_command_again_where_it_was_given(tmp_path: Path, mon
     there = tmp_path / "there"
     there.mkdir()
     monkeypatch.chdir(there)
-    run.note_command(["oobleck", "version", "--resume", "never", "--json"])  # it would start over
+    run.note_command(["oobleck", "version", "--resume", "never", "--json"], ())  # it would start over
     command = [sys.executable, "-m", "oobleck", "resume", "mine", "--base-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -228,7 +228,7 @@ def test_a_run_that_is_resumed_does_not_start_over(line: str, again: str) -> Non
 def test_a_command_that_nobody_can_give_again_is_not_given(
     words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    left(tmp_path, "mine").note_command(words)
+    left(tmp_path, "mine").note_command(words, ())
     assert main(["resume", "mine", "--base-dir", str(tmp_path)]) == 2
     assert said in capsys.readouterr().err
 
@@ -253,7 +253,7 @@ def test_a_run_that_has_saved_continues_whatever_it_began_from(
     run = left(tmp_path, "mine")
     end = [JobEnded(t_s=2.0, exit_code=0, reason="stopped; 1 step is committed")] if ends else []
     run.journal.write_bytes(b"".join(map(encode_json, [*entries, *end])))
-    run.note_command(["oobleck", "version", *resume, "--json"])
+    run.note_command(["oobleck", "version", *resume, "--json"], ())
     command = [sys.executable, "-m", "oobleck", "resume", "mine", "--base-dir", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     given = ["oobleck", "version", *(resume if repeats else []), "--json"]

@@ -16,6 +16,7 @@ import pytest
 
 from .elastic import (
     ENDLESS,
+    PACED,
     SHORT_LEASE,
     Elastic,
     Reference,
@@ -87,7 +88,7 @@ def test_the_only_holder_of_a_layer_hands_it_over_before_it_leaves_and_past_the_
 ) -> None:
     """The end names the layers that nobody holds any more."""
     settings = ("--pipelines", "1", "-f", "0", "--steps", str(ENDLESS))
-    with runner.up("--job", str(runner.job_file()), *settings, nodes=("--local", "3")) as up:
+    with runner.up("--job", str(runner.job_file()), *settings, nodes=("--local", "3", PACED)) as up:
         up.wait_for_step(5)
         run = Elastic(runner, up)
         run.command("drain", "node2")

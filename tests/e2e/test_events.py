@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from .elastic import PACED
 from .harness import SHORT_LEASE, TAG, Runner, Up, incidents, oobleck, worker_pids
 
 pytestmark = pytest.mark.slow
@@ -47,7 +48,7 @@ def wait_until_ready_again(up: Up, node: str) -> None:
 
 def test_each_failure_is_named_with_its_node_evidence_and_cost(runner: Runner) -> None:
     """One run: workers are killed and crash; a node freezes; one is announced to go."""
-    with runner.up("--job", str(runner.job_file()), *ENDLESS, *SHORT_LEASE) as up:
+    with runner.up("--job", str(runner.job_file()), *ENDLESS, *SHORT_LEASE, nodes=("--local", "4", PACED)) as up:
         up.wait_for_step(2)
 
         os.kill(worker_pids(runner)["node1"], signal.SIGKILL)

@@ -14,13 +14,14 @@ import pytest
 from oobleck.cli.inputs.job_file import load_job
 from oobleck.cli.wiring.past import advance_image
 
-from .elastic import ENDLESS, TOLERANCE, Reference, assert_all_is_right, stopped
+from .elastic import ENDLESS, PACED, TOLERANCE, Reference, assert_all_is_right, stopped
 from .harness import Runner, incidents, oobleck, started_at, worker_pids
 from .reference import reference_losses
 
 STEPS = 60
 AWAY_S = 3.0
 """How long there is no master, at least."""
+FOUR = ("--local", "4", PACED)
 
 
 def options(runner: Runner) -> tuple[str, ...]:
@@ -42,7 +43,7 @@ def test_training_goes_on_without_a_master_until_the_same_job_takes_over(
 ) -> None:
     """Neither another job nor one of fewer nodes takes over."""
     endless = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), "--set", "control.orphan_timeout_s=120")
-    with runner.up(*endless) as first:
+    with runner.up(*endless, nodes=FOUR) as first:
         first.wait_for_step(8)
         workers = worker_pids(runner)
         births = {node: started_at(pid) for node, pid in workers.items()}
@@ -52,12 +53,12 @@ def test_training_goes_on_without_a_master_until_the_same_job_takes_over(
         asked = oobleck("status", "--base-dir", str(runner.base_dir))
         assert "run e2e has no master" in asked.stderr
         assert "its nodes (node0, node1, node2, node3) continue for up to" in asked.stderr
-        assert f"oobleck up --local 4 --base-dir {runner.base_dir}" in asked.stderr
+        assert f"oobleck up --local 4 {PACED} --base-dir {runner.base_dir}" in asked.stderr
         assert_refused(runner, "optimizer.learning_rate", *endless, "--set", "optimizer.learning_rate=0.1")
         fewer = "--local: the run e2e continues without its master"
-        assert_refused(runner, fewer, *endless, nodes=("--local", "3"))
+        assert_refused(runner, fewer, *endless, nodes=("--local", "3", PACED))
         time.sleep(max(0.0, gone_s + AWAY_S - time.monotonic()))
-        with runner.up(*endless) as second:
+        with runner.up(*endless, nodes=FOUR) as second:
             second.wait_for_steps(6)
             outcome = stopped(runner, second)
     assert_all_is_right(outcome, endless_reference)
@@ -77,7 +78,7 @@ def test_training_goes_on_without_a_master_until_the_same_job_takes_over(
     assert [name for name in sorted(names) if f"`<tag>/{name}" not in page] == [], "each file is documented"
 
 
-def assert_refused(runner: Runner, words: str, *options: str, nodes: Sequence[str] = ("--local", "4")) -> None:
+def assert_refused(runner: Runner, words: str, *options: str, nodes: Sequence[str] = FOUR) -> None:
     with runner.up(*options, nodes=nodes) as other:
         refused = other.finish()
     assert refused.exit_code == 2, refused.output

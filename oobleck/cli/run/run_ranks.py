@@ -81,7 +81,7 @@ def run_ranks(run: RanksRun) -> int:
     hide = Hiding(None, {**os.environ, **run.spec.environment})
     with directory.lock(), wiring.background_logging(hide):
         directory.note_owner(run.owner)
-        directory.note_command(["oobleck", *sys.argv[1:]])
+        directory.note_command(["oobleck", *sys.argv[1:]], run.spec.command[1:])
         clock = PatientClock()
         # A living master would still write the journal, so it is read only with the lock.
         past = wiring.read_past(directory.journal)

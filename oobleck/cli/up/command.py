@@ -93,6 +93,7 @@ def up(options: UpOptions) -> None:
         metrics=metrics,
         trainer=trainer,
         workdir=workdir,
+        arguments=asked.arguments,
         owner=owner,
     )
     raise SystemExit(run_job(run))

@@ -74,6 +74,8 @@ class Run:
     trainer: TrainerProcess | None
     """A script that waits in its `train()`."""
     workdir: Workdir | None
+    arguments: tuple[str, ...]
+    """The script's own."""
     owner: str
     """The path of the script or job file, if it belongs to a user."""
 
@@ -102,7 +104,7 @@ def _run_job(run: Run) -> int:
     with directory.lock():
         if run.owner:
             directory.note_owner(run.owner)
-        directory.note_command(["oobleck", *sys.argv[1:]])
+        directory.note_command(["oobleck", *sys.argv[1:]], run.arguments)
         # A living master would still write the journal, so it is read only with the lock.
         books, place = wiring.read_past(directory.journal) if run.resume == "auto" else (RunBooks(), 0)
         if (finished := _finished(run, directory, books)) is not None:

@@ -31,7 +31,7 @@ from pathlib import Path
 from oobleck.errors import ConfigError, UsageError
 from oobleck.host.user_path import expand_user
 from oobleck.host.writing import write_whole
-from oobleck.job.secrets import public_words
+from oobleck.job.secrets import HIDDEN, public_words
 
 from .private_paths import private_directory, temporary_directory
 from .process_id import ProcessId
@@ -151,18 +151,21 @@ class RunDirectory:
         except (OSError, ValueError):
             return ""
 
-    def note_command(self, words: Sequence[str]) -> None:
-        """Note the command line of this process; best effort, raises nothing."""
+    def note_command(self, words: Sequence[str], arguments: Sequence[str]) -> None:
+        """Note the command line of this process, of which `arguments` are a script's; best effort, raises nothing."""
         # The values of variables and a script's arguments may be secrets, so they are left out.
-        shown = list(public_words(words))
+        shown, is_before = list(public_words(words)), True
         for index, word in enumerate(words):
-            if word.endswith(".py") or words[index - 1 : index] in (["-m"], ["--module"], ["--no-python"]):
-                shown = [*shown[: index + 1], *(["…"] if words[index + 1 :] else [])]
-                break
+            if not is_before and word in arguments:
+                shown[index] = HIDDEN
+            is_before &= not (
+                word.endswith(".py") or words[index - 1 : index] in (["-m"], ["--module"], ["--no-python"])
+            )
             before = f"{words[index - 1]} " if index and not word.startswith("-") else ""
             if (found := _VARIABLE.fullmatch(f"{before}{word}")) is not None:
-                shown[index] = f"{found[1]}…".removeprefix(before)
-        quoted = (word if word.endswith("…") else shlex.quote(word) for word in shown)
+                shown[index] = f"{found[1]}{HIDDEN}".removeprefix(before)
+        shown = [word for word, last in zip(shown, ["", *shown], strict=False) if (word, last) != (HIDDEN, HIDDEN)]
+        quoted = (word if word.endswith(HIDDEN) else shlex.quote(word) for word in shown)
         line = f"cd {shlex.quote(os.getcwd())} && {' '.join(quoted)}"
         with suppress(OSError, UnicodeEncodeError):
             write_whole(self.path / "command", f"{line}\n")
