@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +18,7 @@ from .checks import overrider_of
 
 _PLACE = "Trainer(optimizers=…)"
 _CREATORS = ("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler")
+_TRIED_STEPS = 1000
 _OF_GROUP = ("params", "weight_decay", "initial_lr")
 
 
@@ -77,18 +80,61 @@ def brought_optimizer(trainer: Any) -> BroughtOptimizer | None:
     )
 
 
-def brought_schedule(trainer: Any) -> Callable[[int], float] | None:
+def brought_schedule(trainer: Any, *, max_steps: int) -> Callable[[int], float] | None:
     """Return a script's factor of the rate at each step, from 1. Raises ConfigError for one that is no such factor."""
     scheduler = trainer.lr_scheduler
     if scheduler is None:
         return None
-    if not isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR) or len(set(scheduler.lr_lambdas)) > 1:
-        raise ConfigError(
-            f"{_PLACE}: {type(scheduler).__name__} is not one function of the step alone; give a LambdaLR, or leave it "
-            "out and set lr_scheduler_type"
-        )
-    factor = scheduler.lr_lambdas[0]
-    return lambda step: float(factor(step - 1))
+    if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR) and len(set(scheduler.lr_lambdas)) == 1:
+        factor = scheduler.lr_lambdas[0]
+        return lambda step: float(factor(step - 1))
+    name, wanted = type(scheduler).__name__, "give one that follows steps alone, or leave it out"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that its optimizer takes no steps
+            factors = _factors(scheduler, max_steps=max_steps)
+            again = _factors(scheduler, max_steps=min(max_steps, _TRIED_STEPS))
+    except ConfigError:
+        raise
+    # It may be the script's own class.
+    except Exception as error:
+        raise ConfigError(f"{_PLACE}: {name} cannot run ahead of training ({error}); {wanted}") from error
+    if factors[: len(again)] != again:
+        raise ConfigError(f"{_PLACE}: {name} has other rates when it runs again; {wanted}")
+    return lambda step: factors[min(step, max_steps) - 1]
+
+
+class _Groups(torch.optim.Optimizer):
+    """The groups of an optimizer, with their options, and nothing to train."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        nothing = [{**group, "params": [torch.nn.Parameter(torch.zeros(0))]} for group in optimizer.param_groups]
+        super().__init__(nothing, dict(optimizer.defaults))
+
+
+def _factors(scheduler: Any, *, max_steps: int) -> list[float]:
+    """Return the factor of each step, by a copy of the schedule that runs ahead. Raises ConfigError."""
+    name, groups = f"{_PLACE}: {type(scheduler).__name__}", _Groups(scheduler.optimizer)
+    ahead = copy.deepcopy(scheduler, {id(scheduler.optimizer): groups})
+    others = [_others(group) for group in groups.param_groups]
+    factors: list[float] = []
+    for step in range(1, max_steps + 1):
+        now = {group["lr"] / group["initial_lr"] if group["initial_lr"] else 0.0 for group in groups.param_groups}
+        if len(now) > 1 or any(group["lr"] and not group["initial_lr"] for group in groups.param_groups):
+            raise ConfigError(f"{name} gives groups rates of their own at step {step}; give all one factor")
+        for before, group in zip(others, groups.param_groups, strict=True):
+            if changed := [key for key, value in _others(group).items() if before[key] != value]:
+                raise ConfigError(
+                    f"{name} changes {changed[0]} at step {step}, and workers follow rates alone; leave it as it is"
+                )
+        factors += map(float, now)
+        ahead.step()
+    return factors
+
+
+def _others(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's options but its rate."""
+    return {name: value for name, value in group.items() if name not in ("params", "lr")}
 
 
 def _frozen(trainer: Any) -> list[torch.nn.Parameter]:

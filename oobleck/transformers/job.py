@@ -239,7 +239,8 @@ class TrainerJob(Job):
             "order": self._order,
             "optimizer": make_optimizer,
             "decayed": lambda: decayed_parameters(trainer),
-            "lr_lambda": brought_schedule(trainer) or _schedule(trainer, max_steps=self.max_steps, peak=peak),
+            "lr_lambda": brought_schedule(trainer, max_steps=self.max_steps)
+            or _schedule(trainer, max_steps=self.max_steps, peak=peak),
         }
         if gathers(trainer):
             parts[GATHERS] = lambda: None

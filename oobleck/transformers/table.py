@@ -179,7 +179,8 @@ INIT_ARGUMENTS: Mapping[str, Rule] = {
     "compute_metrics": _EVALUATION,
     "callbacks": _honoured("in the script's own process; there are no gradients to see"),
     "optimizers": _honoured(
-        "workers make others of its class and options, in groups that differ by weight decay alone, and a `LambdaLR`"
+        "workers make others of its class and options, in groups that differ by weight decay alone; a schedule may "
+        "change rates alone, and runs ahead of training"
     ),
     "optimizer_cls_and_kwargs": _OF_OPTIMIZER,
     "preprocess_logits_for_metrics": _EVALUATION,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import random
 import types
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +197,57 @@ def test_brought_optimizers_are_made_again_with_their_options(tmp_path: Path):
     (group,) = parts["optimizer"]([{"params": [torch.nn.Parameter(torch.zeros(1))]}]).param_groups
     assert (group["lr"], group["momentum"], parts["decayed"]()) == (0.1, 0.5, frozenset())
     assert [parts["lr_lambda"](step) for step in (1, 2, 3)] == [1, 1 / 2, 1 / 3]
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "cosine": partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=6),
+    "one cycle": partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.5, total_steps=7, cycle_momentum=False),
+    "a warm-up before another": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2),
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+        ],
+        milestones=[2],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_brought_schedules_have_the_rates_that_they_have_by_themselves(name: str, tmp_path: Path):
+    trained = model()
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.5)
+    schedule = SCHEDULES[name](optimizer)
+    job = trainer(tmp_path, model=trained, optimizers=(optimizer, schedule), max_steps=6).job()
+    (group,) = job.made["optimizer"]([{"params": [torch.nn.Parameter(torch.zeros(1))]}]).param_groups
+    found = [group["lr"] * job.made["lr_lambda"](step) for step in range(1, 7)]
+    expected = []
+    for _ in range(6):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert len(set(expected)) > 1
+
+
+class Drawing(torch.optim.lr_scheduler.LRScheduler):
+    def get_lr(self) -> list[float]:
+        return [rate * random.random() for rate in self.base_lrs]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (torch.optim.lr_scheduler.ReduceLROnPlateau, "ReduceLROnPlateau cannot run ahead of training"),
+        (partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.5, total_steps=7), "OneCycleLR changes momentum at st"),
+        (Drawing, "Drawing has other rates when it runs again"),
+    ],
+)
+def test_brought_schedules_that_do_more_than_follow_steps_are_refused_by_name(make: Any, words: str, tmp_path: Path):
+    trained = model()
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.5)
+    with pytest.raises(ConfigError, match=words):
+        trainer(tmp_path, model=trained, optimizers=(optimizer, make(optimizer)), max_steps=6).job()
 
 
 def test_brought_optimizers_that_no_worker_could_make_are_refused_by_name(tmp_path: Path):
