@@ -14,6 +14,9 @@ from oobleck.transformers import Trainer
 NUM_SAMPLES, BATCH_SIZE, ACCUMULATION, MAX_STEPS = 30, 4, 2, 8
 PAUSE_S = 0.0
 VOCAB, PAD = 64, 0
+PADDED = {"input_ids": PAD, "labels": -100, "token_type_ids": 0, "mm_token_type_ids": 0}
+IMAGE, BEFORE, AFTER = 63, 61, 60
+"""Tokens of an image, and around it."""
 ARGUMENTS = {
     "run_name": "whole",
     "per_device_train_batch_size": BATCH_SIZE,
@@ -68,8 +71,10 @@ def collate(rows):
     """Pads what has lengths, and stacks the rest."""
     batch = {}
     for name in rows[0]:
-        if name in ("input_ids", "labels") and isinstance(rows[0][name], list):
-            batch[name] = padded(rows, name, PAD if name == "input_ids" else -100)
+        if name in PADDED and isinstance(rows[0][name], list):
+            batch[name] = padded(rows, name, PADDED[name])
+        elif name == "patches":  # of all images of the batch, however many a sample has
+            batch["pixel_values"] = torch.cat([row[name] for row in rows])
         else:
             batch[name] = torch.stack([torch.as_tensor(row[name]) for row in rows])
     if "input_ids" in batch and batch["input_ids"].ndim == 2:
@@ -164,6 +169,40 @@ def llava_rows():
     return rows
 
 
+def beside_images(types, **makers):
+    """Rows of an image of four tokens and some text, with the tokens' types under a name."""
+    rows = []
+    for number in range(NUM_SAMPLES):
+        words = [3 + token % 50 for token in tokens(number, 3 + number % 4)]
+        row = {"input_ids": [1, BEFORE, *[IMAGE] * 4, AFTER, *words], "labels": [-100] * 7 + words}
+        kinds = {types: [int(token == IMAGE) for token in row["input_ids"]]}
+        rows.append({**row, **kinds, **{name: make(number) for name, make in makers.items()}})
+    return rows
+
+
+def qwen2_vl():
+    config = hf.Qwen2VLConfig(
+        text_config={**LLAMA, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+        vision_config={
+            "depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4,
+            "spatial_merge_size": 2, "temporal_patch_size": 2,
+        },
+        image_token_id=IMAGE, video_token_id=62, vision_start_token_id=BEFORE, vision_end_token_id=AFTER,
+    )  # fmt: skip
+    return hf.Qwen2VLForConditionalGeneration(config)
+
+
+def gemma3():
+    config = hf.Gemma3Config(
+        text_config={
+            **LLAMA, "head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
+        },
+        vision_config={**VISION, "patch_size": 4}, mm_tokens_per_image=4, image_token_index=IMAGE,
+        boi_token_index=BEFORE, eoi_token_index=AFTER,
+    )  # fmt: skip
+    return hf.Gemma3ForConditionalGeneration(config)
+
+
 def choices(number):
     return torch.tensor([tokens(number + choice, 6) for choice in range(3)])
 
@@ -214,6 +253,15 @@ CASES = {
         ),
     ),
     "llava": (llava, llava_rows),
+    "qwen2_vl": (
+        qwen2_vl,
+        lambda: beside_images(
+            "mm_token_type_ids",
+            patches=lambda n: drawn(n, 16, 96),
+            image_grid_thw=lambda n: torch.tensor([1, 4, 4]),
+        ),
+    ),
+    "gemma3": (gemma3, lambda: beside_images("token_type_ids", pixel_values=lambda n: drawn(n, 3, 16, 16))),
     "regression": (
         lambda: bert(hf.BertForSequenceClassification, num_labels=1),
         lambda: text(labels=lambda n: n / 10),

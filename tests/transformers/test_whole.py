@@ -37,6 +37,8 @@ COUNTINGS = {
     "vit": "items",
     "wav2vec2": "samples",
     "llava": "items",
+    "qwen2_vl": "items",
+    "gemma3": "items",
     "regression": "samples",
     "multilabel": "samples",
     "qa": "samples",
