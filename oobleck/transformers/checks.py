@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import types
 import warnings
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType, has_length
 
 from oobleck.errors import ConfigError
+from oobleck.training.model import unwrapped
 
 from .streams import is_stream
 from .table import TRAINING_ARGUMENTS, Fate, Rule, rule_of_method
@@ -93,12 +93,6 @@ def overrider_of(trainer: transformers.Trainer, method: str) -> str | None:
     return next((owner for name, owner in _overridden(trainer) if name == method), None)
 
 
-def inner_model(model: Any) -> Any:
-    """Return the transformers model within one of PEFT's, with its adapters; any other model unchanged."""
-    peft = sys.modules.get("peft")
-    return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
-
-
 def check_arguments(
     args: TrainingArguments, default: TrainingArguments, rules: Mapping[str, Rule] = TRAINING_ARGUMENTS
 ) -> None:
@@ -160,7 +154,7 @@ def _check_attributes(trainer: Any) -> None:
     """
     args, accelerator = trainer.args, trainer.accelerator
     # transformers trains the one, with an optimizer for the parameters of the other. PEFT's wrapper has the same model.
-    if inner_model(trainer.model) is not inner_model(trainer.model_wrapped):
+    if unwrapped(trainer.model) is not unwrapped(trainer.model_wrapped):
         raise ConfigError(
             "Trainer.model is replaced after the trainer was made, and transformers would train the first one, "
             "model_wrapped; make the trainer with that model"

@@ -27,9 +27,10 @@ from oobleck.control.protocol import CommitRecord
 from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.host.writing import write_whole
 from oobleck.training.checkpoint import newest_checkpoint, newest_weights
+from oobleck.training.model import unwrapped
 
 from .best import BestCheckpoint
-from .checks import asks_for_best, evaluates_here, inner_model
+from .checks import asks_for_best, evaluates_here
 from .elsewhere import OnNodes, WeightsElsewhere
 from .epochs import Epochs
 from .gathered import GatheredWeights, evaluate, fitted
@@ -50,7 +51,7 @@ class RunFollower:
         self._problem = ""
         """What a callback changed without the workers' knowledge, or used although only workers have it."""
         self._weights = GatheredWeights(trainer.model)
-        self._elsewhere = WeightsElsewhere(inner_model(trainer.model), self._refusal_of_use)
+        self._elsewhere = WeightsElsewhere(unwrapped(trainer.model), self._refusal_of_use)
         self._saved_step: int | None = None
         """The step of the newest checkpoint that callbacks know."""
         self._stopped_at: int | None = None
@@ -157,7 +158,7 @@ class RunFollower:
         return is_best
 
     def _load(self, checkpoints: Path, weights: Mapping[str, torch.Tensor]) -> None:
-        model = inner_model(self._trainer.model)
+        model = unwrapped(self._trainer.model)
         known = model.state_dict(keep_vars=True)
         fitted(model, weights, checkpoints)
         model.load_state_dict(weights, strict=False)

@@ -13,15 +13,14 @@ from torch import nn
 
 from oobleck.errors import CorruptCheckpoint
 from oobleck.training.checkpoint import gathered_in, gathered_weights
-
-from .checks import inner_model
+from oobleck.training.model import unwrapped
 
 
 class GatheredWeights:
     """Says whether a model has the weights of the moment, and reads them where they are asked for."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = inner_model(model)
+        self._model = unwrapped(model)
         self._checkpoints: Path | None = None
         self._source: Path | None = None
         """The directory of the moment's weights; None where the nodes alone have them."""

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from .checks import inner_model
+from oobleck.training.model import unwrapped
 
 _HANDED_OVER = (
     *("args", "train_dataset", "eval_dataset", "data_collator", "compute_loss_func", "label_smoother"),
@@ -24,7 +24,7 @@ _NAMES_IN_CONFIG = frozenset(
 
 def handed_over(trainer: Any) -> dict[str, object]:
     """Return the script's values that workers use, by names; objects of which only the identity counts with it."""
-    model = inner_model(trainer.model)
+    model = unwrapped(trainer.model)
     owners: dict[str, object] = {name: getattr(trainer, name, None) for name in _HANDED_OVER}
     known: dict[str, object] = {name: _identity(owner) for name, owner in owners.items()}
     for name, parameter in model.named_parameters():

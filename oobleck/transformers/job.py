@@ -27,12 +27,12 @@ from oobleck.host.script import GATHERS, SCRIPT_WAITS, Job
 from oobleck.job import LossCounting, OptimizerSpec
 from oobleck.training.data import items_of, try_collator, try_repeats
 from oobleck.training.flow import Flow
-from oobleck.training.model import BatchSizes, LiveModel, ModelStructure, try_layers, with_tried_loss
+from oobleck.training.model import BatchSizes, LiveModel, ModelStructure, try_layers, unwrapped, with_tried_loss
 from oobleck.training.optim import Optimizer
 from oobleck.training.padding_trial import try_padding
 
 from .brought import brought_optimizer, brought_schedule, let_create
-from .checks import evaluates, evaluates_here, gathers, inner_model, overrider_of
+from .checks import evaluates, evaluates_here, gathers, overrider_of
 from .epochs import EpochOrder, Epochs
 from .streams import StreamEpochs, StreamOrder, is_stream, opened_stream
 from .whole import TrainerLoss, find_counting, why_whole
@@ -122,7 +122,7 @@ class TrainerJob(Job):
         if is_mean and trainer.compute_loss_func is None and num_batches > 1:
             does = "adds up" if trainer.model_accepts_loss_kwargs else "averages"
             warnings.warn(
-                f"{type(inner_model(trainer.model)).__name__} returns the mean over a batch's labels, and transformers "
+                f"{type(unwrapped(trainer.model)).__name__} returns the mean over a batch's labels, and transformers "
                 f"{does} those of gradient_accumulation_steps={num_batches} batches; on Oobleck a step has the mean "
                 "over all of its labels",
                 stacklevel=2,
@@ -184,7 +184,7 @@ class TrainerJob(Job):
         for name in sorted(self.made.keys() & {"data", "eval_data"}):
             samples, collate, place = self.made[name]()
             try_repeats(samples, collate, place=place)
-        model, loss = inner_model(trainer.model), self._whole()
+        model, loss = unwrapped(trainer.model), self._whole()
         ModelStructure.with_its_loss(LiveModel.skeleton_of(model, is_whole=True), loss, sequence_length=_TRIED_LENGTH)
         sizes = _sizes(trainer, _TRIED_LENGTH)
         loss.require_one_backward(model)
@@ -193,7 +193,7 @@ class TrainerJob(Job):
     def _say_why(self, counted: LossCounting) -> None:
         if SCRIPT_WAITS in os.environ:
             return  # the script itself, which waits for this run, has said it
-        name, how = type(inner_model(self._trainer.model)).__name__, ""
+        name, how = type(unwrapped(self._trainer.model)).__name__, ""
         if counted == "batch" and self.epochs.batches_per_step == 1:
             how = (
                 " (a step is one batch, whose loss is no sum over its parts, so one node computes at a time; raise "
@@ -442,7 +442,7 @@ def decayed_parameters(trainer: Any) -> frozenset[str]:
         if brought is not None
         else {id(named[name]) for name in trainer.get_decay_parameter_names(trainer.model) if name in named}
     )
-    own = inner_model(trainer.model).named_parameters(remove_duplicate=False)
+    own = unwrapped(trainer.model).named_parameters(remove_duplicate=False)
     return frozenset(name for name, parameter in own if id(parameter) in decayed)
 
 
@@ -453,7 +453,7 @@ def _loss(trainer: Any) -> Callable[..., torch.Tensor] | None:
     # transformers makes it when the trainer is made, and the script may have replaced it since.
     smoother: Callable[..., torch.Tensor] | None = trainer.label_smoother
     # transformers decides by the class in the same way.
-    shifts = type(inner_model(trainer.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    shifts = type(unwrapped(trainer.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     return functools.partial(smoother, shift_labels=True) if smoother is not None and shifts else smoother
 
 

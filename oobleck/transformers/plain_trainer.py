@@ -23,10 +23,10 @@ from oobleck.errors import ConfigError
 from oobleck.host.handover import TrainReached
 from oobleck.training.data import items_of
 from oobleck.training.dropout import turn_off_dropout
+from oobleck.training.model import unwrapped
 from oobleck.training.plain import Recorder, gradient_norm
 from oobleck.training.randomness import drawing_alike
 
-from .checks import inner_model
 from .epochs import EpochOrder
 from .job import epochs_of
 from .streams import is_stream
@@ -128,7 +128,7 @@ class Observation(TrainerCallback):
     def _count_as_predicted(self, trainer: Any) -> None:
         """Make transformers divide a step's loss by the predicted labels, as it does for most models."""
         # For classes that do not name their loss, such as GPT-2's, it counts the first label of each sample as well.
-        kind = type(inner_model(trainer.model))
+        kind = type(unwrapped(trainer.model))
         names = {base.__name__ for base in kind.__mro__}
         if getattr(trainer, "_loss_shifts_labels", True) or names.isdisjoint(_CAUSAL):
             return
@@ -171,7 +171,7 @@ class Observation(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **details: Any) -> None:
         """Start the recorder with the initial model, without dropout."""
-        job, model = self._asked.job, inner_model(self._trainer.model)
+        job, model = self._asked.job, unwrapped(self._trainer.model)
         if job.dtype == "float64":
             model.double()  # in place: the optimizer has its parameters already, and no state yet
         self._dropped = turn_off_dropout(self._trainer.model)

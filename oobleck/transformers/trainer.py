@@ -16,8 +16,9 @@ from transformers.trainer_utils import HubStrategy, TrainOutput
 from oobleck.errors import UsageError
 from oobleck.host.handover import is_in_worker, is_received, take_over
 from oobleck.training.checkpoint import import_trainer_checkpoint, is_trainer_checkpoint
+from oobleck.training.model import unwrapped
 
-from .checks import check_trainer, default_arguments, inner_model
+from .checks import check_trainer, default_arguments
 from .follower import RunFollower
 from .job import TrainerJob, decayed_parameters, optimizer_options
 from .launched import TRAINS_ONCE, script_to_launch, show_user_errors_alone, train_here
@@ -117,7 +118,7 @@ class Trainer(transformers.Trainer):
             return wanted
         if is_trainer_checkpoint(Path(wanted)):
             self._load_from_checkpoint(wanted)
-            model, options = inner_model(self.model), optimizer_options(self)
+            model, options = unwrapped(self.model), optimizer_options(self)
             decayed, whole = decayed_parameters(self), job.whole_loss
             return str(
                 import_trainer_checkpoint(Path(wanted), model, decayed, options, whole_loss=whole, flow=job.flow)

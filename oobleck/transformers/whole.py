@@ -22,9 +22,10 @@ from oobleck.job import LossCounting
 from oobleck.training.counters import counter_of
 from oobleck.training.data import IGNORED_LABEL, WholeInputs, from_all_over, items_of, mapped_tensors
 from oobleck.training.flow import Flow, prove_cuts, trace_flow
+from oobleck.training.model import unwrapped
 from oobleck.training.randomness import drawing_alike
 
-from .checks import inner_model, overrider_of
+from .checks import overrider_of
 from .epochs import Epochs
 
 _TRIED_SAMPLES = 8
@@ -146,20 +147,20 @@ class TrainerLoss:
 
     def flow(self) -> Flow:
         """Follow the tensors of the model's forward pass. Raises UncutModel where it has to stay whole."""
-        return trace_flow(inner_model(self._trainer.model), self._loss_of(self._some(2)))
+        return trace_flow(unwrapped(self._trainer.model), self._loss_of(self._some(2)))
 
     def prove_cuts(self, flow: Flow) -> None:
         """Compare the losses of some samples with those of the model in pieces. Raises UncutModel."""
         numbers = self._some(_PROVEN_SAMPLES)
         samples = [numbers, *([number] for number in numbers)]
-        prove_cuts(inner_model(self._trainer.model), flow, [self._loss_of(some) for some in samples])
+        prove_cuts(unwrapped(self._trainer.model), flow, [self._loss_of(some) for some in samples])
 
     def _some(self, count: int) -> list[int]:
         return from_all_over(self.num_samples, count)
 
     def _loss_of(self, numbers: Sequence[int]) -> Callable[[], torch.Tensor]:
         """Return what computes the loss of some samples."""
-        model = inner_model(self._trainer.model)
+        model = unwrapped(self._trainer.model)
         device = next(model.parameters()).device
         inputs = mapped_tensors(self.collated(numbers), lambda tensor: tensor.to(device))
         return lambda: self(model, dict(inputs), self.count(inputs) or 1, step=1)
@@ -183,7 +184,7 @@ class TrainerLoss:
         done = step - 1 if model.training else step  # evaluations follow their step
         state.global_step, state.max_steps = done, self._max_steps
         state.epoch = epochs.progress(done) if done else 0.0
-        if inner_model(trainer.model) is trainer.model:
+        if unwrapped(trainer.model) is trainer.model:
             trainer.model = trainer.model_wrapped = model  # its own code may take either
         trainer.current_gradient_accumulation_steps = 1  # the nodes' own data averages over batches
         before = {
@@ -317,12 +318,13 @@ class _Trial:
         def weighed(numbers: Sequence[int]) -> float:
             return sum(share * number for share, number in zip(shares, numbers, strict=True)) / (sum(numbers) or 1)
 
+        # A sum divided by the number of items halves with twice as many, and any other loss is as it was.
+        of_twice = self._loss(whole, 2 * num_items)
         return {
-            # A sum divided by the number of items halves with twice as many.
-            "items": error_of(sum(self._loss(part, num_items) for part in parts), 2 * self._loss(whole, 2 * num_items)),
-            "samples": error_of(weighed(rows)),
-            "labels": error_of(weighed(counts)),
-            "sum": error_of(sum(shares)),
+            "items": error_of(sum(self._loss(part, num_items) for part in parts), 2 * of_twice),
+            "samples": error_of(weighed(rows), of_twice),
+            "labels": error_of(weighed(counts), of_twice),
+            "sum": error_of(sum(shares), of_twice),
         }
 
     def _part(self, start: int, stop: int) -> _Columns | None:

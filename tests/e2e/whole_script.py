@@ -223,6 +223,15 @@ def whisper():
     return hf.WhisperForConditionalGeneration(config)
 
 
+def adapted(kind, **values):
+    """A Llama with PEFT's adapters of some kind."""
+    import peft
+
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA))
+    torch.manual_seed(6)
+    return peft.get_peft_model(model, getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", **values))
+
+
 def rows_of(**makers):
     return [{name: make(n) for name, make in makers.items()} for n in range(NUM_SAMPLES)]
 
@@ -231,6 +240,10 @@ def labels_of(n):
     # Two rows have as many labels as the next two: transformers' loss of an evaluation is the mean of its batches'
     # means, ours that over all labels.
     return tokens(n + 1, (3, 6, 4, 5)[n % 4])
+
+
+def words():
+    return [{**row, "labels": row["input_ids"]} for row in text()]
 
 
 CASES = {
@@ -291,8 +304,18 @@ CASES = {
     ),
     "llama": (
         lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA)),
-        lambda: [{**row, "labels": row["input_ids"]} for row in text()],
+        words,
         Through,
+    ),
+    "ia3": (lambda: adapted("IA3", feedforward_modules=["down_proj"], target_modules=["k_proj", "down_proj"]), words),
+    "dora": (lambda: adapted("Lora", r=2, use_dora=True, init_lora_weights="gaussian"), words),
+    "vera": (lambda: adapted("Vera", r=4, target_modules=["q_proj", "v_proj"]), words),
+    "trainable tokens": (lambda: adapted("TrainableTokens", token_indices=[3, 5, 7]), words),
+    "prompt": (lambda: adapted("PromptTuning", num_virtual_tokens=3), words),
+    "prefix": (lambda: adapted("PrefixTuning", num_virtual_tokens=3), words),
+    "adalora": (
+        lambda: adapted("AdaLora", init_r=3, target_r=2, total_step=20, tinit=2, tfinal=2, target_modules=["q_proj"]),
+        words,
     ),
     "single": (Single, lambda: rows_of(features=lambda n: drawn(n, 6), labels=lambda n: float(n % 5))),
     "module": (Own, lambda: rows_of(features=lambda n: drawn(n, 6), wanted=lambda n: float(n % 5))),

@@ -248,7 +248,11 @@ MODELS: dict[str, tuple[Callable[[], Any], Any, Any]] = {
     "lora all-linear": (lora(target_modules="all-linear"), rows(16), collate),
     "dora": (lora(use_dora=True), rows(16), collate),
     "rslora": (lora(use_rslora=True), rows(16), collate),
-    "lora modules_to_save": (lora(modules_to_save=["lm_head"]), rows(16), collate),
+    "lora modules_to_save": (
+        adapted(peft.LoraConfig(r=2, task_type="CAUSAL_LM", modules_to_save=["lm_head"]), llama()),
+        rows(16),
+        collate,
+    ),
     "lora trainable_token_indices": (lora(trainable_token_indices=[1, 2]), rows(16), collate),
     "lora bias": (lora(bias="lora_only"), rows(16), collate),
     "lora layers_to_transform": (lora(layers_to_transform=[1]), rows(16), collate),

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.trainer_pt_utils import LabelSmoother
 
 from oobleck.errors import ConfigError
-from oobleck.transformers.checks import inner_model
+from oobleck.training.model import unwrapped
 from oobleck.transformers.job import longest_row, microbatch_size_of
 
 from .trainers import VOCAB_SIZE, collate, model, rows, trainer
@@ -269,10 +269,10 @@ def test_what_transformers_decays_is_decayed(tmp_path: Path, adapts: bool):
 
     theirs = trainer(tmp_path, kind=transformers.Trainer, model=make(), weight_decay=0.1)
     theirs.create_optimizer()
-    own = {id(parameter): name for name, parameter in inner_model(theirs.model).named_parameters()}
+    own = {id(parameter): name for name, parameter in unwrapped(theirs.model).named_parameters()}
     expected = {own[id(parameter)] for parameter in theirs.optimizer.param_groups[0]["params"]}
     ours = trainer(tmp_path, model=make(), weight_decay=0.1)
-    trained = {name for name, parameter in inner_model(ours.model).named_parameters() if parameter.requires_grad}
+    trained = {name for name, parameter in unwrapped(ours.model).named_parameters() if parameter.requires_grad}
     assert ours.job().made["decayed"]() & trained == expected
 
 

@@ -23,6 +23,8 @@ from oobleck.training.checkpoint import read_weights
 from oobleck.training.model import MicrobatchKey, StageModel
 from tests.traced import through
 
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT
+
 SCRIPT = Path(__file__).parents[1] / "e2e" / "whole_script.py"
 OURS, THEIRS = "from oobleck.transformers import Trainer", "from transformers import Trainer"
 OURS_OF_TRL, THEIRS_OF_TRL = "from oobleck.trl import", "from trl import"
@@ -46,6 +48,8 @@ COUNTINGS = {
     "choice": "labels",
     "reward": "samples",
     "llama": "items",
+    **dict.fromkeys(("ia3", "dora", "vera", "trainable tokens", "prompt", "prefix"), "items"),
+    "adalora": "batch",
     "module": "samples",
     "single": "samples",
     "weighted": "samples",

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from oobleck.errors import ConfigError
+from oobleck.errors import ConfigError, UncutModel
 from oobleck.job import LoraSpec, Task
 
 from .brought import shared_tensors
@@ -121,38 +121,38 @@ def save_adapters(model: PreTrainedModel, adapters: Adapters, directory: Path) -
     adapters.config.save_pretrained(directory)
 
 
-def unwrapped(built: object) -> object:
-    """Return the model within a PeftModel, with its adapters; anything else unchanged.
-
-    Raises ConfigError for prompt learning.
-    """
+def unwrapped(built: Any) -> Any:
+    """Return the model within a PeftModel, with its adapters, if these are layers of it; anything else unchanged."""
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(built, peft.PeftModel):
         return built
-    if built.active_peft_config.is_prompt_learning:
-        kind = built.active_peft_config.peft_type.value
-        raise ConfigError(f"the script's model: {kind} changes the samples, not the layers; use LoRA")
-    inner: object = built.get_base_model()
-    return inner
+    try:
+        adapters_of(built)
+    except UncutModel:
+        return built
+    return built.get_base_model()
 
 
-def adapters_of(model: nn.Module) -> Adapters | None:
-    """Return the adapters in a model, if any. Raises ConfigError for adapters that cannot be trained."""
+def adapters_of(model: object) -> Adapters | None:
+    """Return the adapters in a model, if any. Raises UncutModel for adapters that no stage alone could make."""
     found: Mapping[str, Any] | None = getattr(model, "peft_config", None)
     if not found:
         return None
     if len(found) > 1:
-        raise ConfigError(f"model: it has the adapters {', '.join(found)}; one can be trained at a time")
+        raise UncutModel(f"model: it has the adapters {', '.join(found)}; one can be trained at a time")
     ((name, config),) = found.items()
     if name != _ADAPTER:
-        raise ConfigError(f"model: its adapter is called {name!r}; leave the name out")
-    if config.peft_type.value != "LORA":
-        raise ConfigError(f"model: its adapters are {config.peft_type.value}; those of LoRA are supported")
+        raise UncutModel(f"model: its adapter is called {name!r}; leave the name out")
+    kind = config.peft_type.value
+    if config.is_prompt_learning:
+        raise UncutModel(f"model: {kind} changes the samples, not the layers; use LoRA")
+    if kind != "LORA":
+        raise UncutModel(f"model: its adapters are {kind}; those of LoRA are supported")
     for key in _UNFIT:
         if getattr(config, key, None):
-            raise ConfigError(f"model: LoRA with {key} is not supported; leave it out")
+            raise UncutModel(f"model: LoRA with {key} is not supported; leave it out")
     if config.init_lora_weights not in _INITIALIZATIONS:
-        raise ConfigError(
+        raise UncutModel(
             f"model: LoRA's init_lora_weights {config.init_lora_weights!r} is not supported: it is computed "
             "from weights, and these are spread over nodes. Use True or gaussian"
         )

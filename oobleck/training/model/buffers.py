@@ -19,6 +19,7 @@ from .structure import ModelStructure, Site
 
 @dataclass(frozen=True, slots=True)
 class _Plugged:
+    name: str
     module: nn.Module
     attribute: str
     value: torch.Tensor
@@ -47,7 +48,8 @@ class StageBuffers:
                     first = self._place(site)[site.attribute]
                     self._place(site)[site.attribute] = values[site.name].to(first.device, first.dtype)
         self._first = {site.name: self._place(site)[site.attribute] for site in sites}
-        self._plugged: dict[str, _Plugged] = {}
+        self._plugged: dict[tuple[int, str], _Plugged] = {}
+        # Modules may be shared, so a buffer may have several names.
 
     @torch.no_grad()
     def begin(self, sites: Iterable[Site], parameters: Mapping[str, torch.Tensor]) -> None:
@@ -67,11 +69,12 @@ class StageBuffers:
         buffers, first = self._place(site), self._first[site.name]
         value = state.detach() if state.dtype == first.dtype else state.detach().to(first.dtype)
         buffers[site.attribute] = value
-        self._plugged[site.name] = _Plugged(self._modules[site.module], site.attribute, value, state)
+        module = self._modules[site.module]
+        self._plugged[id(module), site.attribute] = _Plugged(site.name, module, site.attribute, value, state)
 
     def unplug(self, site: Site) -> None:
         self._place(site)[site.attribute] = self._first[site.name]
-        self._plugged.pop(site.name, None)
+        self._plugged.pop((id(self._modules[site.module]), site.attribute), None)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -80,13 +83,13 @@ class StageBuffers:
             # The state may have been received or loaded since the last pass.
             if each.value.dtype != each.state.dtype:
                 each.value.copy_(each.state.detach())
-        versions = {name: each.value._version for name, each in self._plugged.items()}
+        versions = {key: each.value._version for key, each in self._plugged.items()}
         yield
-        for name, each in self._plugged.items():
+        for key, each in self._plugged.items():
             # Microbatches are spread over nodes, and may be assigned again after a failure, so replicas of a buffer
             # that passes change would not stay equal to the last bit.
-            if each.module._buffers.get(each.attribute) is not each.value or each.value._version != versions[name]:
-                raise changed_buffer(name)
+            if each.module._buffers.get(each.attribute) is not each.value or each.value._version != versions[key]:
+                raise changed_buffer(each.name)
 
     def require_known(self, state: Mapping[str, torch.Tensor]) -> None:
         """Raise CorruptCheckpoint if `state` has other values for buffers that every stage computes with."""

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from oobleck.errors import ConfigError, ResourceLost, UncutModel
 
-from .adapters import unwrapped
+from .adapters import adapters_of, unwrapped
 from .brought import GradientHook, gradient_hooks, named_state, require_trainable
 from .configuration import task_of_built
 from .layered_model import SplittableModel
@@ -50,6 +50,7 @@ class LiveModel:
         if not isinstance(inner, nn.Module):
             raise ConfigError(f"Trainer(model=…): {type(inner).__name__} is not a torch module")
         if not is_whole and not isinstance(inner, SplittableModel):
+            adapters_of(inner)  # says more of PEFT's models
             raise UncutModel(f"model: {type(inner).__name__} is not a model of transformers")
         if isinstance(inner, PreTrainedModel) and not is_whole:
             require_one_stack(inner)
@@ -152,7 +153,7 @@ class LiveWeights:
         """Return the parameters of these names. Raises ResourceLost where the file cannot be read."""
         try:
             with safe_open(self._file, framework="pt") as file:
-                return {name: file.get_tensor(name) for name in names}
+                return {name: file.get_tensor(self._names[name]) for name in names}
         except (OSError, SafetensorError) as error:
             raise ResourceLost(f"{self._file}, with the weights that training starts from: {error}") from error
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from oobleck.errors import ConfigError, UnbuiltModel
+from oobleck.errors import ConfigError, UnbuiltModel, UncutModel
 from oobleck.job import ModelSpec, Task
 from oobleck.training.dropout import draws_at_random
 from oobleck.training.flow import Flow, persistent_buffers
@@ -207,7 +207,8 @@ class ModelStructure:
                 raise UnbuiltModel(f"the script's model cannot be built: {type(error).__name__}: {error}") from error
             if isinstance(built, PreTrainedModel):
                 return configuration.prepared(built)
-            return LayeredModel(built, loss, vocab_size=vocab_size)  # type: ignore[arg-type]  # checked there
+            adapters_of(built)  # says what a PeftModel lacks
+            return LayeredModel(built, loss, vocab_size=vocab_size)
 
         if _needs_values(make):
             with building_alike(seed):
@@ -266,8 +267,11 @@ class ModelStructure:
         on_meta = _on_meta(make)
         brought.require_no_hooks(on_meta)
         brought.require_independent_samples(on_meta)
-        if (adapters := adapters_of(on_meta)) is None:
-            brought.require_one_type(on_meta)
+        try:
+            if (adapters := adapters_of(on_meta)) is None:
+                brought.require_one_type(on_meta)
+        except UncutModel:
+            adapters = None  # as a whole, the model knows what to do with them
         config = getattr(on_meta, "config", None)
         structure = cls._placed(
             on_meta,

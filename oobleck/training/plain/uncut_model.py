@@ -82,7 +82,7 @@ def _of_script(make: Callable[[], object], dtype: torch.dtype) -> Any:
         raise ConfigError(f"the script's model cannot be built: {type(error).__name__}: {error}") from error
     finally:
         torch.set_default_dtype(before)
-    return built if isinstance(built, PreTrainedModel) else ListedLayers(built)  # type: ignore[arg-type]  # as it was
+    return built if isinstance(built, PreTrainedModel) else ListedLayers(built)
 
 
 def _saved(job: JobSpec, assembly: Assembly, dtype: torch.dtype) -> tuple[Any, frozenset[str]]:
