@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, Store, Work
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions, Store, Work
 
 from oobleck.control.steps import Interrupted
 from oobleck.planner import WorkerId
@@ -101,6 +101,10 @@ class NcclGroup:
     def all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> NcclWork:
         """Post a copy of each member's `own` into its row of all members' `rows`; otherwise as `all_reduce`."""
         return self._post(lambda group: group._allgather_base(rows.view(-1), own, AllgatherOptions()), rows)
+
+    def reduce_scatter(self, own: torch.Tensor, parts: torch.Tensor) -> NcclWork:
+        """Post a sum over all members' `parts`, of which `own` becomes this member's row; otherwise as `all_reduce`."""
+        return self._post(lambda group: group._reduce_scatter_base(own, parts, ReduceScatterOptions()), own)
 
     def order(self, work: NcclWork) -> None:
         """Have this thread's next launches come after a collective, the oldest not ordered yet; the host does not wait.
