@@ -80,15 +80,23 @@ def forks_after_use(pipe: Connection, _directory: Path) -> None:
 
 
 def sums(pipe: Connection, directory: Path, ranks: list[int], size: int) -> None:
-    """Take part in a sum with several devices of this process, each by a thread of its own."""
+    """Take part in a sum, a gather and a sum into shares with several devices of this process, each by a thread."""
 
     def run(rank: int) -> None:
         group = join(directory, "sum", rank, size, device=rank)
-        values = torch.arange(COUNT, dtype=torch.float64, device=group.device) * (rank + 1)
-        group.all_reduce(values).finish()
+        values = torch.arange(COUNT, dtype=torch.float64)
+        own = values.to(group.device) * (rank + 1)
+        rows, total = own.new_zeros((size, COUNT)), own.clone()
+        group.all_gather(rows, own).finish()
+        group.all_reduce(total).finish()
+        part = torch.zeros_like(own)
+        group.reduce_scatter(part, rows * (rank + 1)).finish()
         torch.cuda.synchronize(group.device)
-        expected = torch.arange(COUNT, dtype=torch.float64) * (size * (size + 1) // 2)
-        pipe.send((rank, bool(torch.equal(values.cpu(), expected))))
+        factor = size * (size + 1) // 2
+        expected = [torch.stack([values * (each + 1) for each in range(size)]), values * factor]
+        expected.append(values * (rank + 1) * factor)
+        found = [each.cpu() for each in (rows, total, part)]
+        pipe.send((rank, all(map(torch.equal, found, expected))))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
     for thread in threads:

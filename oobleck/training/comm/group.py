@@ -275,7 +275,8 @@ class Group:
         # Registered before it connects, since a member that never joins blocks this thread until an abort.
         self._hold(nccl)
         self._nccl = nccl
-        nccl.connect(max(LARGE_SUM, largest), timeout_s)
+        shares = len(self.key.members) if self.key.purpose in ("stage", "evaluation") else 0
+        nccl.connect(max(LARGE_SUM, largest), timeout_s, shares=shares)
 
     def use_way(self, nccl: NcclGroup, source: int, target: int, timeout_s: float) -> None:
         """Have NCCL carry `send_off` from one member to another from now on. Otherwise as `use_nccl`."""

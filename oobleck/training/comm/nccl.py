@@ -156,8 +156,8 @@ class NcclGroup:
         self._end([process_group, self._store, work])
         raise Interrupted
 
-    def connect(self, num_elements: int, timeout_s: float) -> None:
-        """Make all connections that sums of up to `num_elements` need.
+    def connect(self, num_elements: int, timeout_s: float, *, shares: int = 0) -> None:
+        """Make all connections that sums of up to `num_elements` need, and with the members' number their `shares`.
 
         Blocks, in torch as well, so it needs a thread that can be left behind. Raises RuntimeError, TimeoutError or
         Interrupted.
@@ -166,6 +166,11 @@ class NcclGroup:
         # NCCL connects an algorithm on its first use, and large sums use other algorithms than small ones.
         for count in sorted({1, min(num_elements, LARGE_SUM), num_elements}):
             self._connect_by(self.all_reduce(torch.zeros(count, device=self.device)), until_s)
+        for count in (1, LARGE_SUM // shares) if shares else ():
+            own = torch.zeros(count, device=self.device)
+            rows = own.new_zeros((shares, count))
+            self._connect_by(self.all_gather(rows, own), until_s)
+            self._connect_by(self.reduce_scatter(own, rows), until_s)
 
     def connect_way(self, *, sends: bool, timeout_s: float) -> None:
         """Make the connection that messages need, from the member that `sends`. Otherwise as `connect`."""

@@ -36,6 +36,7 @@ from tests.training.comm.native_lock import NativeLock
 __all__ = ["FakeLibrary", "FakeNccl", "FakeNcclWork"]
 
 _PATIENCE_S = 20.0
+_COLLECTIVES = ("sum", "gather", "scatter")
 _LONGEST_SLEEP_S = 3.0  # of the watchdog, which torch has sleep a minute
 
 
@@ -68,6 +69,12 @@ class FakeNccl:
         """Post a sum; the first makes the communicator, and blocks until all members make it."""
         return self._post("sum", tensors)
 
+    def _allgather_base(self, rows: torch.Tensor, own: torch.Tensor, _options: object) -> FakeNcclWork:
+        return self._post("gather", [rows], own)
+
+    def _reduce_scatter_base(self, own: torch.Tensor, parts: torch.Tensor, _options: object) -> FakeNcclWork:
+        return self._post("scatter", [own], parts)
+
     def send(self, tensors: list[torch.Tensor], target: int, _tag: int) -> FakeNcclWork:
         """Post a message to the other member."""
         assert target == 1 - self._rank
@@ -78,7 +85,7 @@ class FakeNccl:
         assert source == 1 - self._rank
         return self._post("receive", tensors)
 
-    def _post(self, kind: str, tensors: list[torch.Tensor]) -> FakeNcclWork:
+    def _post(self, kind: str, tensors: list[torch.Tensor], given: torch.Tensor | None = None) -> FakeNcclWork:
         world = self.world
         self.on_launch(kind)
         time.sleep(max(0.0, self._can_post_at_s - time.monotonic()))
@@ -89,12 +96,19 @@ class FakeNccl:
             world.changed.notify_all()
             assert world.changed.wait_for(lambda: len(world.come) == world.size, _PATIENCE_S), "a test's own hang"
             work = self._work(kind, tensors[0])
+            work.own = work.own if given is None else given.clone()
             self.works.append(work)
             world.settle()
             return work
 
     def _work(self, kind: str, tensor: torch.Tensor) -> FakeNcclWork:
         return FakeNcclWork(self, kind, tensor)
+
+    def result(self, kind: str, known: torch.Tensor) -> torch.Tensor:
+        """Return what a collective leaves at this member, of what members have given."""
+        if kind == "gather":
+            return known
+        return known.sum(0)[self._rank] if kind == "scatter" else known.sum(0)
 
     def abort(self) -> None:
         """End the kernels of the communicator, if there is one."""
@@ -198,11 +212,11 @@ class _World:
 
     def settle(self) -> None:
         """End the kernels that can end: of what all have joined, and of members that have aborted, with a part."""
-        for works in self._matched("sum"):
-            total = torch.stack([work.own for _, work in works]).sum(0)
+        for works in self._matched(*_COLLECTIVES):
+            known = torch.stack([work.own for _, work in works])
             for group, work in works:
                 if not work.has_ended and (len(works) == self.size or group.is_aborted):
-                    work.tensor.copy_(total)
+                    work.tensor.view(-1)[: known.numel()].copy_(group.result(work.kind, known).view(-1))
                     work.has_ended = True
         for works in self._matched("send", "receive"):
             sent = next((work.own for _, work in works if work.kind == "send"), None)
