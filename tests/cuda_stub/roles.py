@@ -119,6 +119,20 @@ def sends(pipe: Connection, directory: Path, rank: int, count: int) -> None:
             pipe.send(bool(torch.equal(room, tensor)))
 
 
+def waits_for_a_peer(pipe: Connection, directory: Path, rank: int) -> None:
+    """Have a sum wait for the other member, and say what part of a core this process takes meanwhile."""
+    group = join(directory, "sum", rank, 2, device=rank)
+    values = torch.ones(COUNT, device=group.device)
+    group.all_reduce(values).finish()
+    if rank == 0:
+        group.all_reduce(values)
+        time.sleep(1.0)
+        began_s, used_s = time.monotonic(), time.process_time()
+        time.sleep(3.0)
+        pipe.send((time.process_time() - used_s) / (time.monotonic() - began_s))
+    pipe.recv()
+
+
 def waits_in_a_sum(pipe: Connection, directory: Path, rank: int) -> None:
     """Take part in one sum, and wait in the next until told to end it; say what came of it, and how long it took."""
     group = join(directory, "sum", rank, 2, device=rank)

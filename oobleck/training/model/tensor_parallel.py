@@ -180,8 +180,9 @@ def share_for(job: JobSpec, structure: ModelStructure, *, rank: int) -> Share:
 
 def install(stage: StageModel, share: Share, sum_up: Collectives) -> None:
     """Have the modules of a stage, which was built from the share's structure, compute this device's share."""
-    tokens = TokenShare(share.rank, share.degree, share.structure.sequence_length, sum_up) if share.cuts_tokens else None
-    if tokens is not None:
+    tokens = None
+    if share.cuts_tokens:
+        tokens = TokenShare(share.rank, share.degree, share.structure.sequence_length, sum_up)
         stage.share_tokens(tokens)
     for layer in range(share.structure.num_layers):
         for root, module in zip(share.structure.layer_roots(layer), stage.modules_of(layer), strict=True):

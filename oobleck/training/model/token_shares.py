@@ -246,7 +246,7 @@ def _calls(
 
 
 def _goes_by_tokens(model: Any, root: str, calls: Mapping[str, _Call], hidden: torch.Tensor, shared: Set[str]) -> bool:
-    """Whether a block does the same to tokens together and to each share of them, with stand-ins for its shared modules."""
+    """Whether a block does the same to all tokens as to each share of them, with stand-ins for its shared modules."""
     for name in shared:
         output = calls[name].output
         rest = output[1:] if isinstance(output, tuple) else None

@@ -241,9 +241,7 @@ def test_a_block_moves_what_two_sums_forward_and_two_backward_do_in_the_type_it_
     """As Megatron does: a gather and a sum into shares are a sum. One for each module that is cut by columns made five
     of them backward, in float32."""
     whole = structure_of("llama")
-    sums, stage = counted_stage(
-        share_of(whole, rank=0, degree=DEGREE), recompute="all" if recomputes else "none"
-    )
+    sums, stage = counted_stage(share_of(whole, rank=0, degree=DEGREE), recompute="all" if recomputes else "none")
     batch = random_batch(3)
     loss = stage.forward(batch, None, num_items=batch.num_items, key=MicrobatchKey(seed=0, step=1, microbatch=0))
     tokens = batch.labels.numel()
