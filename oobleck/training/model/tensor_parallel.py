@@ -30,7 +30,7 @@ from oobleck.job import JobSpec, Sharding
 from . import losses
 from .models import StageModel
 from .structure import ModelStructure
-from .token_shares import Collectives, TokenShare, can_cut_tokens, with_hidden
+from .token_shares import Collectives, TokenShare, can_cut_tokens, hidden_in, with_hidden
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over the devices of the stage, in place, and returns it."""
@@ -276,7 +276,7 @@ class _Entrance:
 
     def _gather(self, tokens: TokenShare, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give the module the hidden states of all tokens."""
-        own = losses.cast_by_autocast(args[0] if args else next(iter(kwargs.values())))
+        own = losses.cast_by_autocast(hidden_in(args, kwargs))
         whole = tokens.gather(own)
         # The module itself may use them too, as if it were on each device alone.
         self._entered = whole, tokens.enter(own, whole)

@@ -75,7 +75,7 @@ class TokenShare:
 
         def hook(_module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
             if is_whole():
-                return with_hidden(self.cut(_given(arguments, keywords)), arguments, keywords)
+                return with_hidden(self.cut(hidden_in(arguments, keywords)), arguments, keywords)
             return None
 
         module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -86,7 +86,7 @@ class TokenShare:
         def hook(_module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
             if is_tried():
                 return None
-            return with_hidden(self.gather(_given(arguments, keywords)), arguments, keywords)
+            return with_hidden(self.gather(hidden_in(arguments, keywords)), arguments, keywords)
 
         module.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -252,7 +252,7 @@ def _goes_by_tokens(model: Any, root: str, calls: Mapping[str, _Call], hidden: t
         rest = output[1:] if isinstance(output, tuple) else None
 
         def stand_in(*arguments: Any, rest: Any = rest, **keywords: Any) -> Any:
-            halved = 0.5 * _given(arguments, keywords)
+            halved = 0.5 * hidden_in(arguments, keywords)
             return halved if rest is None else (halved, *rest)
 
         model.get_submodule(name).forward = stand_in
@@ -269,13 +269,14 @@ def _goes_by_tokens(model: Any, root: str, calls: Mapping[str, _Call], hidden: t
 
 
 def with_hidden(hidden: torch.Tensor, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Return a module's arguments with other hidden states, which come first."""
+    """Return a module's arguments with other hidden states."""
     if arguments:
         return (hidden, *arguments[1:]), keywords
     return (), {**keywords, next(iter(keywords)): hidden}
 
 
-def _given(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> torch.Tensor:
+def hidden_in(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> torch.Tensor:
+    """Return the hidden states among a module's arguments, which come first."""
     hidden: torch.Tensor = arguments[0] if arguments else next(iter(keywords.values()))
     return hidden
 

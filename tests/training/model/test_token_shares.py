@@ -157,6 +157,5 @@ def test_a_device_keeps_its_share_of_what_is_between_shared_modules() -> None:
     """For each token and hidden unit of a block: two residual sums, and two norms' outputs, in float32."""
     whole, batch = structure_of("llama"), random_batch(3)
     per_value = batch.labels.numel() * whole.hidden_size * whole.num_blocks
-    print("KEPT", _kept_bytes(cuts_tokens=False) / per_value, _kept_bytes(cuts_tokens=True) / per_value)
     saved = _kept_bytes(cuts_tokens=False) - _kept_bytes(cuts_tokens=True)
     assert saved >= (1 - 1 / DEGREE) * 16 * per_value
