@@ -201,6 +201,20 @@ def posts_after_an_error(pipe: Connection, directory: Path) -> None:
     pipe.send(time.monotonic() - began_s)
 
 
+def has_a_sum_fail_beside_another(pipe: Connection, directory: Path) -> None:
+    """Wait in sums of two groups until told that links are broken; say what comes of the first, and how soon."""
+    groups = [join_with_peer(directory, name) for name in "AB"]
+    first, _ = [group.all_reduce(torch.zeros(8, device=group.device)) for group in groups]
+    pipe.send("waits")
+    pipe.recv()
+    began_s = time.monotonic()
+    said = outcome_of(first.finish)
+    pipe.send((said, time.monotonic() - began_s))
+    for group in groups:
+        group.abort()
+    wait_for_aborts()
+
+
 def has_its_device_fail(pipe: Connection, directory: Path) -> None:
     """Wait in a sum until told that the device has failed; say what comes of it, and what is in its memory."""
     group = join_with_peer(directory, "sum")

@@ -52,9 +52,11 @@ class NcclWork:
         # for errors only while the communicator is not aborted.
         if self._group.is_aborted:
             raise Interrupted
-        # This raises NCCL's own errors, and does not block: it orders the work before the stream's next launches.
-        # `is_success` is refused, and `exception` is deprecated.
-        self._work.wait()
+        # Not `wait`: where NCCL has found an error, it aborts the communicator on this thread before it raises, and such
+        # an abort may wait for the kernels of others, for as long as these wait for their peers.
+        self._work.block_current_stream()
+        if (error := self._work.exception()) is not None:
+            raise error
 
     def finish(self, *, until_s: float = math.inf) -> None:
         """Block until it is done, and conclude it. Raises TimeoutError at `until_s` (monotonic), else as `conclude`."""

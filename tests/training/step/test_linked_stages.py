@@ -93,10 +93,9 @@ class _InOrderWork(FakeNcclWork):
         self._group.num_polls += 1
         return super().is_completed()
 
-    def wait(self) -> bool:
+    def block_current_stream(self) -> None:
         with self._group.world.changed:
             assert self._group.world.changed.wait_for(lambda: self.has_ended, 20)
-        return super().wait()
 
 
 class _Ending(Device):
