@@ -21,7 +21,8 @@ project = "Oobleck"
 author = "The Oobleck developers"
 release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+copybutton_prompt_text = "$ "
 exclude_patterns = ["images"]
 
 myst_enable_extensions = ["deflist"]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -86,6 +87,9 @@ def serve_s3(*buckets: str) -> Iterator[Store]:
         import s3fs
 
         prepare_fsspec()
+        # moto keeps what it stores in this process, so an earlier server's buckets would still be there.
+        with urlopen(Request(f"{store.url}/moto-api/reset", method="POST"), timeout=20):
+            pass
         client = s3fs.S3FileSystem(
             key="tester", secret="hidden", endpoint_url=store.url, skip_instance_cache=True, use_listings_cache=False
         )

@@ -61,6 +61,13 @@ def test_no_page_loads_anything_from_a_network(site: Path):
 
 
 @pytest.mark.slow
+def test_code_has_a_button_that_copies_it(site: Path):
+    assert "copybutton.js" in (site / "install.html").read_text(encoding="utf-8")
+    assert list(site.rglob("copybutton.js"))
+    assert list(site.rglob("clipboard.min.js"))
+
+
+@pytest.mark.slow
 def test_examples_of_the_api_are_code_and_no_quotations(site: Path):
     page = (site / "api.html").read_text(encoding="utf-8")
     assert 'run = oobleck.launch({"model"' in unescape(re.sub(r"<[^>]*>", "", page))

@@ -22,6 +22,7 @@ from oobleck.storage.layer_file import write_file
 from oobleck.wire import to_builtins
 
 from .common_options import BaseDirOption, JsonOption, base_dir_of, complete_tags
+from .option_fields import one_of
 
 WhereArgument = Annotated[
     str,
@@ -124,25 +125,29 @@ def export_checkpoint(
         str,
         typer.Option(
             "--format",
-            help="hf: as transformers' save_pretrained, with adapters merged into the weights; peft: adapters alone.",
+            help="hf: as transformers' save_pretrained, with adapters merged into the weights; peft: adapters alone; "
+            "dcp: torch's distributed checkpoint, with the optimizer's state.",
+            autocompletion=one_of("hf", "peft", "dcp"),
         ),
     ] = "hf",
     base_dir: BaseDirOption = None,
 ) -> None:
-    """Write a checkpoint's weights as a model directory for `from_pretrained`. Every byte is verified first."""
-    if form not in ("hf", "peft"):
-        raise UsageError(f"--format: {form} is not known; it is hf or peft")
+    """Write a checkpoint for transformers, PEFT or torch. Every byte is verified first."""
+    if form not in ("hf", "peft", "dcp"):
+        raise UsageError(f"--format: {form} is not known; it is hf, peft or dcp")
     directory, manifest = _one(where, base_dir)
     place = place_of(target, "TARGET")
     if _is_taken(place):
         raise UsageError(f"{target} exists already; name a directory that is new or empty")
     with _written_to(place) as path:
         convert(form, directory.path / manifest.name, path)
-        tokenizer = find_tokenizer(base_dir_of(base_dir) / "cache", manifest.data_digest)
-        if tokenizer is not None:
+        if form == "dcp":
+            with_it = ", with the optimizer's state"
+        elif (tokenizer := find_tokenizer(base_dir_of(base_dir) / "cache", manifest.data_digest)) is not None:
             write_tokenizer(tokenizer, path)
-    what = "the tokenizer of its data"
-    with_it = f", with {what}" if tokenizer is not None else f"; {what} is not on this machine"
+            with_it = ", with the tokenizer of its data"
+        else:
+            with_it = "; the tokenizer of its data is not on this machine"
     typer.echo(f"step {manifest.step} exported to {target}{with_it}")
 
 
@@ -169,11 +174,27 @@ def _written_to(place: Path) -> Iterator[Path]:
 
 
 def import_checkpoint(
-    source: Annotated[Path, typer.Argument(help="A model directory, as save_pretrained writes it.")],
+    source: Annotated[
+        Path, typer.Argument(help="A model directory, as save_pretrained writes it, or one of torch's DCP.")
+    ],
     target: Annotated[str, typer.Argument(help="The directory of checkpoints to write into; may be a URL.")],
+    *,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="PATH", help="For DCP: a model directory, or ORG/NAME, with its config.json."),
+    ] = None,
 ) -> None:
-    """Make a checkpoint of step 0 from a model directory, to begin a run from: `oobleck up … --resume PATH`."""
-    path = convert("import", source.absolute(), place_of(target, "TARGET").absolute())
+    """Make a checkpoint from a model, to begin a run from: `oobleck up … --resume PATH`.
+
+    A model directory gives the weights of step 0; a directory of torch's distributed checkpoints also the state of the
+    optimizer, and the step.
+    """
+    is_dcp = (source / ".metadata").is_file()
+    if is_dcp and model is None:
+        raise UsageError(f"{source} is of torch's DCP, which does not say what model it is; name it with --model")
+    if model is not None and not is_dcp:
+        raise UsageError(f"--model: {source} is no directory of torch's DCP (it has no .metadata); leave --model out")
+    path = convert("import", source.absolute(), place_of(target, "TARGET").absolute(), model=model)
     typer.echo(f"imported to {path}")
 
 

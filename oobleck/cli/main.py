@@ -162,13 +162,13 @@ COMMANDS: tuple[CliCommand, ...] = (
             ),
             CliCommand(
                 "export",
-                "Write a checkpoint's weights as a model directory.",
+                "Write a checkpoint for transformers, PEFT or torch.",
                 ("oobleck checkpoint export gpt2-demo model/ --format hf", "as save_pretrained does"),
                 target="oobleck.cli.checkpoint:export_checkpoint",
             ),
             CliCommand(
                 "import",
-                "Make a checkpoint from a model directory.",
+                "Make a checkpoint from a model or a state of torch's DCP.",
                 ("oobleck checkpoint import model/ imported/", "then `oobleck up … --resume imported/`"),
                 target="oobleck.cli.checkpoint:import_checkpoint",
             ),

@@ -30,7 +30,8 @@ def grouped(profile: Profile, settings: PlannerSettings, degree: int) -> tuple[P
         device=replace(
             device, memory_bytes=degree * device.memory_bytes, communication_bytes=degree * device.communication_bytes
         ),
-        # The devices of a group share its layers, but each holds the whole message.
+        # The devices of a group share its layers, but each may hold the whole message: what models cut by tokens is
+        # known to workers alone.
         layers=tuple(replace(layer, message_bytes=degree * layer.message_bytes) for layer in layers),
     ), replace(
         settings,

@@ -112,7 +112,7 @@ class MetricsOutput:
 
 @dataclass(frozen=True, slots=True)
 class MetricsAddress:
-    """The address of the endpoint: a UNIX socket, or a port on the loopback interface."""
+    """The address of the endpoint: a UNIX socket, or a port of one address of this machine, or of all."""
 
     path: Path | None = None
     host: str = "127.0.0.1"
@@ -120,7 +120,7 @@ class MetricsAddress:
 
 
 def parse_metrics_address(text: str) -> MetricsAddress:
-    """Parse `unix:PATH`, `PORT` or `LOOPBACK:PORT`. Raises UsageError."""
+    """Parse `unix:PATH`, `PORT` (on the loopback interface) or `ADDRESS:PORT`. Raises UsageError."""
     if text.startswith("unix:"):
         path = expand_user(text.removeprefix("unix:")).absolute()
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
@@ -129,22 +129,16 @@ def parse_metrics_address(text: str) -> MetricsAddress:
     host, _, port = text.rpartition(":")
     host = host.strip("[]") or "127.0.0.1"
     if not _PORT.fullmatch(port) or not 1 <= int(port) <= 65_535:
-        raise UsageError(f"--metrics: {text!r} is not unix:PATH, PORT or 127.0.0.1:PORT")
-    if not _is_loopback(host):
-        raise UsageError(
-            f"--metrics: {host} is open to other machines; listen on 127.0.0.1 or unix:PATH, behind a proxy that "
-            "authenticates them"
-        )
+        raise UsageError(f"--metrics: {text!r} is not unix:PATH, PORT or ADDRESS:PORT")
+    if host != "localhost":
+        try:
+            ip_address(host)
+        except ValueError:
+            raise UsageError(
+                f"--metrics: {host!r} is no address of this machine; write an IP address, as in 127.0.0.1:{port}, or "
+                f"0.0.0.0:{port} for scrapers on other machines"
+            ) from None
     return MetricsAddress(host=host, port=int(port))
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 async def serve_metrics(
@@ -166,7 +160,8 @@ async def serve_metrics(
         else:
             listeners = [trio.SocketListener(trio.socket.from_stdlib_socket(listen_at(address.path, _MAX_CLIENTS)))]
     except OSError as error:
-        raise UsageError(f"--metrics: cannot listen there: {error.strerror}") from error
+        place = address.path or f"{address.host}:{address.port}"
+        raise UsageError(f"--metrics: cannot listen on {place}: {error.strerror}") from error
     try:
         await serve_clients(
             answer, listeners, max_clients=_MAX_CLIENTS, timeout_s=_CLIENT_TIMEOUT_S, task_status=task_status

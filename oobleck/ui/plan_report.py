@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from oobleck.control.journal import Action
 from oobleck.planner import Decision, PipelineTemplate, Profile, StageTemplate
 from oobleck.planner.what_if import LossCase, LossReport, moved_bytes, transfer_s
 from oobleck.schedule import ScheduleKind
@@ -318,7 +319,9 @@ def _losses(report: PlanReport, losses: LossReport) -> RenderableType:
 
 def _by_action(cases: Sequence[LossCase]) -> Iterator[tuple[Text, list[LossCase]]]:
     def key(case: LossCase) -> tuple[str, bool]:
-        return ("cannot continue", False) if case.decision is None else (case.decision.action, case.decision.redundant)
+        if case.decision is None:
+            return "cannot continue", False
+        return Action(case.decision.action).words, case.decision.redundant
 
     for action, is_redundant in sorted({key(case) for case in cases}):
         alike = [case for case in cases if key(case) == (action, is_redundant)]

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from oobleck.control.journal import RecoverySummary, Summary
+from oobleck.control.journal import Action, RecoverySummary, Summary
 
 from . import formatting
 
@@ -82,7 +82,7 @@ def _recoveries(recoveries: tuple[RecoverySummary, ...]) -> Table:
         table.add_row(
             formatting.duration_text(recovery.t_s),
             f"{_names(recovery.nodes)}: {recovery.cause.replace('_', ' ')}; "
-            f"{'not completed' if recovery.unfinished else recovery.action.replace('_', ' ')}",
+            f"{'not completed' if recovery.unfinished else Action(recovery.action).words}",
             *(f"{s:.3f}" for s in (recovery.detect_s, recovery.decide_s, recovery.transfer_s, recovery.stall_s)),
             formatting.bytes_text(recovery.bytes_moved),
             str(recovery.microbatches_redone),

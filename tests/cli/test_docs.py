@@ -112,12 +112,14 @@ def test_the_hostfile_of_the_page_names_the_nodes_that_it_says():
     nodes = {node.name: node for node in parse_hostfile(text, source="docs/jobs.md")}
     assert list(nodes) == [
         *("node1", "node2", "node3", "rack08", "rack09", "rack10", "rack20", "30.207.99.20", "30.207.99.20#2"),
-        *("node4", "node5", "rack21", "rack22", "rack23", "rack24", "node6", "2001:db8::7"),
+        *("node4", "node5", "rack21", "rack22", "rack23", "rack24"),
+        *("rack25", "rack26", "rack27", "rack28", "node6", "2001:db8::7"),
     ]
     assert nodes["node3"].port == 2222
     assert nodes["rack20"].user == "trainer"
     assert nodes["30.207.99.20#2"].devices == (1,)
     assert nodes["rack21"].kind == "A100×8"
+    assert [nodes[f"rack{number}"].domain for number in range(24, 29)] == ["", "row1", "row1", "row2", "row2"]
     assert (nodes["node5"].address, nodes["node6"].address) == ("10.0.0.5", "ib0")
 
 

@@ -80,15 +80,23 @@ def forks_after_use(pipe: Connection, _directory: Path) -> None:
 
 
 def sums(pipe: Connection, directory: Path, ranks: list[int], size: int) -> None:
-    """Take part in a sum with several devices of this process, each by a thread of its own."""
+    """Take part in a sum, a gather and a sum into shares with several devices of this process, each by a thread."""
 
     def run(rank: int) -> None:
         group = join(directory, "sum", rank, size, device=rank)
-        values = torch.arange(COUNT, dtype=torch.float64, device=group.device) * (rank + 1)
-        group.all_reduce(values).finish()
+        values = torch.arange(COUNT, dtype=torch.float64)
+        own = values.to(group.device) * (rank + 1)
+        rows, total = own.new_zeros((size, COUNT)), own.clone()
+        group.all_gather(rows, own).finish()
+        group.all_reduce(total).finish()
+        part = torch.zeros_like(own)
+        group.reduce_scatter(part, rows * (rank + 1)).finish()
         torch.cuda.synchronize(group.device)
-        expected = torch.arange(COUNT, dtype=torch.float64) * (size * (size + 1) // 2)
-        pipe.send((rank, bool(torch.equal(values.cpu(), expected))))
+        factor = size * (size + 1) // 2
+        expected = [torch.stack([values * (each + 1) for each in range(size)]), values * factor]
+        expected.append(values * (rank + 1) * factor)
+        found = [each.cpu() for each in (rows, total, part)]
+        pipe.send((rank, all(map(torch.equal, found, expected))))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
     for thread in threads:
@@ -109,6 +117,20 @@ def sends(pipe: Connection, directory: Path, rank: int, count: int) -> None:
             group.receive(room).finish()
             torch.cuda.synchronize(group.device)
             pipe.send(bool(torch.equal(room, tensor)))
+
+
+def waits_for_a_peer(pipe: Connection, directory: Path, rank: int) -> None:
+    """Have a sum wait for the other member, and say what part of a core this process takes meanwhile."""
+    group = join(directory, "sum", rank, 2, device=rank)
+    values = torch.ones(COUNT, device=group.device)
+    group.all_reduce(values).finish()
+    if rank == 0:
+        group.all_reduce(values)
+        time.sleep(1.0)
+        began_s, used_s = time.monotonic(), time.process_time()
+        time.sleep(3.0)
+        pipe.send((time.process_time() - used_s) / (time.monotonic() - began_s))
+    pipe.recv()
 
 
 def waits_in_a_sum(pipe: Connection, directory: Path, rank: int) -> None:
@@ -177,6 +199,20 @@ def posts_after_an_error(pipe: Connection, directory: Path) -> None:
     group.abort()
     wait_for_aborts()
     pipe.send(time.monotonic() - began_s)
+
+
+def has_a_sum_fail_beside_another(pipe: Connection, directory: Path) -> None:
+    """Wait in sums of two groups until told that links are broken; say what comes of the first, and how soon."""
+    groups = [join_with_peer(directory, name) for name in "AB"]
+    first, _ = [group.all_reduce(torch.zeros(8, device=group.device)) for group in groups]
+    pipe.send("waits")
+    pipe.recv()
+    began_s = time.monotonic()
+    said = outcome_of(first.finish)
+    pipe.send((said, time.monotonic() - began_s))
+    for group in groups:
+        group.abort()
+    wait_for_aborts()
 
 
 def has_its_device_fail(pipe: Connection, directory: Path) -> None:

@@ -29,6 +29,17 @@ def test_posting_after_an_error_takes_no_longer_than_before(members: Members) ->
     assert member.hear(within_s=15.0) < 10.0
 
 
+def test_a_sum_that_fails_ends_beside_one_that_waits(members: Members) -> None:
+    """Torch's own wait for the one would abort it, which waits for the other."""
+    member = members.start(roles.has_a_sum_fail_beside_another)
+    assert member.hear() == "waits"
+    members.control.set(0, "links_broken", 1)
+    member.say()
+    said, after_s = member.hear(within_s=20.0)
+    assert said == "DistBackendError"
+    assert after_s < 10.0
+
+
 def test_torch_records_no_operation_and_warns_of_no_variable(members: Members) -> None:
     shell = dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "100")
     recorded, printed = members.start(roles.says_what_torch_records, **shell).hear()

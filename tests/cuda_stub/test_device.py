@@ -55,6 +55,12 @@ def test_messages_carry_bytes_in_their_order(members: Members) -> None:
     assert [receiver.hear() for _ in range(5)] == [True] * 5
 
 
+def test_who_waits_for_a_peer_takes_no_processor(members: Members) -> None:
+    """A worker that does counts as one that computes, and nobody would give up the peer that it waits for."""
+    waiting, _ = (members.start(roles.waits_for_a_peer, rank) for rank in range(2))
+    assert waiting.hear() < 0.03
+
+
 def test_a_killed_peer_is_an_asynchronous_error(members: Members) -> None:
     survivor, lost = (members.start(roles.waits_in_a_sum, rank) for rank in range(2))
     assert [survivor.hear(), lost.hear()] == ["connected"] * 2

@@ -6,6 +6,7 @@ Both are the manifests that tests/deploy/test_kubernetes.py looks at, so it is e
 from __future__ import annotations
 
 import base64
+import re
 import shutil
 import subprocess
 from copy import deepcopy
@@ -15,6 +16,8 @@ import pytest
 import yaml
 
 import oobleck
+from oobleck.cli.main import main
+from oobleck.errors import ExitCode
 from tests.kubernetes_manifests import ROOT, Manifest, jobset, kustomization, manifests
 
 DIRECTORY = ROOT / "deploy" / "kubernetes"
@@ -81,7 +84,7 @@ def test_values_reach_all_places() -> None:
     resources = {"limits": {"nvidia.com/gpu": 8}}
     found = rendered(
         image="mine:1", nodes=7, slots=8, resources=resources, sharedMemory="1Ti", nodeSelector={"zone": "a"},
-        job="tag: x\n", keys=KEYS, arguments=["--max-nodes", "9"],
+        job="tag: x\n", keys=KEYS, arguments=["--save-every", "10m"],
     )  # fmt: skip
     nodes, master = found["StatefulSet", "oobleck-node"]["spec"], found["Job", "oobleck-master"]["spec"]["template"]
     assert nodes["replicas"] == 7
@@ -93,7 +96,7 @@ def test_values_reach_all_places() -> None:
     assert node["resources"]["limits"] == {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": 8}
     words = leader["command"]
     assert words[words.index("--nodes") + 1] == "7"
-    assert words[-2:] == ["--max-nodes", "9"]
+    assert words[-2:] == ["--save-every", "10m"]
     assert leader["resources"]["limits"]["memory"] == "2Gi"
     (memory,) = [each for each in nodes["template"]["spec"]["volumes"] if each["name"] == "memory"]
     assert memory["emptyDir"]["sizeLimit"] == "1Ti"
@@ -130,6 +133,14 @@ def test_another_form_is_refused_by_name() -> None:
     helm = pytest.importorskip("helm_python", reason="helm-python-sdk, which has Helm itself, is not installed")
     with pytest.raises(helm.HelmError, match="as: pod is none of statefulset, jobset, trainer"):
         rendered(**{"as": "pod"})
+
+
+def test_the_chart_names_options_that_the_command_has(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (DIRECTORY / "values.yaml").read_text(encoding="utf-8")
+    named = set(re.findall(r"--[a-z][a-z-]+", text)) - {"--set-file"}  # Helm's own
+    assert main(["up", "--help"]) == ExitCode.DONE
+    assert named
+    assert named <= set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
 
 
 def test_the_chart_has_the_version_and_the_image_of_the_package() -> None:

@@ -16,9 +16,11 @@ from oobleck.cli.inputs import NodeOptions, load_job, read_source
 from oobleck.cli.main import main
 from oobleck.errors import ExitCode
 from oobleck.runtime.launchers import make_key_files, read_keys, read_pass
+from oobleck.runtime.metrics_output import parse_metrics_address
 from tests.kubernetes_manifests import (
     ROOT,
     VARIABLES,
+    Manifest,
     command_of,
     container_of,
     jobset,
@@ -39,6 +41,10 @@ def test_the_manifests_are_valid(version: str) -> None:
     jobs = [{"apiVersion": "batch/v1", "kind": "Job", "metadata": {}, **job["template"]} for job in jobset().values()]
     for each in [*manifests(), *jobs]:
         kubernetes_validate.validate(each, version, strict=True)
+
+
+def ports_of_master() -> dict[str, Manifest]:
+    return {port["name"]: port for port in container_of("Job")["ports"]}
 
 
 def test_the_kustomization_names_all_that_is_there() -> None:
@@ -76,7 +82,7 @@ def test_nodes_dial_in_where_the_master_listens() -> None:
     host, port = node[node.index("--master") + 1].split(":")
     service = manifest("Service", host)
     (served,) = service["spec"]["ports"]
-    (listened,) = container_of("Job")["ports"]
+    listened = ports_of_master()["dial-in"]
     assert str(served["port"]) == port
     assert (served["targetPort"], str(listened["containerPort"])) == (listened["name"], port)
     assert master[master.index("--dial-in") + 1] == port
@@ -150,7 +156,7 @@ def test_the_rights_are_those_that_the_code_uses() -> None:
         assert container_of(kind)["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
-def test_only_nodes_reach_nodes_and_the_master_and_the_master_on_one_port() -> None:
+def test_only_nodes_reach_nodes_and_the_master_whose_metrics_prometheus_reads() -> None:
     pods = {kind: manifest(kind)["spec"]["template"]["metadata"]["labels"] for kind in ("StatefulSet", "Job")}
     policies = [each["spec"] for each in manifests() if each["kind"] == "NetworkPolicy"]
     by_kind = {
@@ -158,12 +164,22 @@ def test_only_nodes_reach_nodes_and_the_master_and_the_master_on_one_port() -> N
         for kind, labels in pods.items()
     }
     nodes = {"from": [{"podSelector": {"matchLabels": pods["StatefulSet"]}}]}
-    (listened,) = container_of("Job")["ports"]
     assert [each["ingress"] for each in by_kind["StatefulSet"]] == [[nodes]]
-    assert [each["ingress"] for each in by_kind["Job"]] == [
-        [{**nodes, "ports": [{"protocol": "TCP", "port": listened["name"]}]}]
-    ]
+    ((for_nodes, for_prometheus),) = [each["ingress"] for each in by_kind["Job"]]
+    assert for_nodes == {**nodes, "ports": [{"protocol": "TCP", "port": "dial-in"}]}
+    assert for_prometheus["ports"] == [{"protocol": "TCP", "port": "metrics"}]
+    assert ports_of_master().keys() == {"dial-in", "metrics"}
     assert all(each["policyTypes"] == ["Ingress"] for each in policies)
+
+
+def test_a_prometheus_scrapes_the_master_where_it_serves_its_metrics() -> None:
+    words, listened = command_of("Job"), ports_of_master()["metrics"]
+    served = parse_metrics_address(words[words.index("--metrics") + 1])
+    assert (served.host, served.port) == ("0.0.0.0", listened["containerPort"])
+    monitor = yaml.safe_load((ROOT / "deploy" / "prometheus" / "podmonitor.yaml").read_text(encoding="utf-8"))
+    labels = manifest("Job")["spec"]["template"]["metadata"]["labels"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert [each["port"] for each in monitor["spec"]["podMetricsEndpoints"]] == [listened["name"]]
 
 
 def test_containers_write_to_volumes_alone_and_each_resource_has_a_limit() -> None:

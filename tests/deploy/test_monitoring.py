@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from oobleck.control.journal import Metrics, prometheus_text
+from tests.monitoring import dashboard, rules, whole_text
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
 METRIC = re.compile(r"\boobleck_\w+")
 
 
 def samples() -> dict[str, set[str]]:
-    """The labels of each metric, of a run all of whose values are known."""
-    known = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "step_time_s": 1.0, "tokens_per_s": 1.0, "mfu": 0.5}
-    text = prometheus_text(replace(Metrics().sample(1.0), **known), "mine")
-    return {
-        sample.name: set(sample.labels) for family in text_string_to_metric_families(text) for sample in family.samples
-    }
+    """The labels of each metric."""
+    families = text_string_to_metric_families(whole_text())
+    return {sample.name: set(sample.labels) for family in families for sample in family.samples}
 
 
 def texts(value: Any) -> Iterator[str]:
@@ -35,17 +27,6 @@ def texts(value: Any) -> Iterator[str]:
         case dict() | list():
             for item in value.values() if isinstance(value, dict) else value:
                 yield from texts(item)
-
-
-def rules() -> list[dict[str, Any]]:
-    (group,) = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text())["groups"]
-    found: list[dict[str, Any]] = group["rules"]
-    return found
-
-
-def dashboard() -> dict[str, Any]:
-    read: dict[str, Any] = json.loads((DEPLOY / "grafana" / "oobleck.json").read_text())
-    return read
 
 
 @pytest.mark.parametrize("source", [dashboard, rules])

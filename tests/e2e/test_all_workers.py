@@ -51,7 +51,7 @@ def test_all_workers_are_killed_then_the_fork_server_with_one_of_them_then_all_t
         runner.kill_fork_server()
         kill_workers(runner, "node1")
         run.up.wait_for("'s fork server ended: ")
-        run.up.wait_for("node1 taken in; restart_worker")
+        run.up.wait_for("node1 taken in; worker restarted")
         run.up.wait_for_steps(6)
         assert lost_nodes(runner) == []
         assert len(restored_steps(runner)) == 1, "the single worker took its layers from its peers"

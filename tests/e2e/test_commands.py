@@ -140,11 +140,11 @@ def _while_it_trains(terminal: Terminal, run: Elastic, runner: Runner, notice: P
     give("oobleck drain node1")
     up.wait_for("node1 has left")
     give("oobleck add node4")
-    up.wait_for("node4 taken in; absorb")
+    up.wait_for("node4 taken in; pipelines grow")
     up.wait_for_steps(2)
     _kill_one_and_no_other(terminal, run, runner)
     give("oobleck add node2")
-    up.wait_for("node2 taken in; absorb")
+    up.wait_for("node2 taken in; pipelines grow")
     up.wait_for_steps(3)
 
     frozen = worker_pids(runner)["node4"]
@@ -164,7 +164,7 @@ def _while_it_trains(terminal: Terminal, run: Elastic, runner: Runner, notice: P
     up.wait_for("node2 has left")
     up.wait_for_steps(3)
     give("oobleck chaos trace.json --tag gpt2-demo --speedup 60")
-    up.wait_for("node0 taken in; restart_worker")
+    up.wait_for("node0 taken in; worker restarted")
     up.wait_for_steps(2)
     give("oobleck stop")
     assert sorted(terminal.given) == sorted(WHILE_IT_TRAINS)

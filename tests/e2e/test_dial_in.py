@@ -30,7 +30,7 @@ def test_nodes_that_dial_in_train_come_and_go_and_find_the_next_master(
         nodes.power_off("gamma")
         first.wait_for("gamma lost; ")
         nodes.start("gamma", file, "gamma")
-        first.wait_for("gamma taken in; absorb")
+        first.wait_for("gamma taken in; pipelines grow")
         first.wait_for_steps(3)
         nodes.give_notice("beta")
         first.wait_for("beta has left")

@@ -49,7 +49,7 @@ def test_workers_and_agents_end_by_themselves_and_are_back_and_one_is_given_noti
         before = worker_pids(runner)
         os.kill(before["node1"], signal.SIGSEGV)
         run.up.wait_for("the worker of node1 ended (killed by signal 11")
-        run.up.wait_for("node1 taken in; restart_worker")
+        run.up.wait_for("node1 taken in; worker restarted")
         run.up.wait_for_steps(3)
         after = worker_pids(runner)
         orphan = after["node2"]
@@ -62,7 +62,7 @@ def test_workers_and_agents_end_by_themselves_and_are_back_and_one_is_given_noti
         (agent,) = runner.pids("node2", "agent")
         os.kill(agent, signal.SIGKILL)
         run.up.wait_for("node2 lost: its connection was lost")
-        run.up.wait_for("node2 taken in; absorb")
+        run.up.wait_for("node2 taken in; pipelines grow")
         assert started_at(orphan) != birth, "a worker without its agent ends"
         run.up.wait_for_steps(3)
 
@@ -137,7 +137,7 @@ def test_a_killed_node_joins_again_and_is_no_stranger(start: Callable[..., Any])
         run.command("kill", "node2")
         run.up.wait_for("node2 lost; ")
         run.command("add", "node2")
-        run.up.wait_for("node2 taken in; absorb")
+        run.up.wait_for("node2 taken in; pipelines grow")
         run.up.wait_for_steps(5)
         run.command("kill", "node2")
         run.up.wait_for("node2 lost; ")
@@ -157,7 +157,7 @@ def test_a_node_is_drained_and_a_spare_takes_its_place(start: Callable[..., Any]
         run.command("drain", "node1")
         run.up.wait_for("node1 has left")
         run.command("add", "node4")
-        run.up.wait_for("node4 taken in; absorb")
+        run.up.wait_for("node4 taken in; pipelines grow")
         (tmp_path / "notice").write_text("taken away at noon\n")
         assert "at noon" in run.up.wait_for("node3 is to be terminated")
         run.up.wait_for("node3 has left")
@@ -187,7 +187,7 @@ def test_a_worker_that_ends_by_itself_is_started_again_in_place(start: Callable[
             before = worker_pids(runner)
             os.kill(before["node1"], number)
             run.up.wait_for(f"the worker of node1 ended (killed by signal {number.value}")
-            run.up.wait_for("node1 taken in; restart_worker")
+            run.up.wait_for("node1 taken in; worker restarted")
             run.up.wait_for_steps(3)
             after = worker_pids(runner)
             assert after.pop("node1") != before.pop("node1")
@@ -206,7 +206,7 @@ def test_a_node_whose_worker_ends_again_and_again_is_given_up(start: Callable[..
     with start() as run:
         for _ in range(3):
             os.kill(worker_pids(runner)["node3"], signal.SIGKILL)
-            run.up.wait_for("node3 taken in; restart_worker")
+            run.up.wait_for("node3 taken in; worker restarted")
             run.up.wait_for_steps(2)
         os.kill(worker_pids(runner)["node3"], signal.SIGKILL)
         run.up.wait_for("node3 lost: worker process")

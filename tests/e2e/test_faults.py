@@ -44,7 +44,7 @@ def test_an_agent_is_killed_under_its_worker_and_another_is_given_notice(
         birth = started_at(orphan)
         os.kill(pid_of(runner, "node2", "agent"), signal.SIGKILL)
         run.up.wait_for("node2 lost: its connection was lost")
-        run.up.wait_for("node2 taken in; absorb")
+        run.up.wait_for("node2 taken in; pipelines grow")
         assert started_at(orphan) != birth, "a worker without its agent ends"
         run.up.wait_for_steps(3)
         # A node is given notice: it gives its state away, and leaves.
@@ -78,7 +78,7 @@ def test_workers_fail_in_every_way_and_the_same_exception_on_all_ranks_ends_the_
         ):
             fail(str(worker_pids(runner)["node1"]), kind)
             assert words in up.wait_for("warning: the worker of node1 ended")
-            up.wait_for("node1 taken in; restart_worker")
+            up.wait_for("node1 taken in; worker restarted")
             up.wait_for_steps(2)
         fail("all", "exception")
         outcome = up.finish()
@@ -152,7 +152,7 @@ def test_a_machine_that_was_frozen_finds_out_and_joins_anew_and_the_command_that
         assert started_at(worker) == birth, "nobody can reach it, so it is frozen still"
         for process in frozen:
             process.resume()
-        run.up.wait_for("delta taken in; absorb")
+        run.up.wait_for("delta taken in; pipelines grow")
         assert started_at(worker) != birth, "what the machine ran before has ended"
         run.up.wait_for_steps(3)
 
@@ -162,7 +162,7 @@ def test_a_machine_that_was_frozen_finds_out_and_joins_anew_and_the_command_that
         assert "failed with exit status 1" in run.up.wait_for("warning: --hosts-from is not followed")
         hostfile.write_text("beta\ngamma\ndelta\nepsilon\n")
         run.up.wait_for("alpha has left")
-        run.up.wait_for("epsilon taken in; absorb")
+        run.up.wait_for("epsilon taken in; pipelines grow")
         run.up.wait_for_steps(3)
         outcome = run.stop()
     assert nodes_of(outcome) == ["beta", "delta", "epsilon", "gamma"]

@@ -84,7 +84,7 @@ def test_a_hang_is_explained_and_its_culprit_starts_again(runner: Runner, tmp_pa
         up.wait_for("all wait for")
         (sprung,) = tmp_path.glob("trap.*")
         culprit = next(node for node, pid in before.items() if pid == int(sprung.suffix[1:]))
-        up.wait_for(f"{culprit} taken in; restart_worker")
+        up.wait_for(f"{culprit} taken in; worker restarted")
         up.wait_for_steps(5)
         outcome = stopped(runner, up)
     assert_nothing_lost(outcome, len(outcome.losses))

@@ -87,7 +87,7 @@ def test_the_commands_of_the_manifests_train_and_follow_what_happens_to_their_po
         assert nodes.ended("oobleck-node-3") == 0
         cluster.make("oobleck-node-3", uid="uid-of-the-next")
         first.wait_for("oobleck-node-3 is added (pod training/oobleck-node-3 on m3)")
-        first.wait_for("oobleck-node-3 taken in; absorb")
+        first.wait_for("oobleck-node-3 taken in; pipelines grow")
         first.wait_for_steps(3)
         nodes.power_off("oobleck-node-2")
         for left in (runner.agent_directory("oobleck-node-2"), runner.memory / "oobleck-node-2"):

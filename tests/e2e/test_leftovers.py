@@ -92,19 +92,19 @@ def drain_and_add(run: Elastic, runner: Runner) -> None:
     ask(runner, DrainRequest(node="node2"))
     run.up.wait_for("node2 has left")
     ask(runner, AddRequest(node="node2"))
-    run.up.wait_for("node2 taken in; absorb")
+    run.up.wait_for("node2 taken in; pipelines grow")
 
 
 def kill_and_add(run: Elastic, runner: Runner) -> None:
     ask(runner, KillRequest(node="node2"))
     run.up.wait_for("node2 lost; ")
     ask(runner, AddRequest(node="node2"))
-    run.up.wait_for("node2 taken in; absorb")
+    run.up.wait_for("node2 taken in; pipelines grow")
 
 
 def restart_a_worker(run: Elastic, runner: Runner) -> None:
     os.kill(worker_pids(runner)["node1"], signal.SIGKILL)
-    run.up.wait_for("node1 taken in; restart_worker")
+    run.up.wait_for("node1 taken in; worker restarted")
 
 
 ALL = ("--local", "4")

@@ -13,9 +13,10 @@ import pytest
 
 from oobleck.cli.inputs.job_file import load_job
 from oobleck.cli.wiring.past import advance_image
+from oobleck.runtime.files import RunDirectory
 
 from .elastic import ENDLESS, PACED, TOLERANCE, Reference, assert_all_is_right, stopped
-from .harness import Runner, incidents, oobleck, started_at, worker_pids
+from .harness import TAG, Runner, incidents, oobleck, started_at, worker_pids
 from .reference import reference_losses
 
 STEPS = 60
@@ -57,6 +58,11 @@ def test_training_goes_on_without_a_master_until_the_same_job_takes_over(
         assert_refused(runner, "optimizer.learning_rate", *endless, "--set", "optimizer.learning_rate=0.1")
         fewer = "--local: the run e2e continues without its master"
         assert_refused(runner, fewer, *endless, nodes=("--local", "3", PACED))
+        directory = RunDirectory(base_dir=runner.base_dir, tag=TAG)
+        assert "--local 4" in directory.command, "`oobleck resume` gives it again"
+        run = ("run", "--local", "4", "--base-dir", str(runner.base_dir), "--tag", TAG, "--no-python", "true")
+        ranks = oobleck(*run)
+        assert (ranks.returncode, "continues without its master" in ranks.stderr) == (2, True), ranks.stderr
         time.sleep(max(0.0, gone_s + AWAY_S - time.monotonic()))
         with runner.up(*endless, nodes=FOUR) as second:
             second.wait_for_steps(6)

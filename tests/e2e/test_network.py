@@ -50,7 +50,7 @@ def test_cut_cables_cost_their_nodes_and_healed_ones_bring_them_back(
         up.wait_for_steps(3)
         assert started_at(worker) == birth, "nobody can end it"
         network.heal(MASTER, "gamma")
-        up.wait_for("gamma taken in; absorb")
+        up.wait_for("gamma taken in; pipelines grow")
         assert started_at(worker) != birth
         up.wait_for_steps(3)
         # A node's only cable is cut: its peers and the master lose it.
@@ -58,7 +58,7 @@ def test_cut_cables_cost_their_nodes_and_healed_ones_bring_them_back(
         up.wait_for("beta lost: silent for")
         up.wait_for("beta lost; ")
         network.plug_in("beta")
-        up.wait_for("beta taken in; absorb")
+        up.wait_for("beta taken in; pipelines grow")
         up.wait_for_steps(3)
         # The master reaches both of two nodes that do not reach each other: one of them is left out, until it is added.
         network.cut("alpha", "gamma")
@@ -68,7 +68,7 @@ def test_cut_cables_cost_their_nodes_and_healed_ones_bring_them_back(
         network.heal("alpha", "gamma")
         run = Elastic(runner, up)
         run.command("add", "gamma")
-        up.wait_for("gamma taken in; absorb")
+        up.wait_for("gamma taken in; pipelines grow")
         up.wait_for_steps(3)
         outcome = run.stop()
     assert_all_is_right(outcome, endless_reference)

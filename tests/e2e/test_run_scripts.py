@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from oobleck.runtime.files import RunDirectory
 from tests.disks import fill, small_disk
 from tests.e2e.harness import oobleck, processes_with
-from tests.e2e.ranks import Ranks
+from tests.e2e.ranks import TIMEOUT_S, Ranks
 from tests.processes import words_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -352,6 +353,10 @@ def test_a_killed_agent_takes_its_ranks_along_and_only_the_same_command_takes_ov
     assert ranks.run("--local", "1", command=ranks.count(3)) == 2
     assert "continues without its master" in ranks.said()
     assert "entry, command, max_nodes" in ranks.said()
+    up = [sys.executable, "-m", "oobleck", "up", "--local", "3", "--base-dir", str(ranks.base_dir), "--tag", "ranks"]
+    trained = subprocess.run(up, env=ranks.environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    assert (trained.returncode, "continues without its master" in trained.stderr) == (2, True), trained.stderr
+    assert "--local 3 --no-python" in RunDirectory(base_dir=ranks.base_dir, tag="ranks").command, "resume gives it"
     with ranks.started("--local", "3", "--no-python", command=[str(script)]):
         ranks.wait_until(lambda: bool(ranks.entries("MasterResumed") and ranks.entries("NodeLost")))
     assert not left_on(ranks, "node1")

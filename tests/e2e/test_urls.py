@@ -29,7 +29,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
         yield store
 
 
-def test_a_run_killed_as_a_whole_goes_on_from_a_store_that_has_failed_it(
+def test_a_run_that_loses_a_node_and_then_all_goes_on_from_a_store_that_has_failed_it(
     runner: Runner, undisturbed: Outcome, store: Store, tmp_path: Path
 ) -> None:
     runner.kill_fork_server()  # a warm one has the variables of before
@@ -37,9 +37,14 @@ def test_a_run_killed_as_a_whole_goes_on_from_a_store_that_has_failed_it(
     with runner.up(*words) as up:
         up.wait_for_step(2)
         store.refuses, store.cuts = {"SlowDown": 2, "ExpiredToken": 2}, 2
+        assert oobleck("kill", "node2", "--base-dir", str(runner.base_dir)).returncode == 0
+        up.wait_for("node2 lost; ")
         up.wait_for_checkpoint(8)
         kill_everything(runner, up)
     assert {"SlowDown", "ExpiredToken", "cut"} == set(store.answered)
+    records = [entry["record"] for entry in runner.journal() if entry["@type"] == "StepDone"]
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    assert [record["loss"] for record in records] == pytest.approx(undisturbed.losses[: len(records)], abs=TOLERANCE)
     shutil.rmtree(runner.memory)
     with runner.up(*words) as up:
         outcome = up.finish()

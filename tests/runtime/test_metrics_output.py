@@ -122,17 +122,19 @@ def test_a_run_writes_event_files_where_it_is_to(tmp_path):
         ("127.0.0.1:9464", MetricsAddress(port=9464)),
         ("localhost:80", MetricsAddress(host="localhost", port=80)),
         ("[::1]:80", MetricsAddress(host="::1", port=80)),
+        ("0.0.0.0:9464", MetricsAddress(host="0.0.0.0", port=9464)),
+        ("[::]:80", MetricsAddress(host="::", port=80)),
         ("unix:/run/m.sock", MetricsAddress(path=Path("/run/m.sock"))),
     ],
 )
-def test_loopback_ports_and_sockets_are_addresses(text, address):
+def test_ports_and_sockets_are_addresses_on_loopback_unless_another_one_is_named(text, address):
     assert parse_metrics_address(text) == address
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "0.0.0.0:80", "example.org:80", "10.0.0.1:80", "[::]:80", "unix:/" + "x" * 200]
+    "text", ["", "0", "*:80", "example.org:80", "0.0.0.0", "10.0.0.1:99999", "::1:x", "unix:/" + "x" * 200]
 )
-def test_what_is_open_to_others_is_refused(text):
+def test_what_is_no_address_is_refused(text):
     with pytest.raises(UsageError, match="--metrics"):
         parse_metrics_address(text)
 
@@ -175,6 +177,20 @@ async def test_metrics_are_served_over_http_and_nonsense_is_not(tmp_path):
         assert answer.endswith(b"oobleck_step_total 7\n")
         nursery.cancel_scope.cancel()
     assert not path.exists()
+
+
+async def test_a_scraper_on_another_address_of_this_machine_reads_what_is_open_to_it():
+    async with trio.open_nursery() as nursery:
+        listeners = await nursery.start(serve_metrics, MetricsAddress(host="0.0.0.0", port=0), lambda: "oobleck_up 1\n")
+        port = listeners[0].socket.getsockname()[1]
+        answer = await trio.to_thread.run_sync(ask, socket.AF_INET, ("127.0.0.2", port), b"GET / HTTP/1.1\r\n\r\n")
+        assert answer.endswith(b"oobleck_up 1\n")
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_address_of_another_machine_is_a_usage_error_that_names_it():
+    with pytest.raises(UsageError, match=r"--metrics: cannot listen on 192\.0\.2\.1:9464: Cannot assign"):
+        await serve_metrics(MetricsAddress(host="192.0.2.1", port=9464), str)
 
 
 async def test_an_address_that_is_taken_is_a_usage_error():

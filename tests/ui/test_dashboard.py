@@ -75,7 +75,7 @@ def test_a_script_has_no_steps_that_are_known():
     assert "my-script" in text
     assert "━" not in text, "nobody knows what share of it is done"
     assert "recoveries 1" in text
-    assert "protected step 8 (newest 9)" in text
+    assert "protected step 8 (newest step 9)" in text
     for words in ("step 0/", "loss", "goodput", "remaining"):
         assert words not in text
 

@@ -150,7 +150,7 @@ def test_a_terminal_that_cannot_or_shall_not_draw_gets_lines(terminal, options):
     screen = terminal("--speed", "40", *(() if options else ("--plain",)), **options)
     assert screen.end() == 0
     assert ENTER not in screen.output
-    assert b"[0:00:26] node3 lost; reinstantiate" in screen.output
+    assert b"[0:00:26] node3 lost; same pipelines" in screen.output
 
 
 def test_without_a_terminal_lines_are_written_whole():

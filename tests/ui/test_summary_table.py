@@ -25,7 +25,7 @@ def test_it_fits(width):
 @pytest.mark.parametrize("width", [80, 160])
 def test_it_tells_what_was_trained(width):
     text = printed(summarize(run_with_a_loss()), width)
-    for words in ("120 of 120", "1,920", "7.8431 → 2.3529", "91.6 %", "starting 5.00 s", "reinstantiate", "28.0 MB"):
+    for words in ("120 of 120", "1,920", "7.8431 → 2.3529", "91.6 %", "starting 5.00 s", "pipelines", "28.0 MB"):
         assert words in text
 
 

@@ -16,6 +16,8 @@ names another of the node's addresses, or one of its network interfaces:
 
     node[1-4] address=10.0.0.[1-4]
     node[5-8] address=ib0
+
+A domain's brackets name one domain for each host, too: node[1-4] domain=rack[1,1,2,2].
 """
 
 from __future__ import annotations
@@ -59,8 +61,8 @@ def parse_hostfile(text: str, *, source: str) -> tuple[NodeSpec, ...]:
                 continue
             if len(nodes) + len(entry.hosts) > MAX_NODES:
                 raise ConfigError(f"names more than {MAX_NODES} nodes; check the ranges in brackets")
-            for host, address in zip(entry.hosts, entry.addresses, strict=True):
-                nodes.append(taken.place(host, entry, address=address, line=number))
+            for host, address, domain in zip(entry.hosts, entry.addresses, entry.domains, strict=True):
+                nodes.append(taken.place(host, entry, address=address, domain=domain, line=number))
                 kinds.add(nodes[-1].kind)
             if len(kinds) > MAX_KINDS:
                 raise ConfigError(
@@ -81,9 +83,9 @@ class _Entry:
     devices: tuple[int, ...] | None
     """None takes the next `num_devices` free ones."""
     device: str
-    domain: str
+    domains: tuple[str, ...]
+    """One for each host, like the addresses."""
     addresses: tuple[str | None, ...]
-    """One for each host."""
 
 
 class _Taken:
@@ -94,7 +96,7 @@ class _Taken:
         self._lines: dict[tuple[str, int], dict[int, int]] = {}
         self._times_named: Counter[str] = Counter()
 
-    def place(self, host: str, entry: _Entry, *, address: str | None, line: int) -> NodeSpec:
+    def place(self, host: str, entry: _Entry, *, address: str | None, domain: str, line: int) -> NodeSpec:
         """Make a node of one host of a line, and take its devices. Raises ConfigError if one is taken already."""
         # Another port of one address is another machine: a container, or a forwarded port. Host names ignore case.
         machine = (host.lower(), entry.port or _SSH_PORT)
@@ -121,7 +123,7 @@ class _Taken:
             user=entry.user,
             address=address,
             device=entry.device,
-            domain=entry.domain,
+            domain=domain,
         )
 
 
@@ -152,7 +154,7 @@ def _parse_line(line: str) -> _Entry | None:
         num_devices=num_devices,
         devices=devices,
         device=_device(settings.get("device", DEFAULT_KIND)),
-        domain=settings.get("domain", ""),
+        domains=_domains(settings["domain"], len(hosts)) if "domain" in settings else ("",) * len(hosts),
         addresses=_addresses(settings["address"], len(hosts)) if "address" in settings else (None,) * len(hosts),
     )
 
@@ -213,6 +215,14 @@ def _ends(part: str, whole: str) -> tuple[str, int]:
 def _hosts(pattern: str) -> tuple[str, ...]:
     """Expand the brackets of a host. Raises ConfigError for a bad host, and for one that is named twice."""
     _check_host(pattern)
+    hosts = _expand(pattern)
+    ((host, times),) = Counter(hosts).most_common(1)
+    if times > 1:
+        raise ConfigError(f"{pattern} names {host} twice; name each host once, and its devices by slots=")
+    return hosts
+
+
+def _expand(pattern: str) -> tuple[str, ...]:
     # Every second piece is the inside of a pair of brackets.
     pieces = _BRACKETS.split(pattern)
     ranges = [[_ends(part, pattern) for part in piece.split(",")] for piece in pieces[1::2]]
@@ -226,13 +236,27 @@ def _hosts(pattern: str) -> tuple[str, ...]:
         ]
         for parts in ranges
     ]
-    hosts = tuple(
+    return tuple(
         "".join(chain.from_iterable(zip_longest(pieces[::2], numbers, fillvalue=""))) for numbers in product(*choices)
     )
-    ((host, times),) = Counter(hosts).most_common(1)
-    if times > 1:
-        raise ConfigError(f"{pattern} names {host} twice; name each host once, and its devices by slots=")
-    return hosts
+
+
+def _domains(text: str, num_hosts: int) -> tuple[str, ...]:
+    """Read one domain for each host, or one for all of them."""
+    if not {"[", "]"}.isdisjoint(_BRACKETS.sub("", text)):
+        raise ConfigError(f"domain={text}: brackets stand in pairs, around numbers, as in domain=rack[1,1,2,2]")
+    try:
+        domains = _expand(text)
+    except ConfigError as error:
+        raise ConfigError(f"domain={text}: {error}") from error
+    if len(domains) == 1:
+        return domains * num_hosts
+    if len(domains) != num_hosts:
+        raise ConfigError(
+            f"domain={text} names {len(domains)} domains for {num_hosts} host{'s' if num_hosts != 1 else ''}; name one "
+            "for each, as in node[1-4] domain=rack[1,1,2,2], or one for all"
+        )
+    return domains
 
 
 def _addresses(text: str, num_hosts: int) -> tuple[str, ...]:

@@ -120,7 +120,10 @@ class PlanningOptions:
         "--model", "NAME", "Estimate for this model: gpt3-6.7b, …, or a transformers config.json."
     )
     device: str | None = option(
-        "--device", "NAME", "Estimate for this device: A40, A100, H100, H200, CPU, or a data sheet (.json)."
+        "--device",
+        "NAME",
+        "Estimate for this device: A10, A10G, A40, L4, L40S, 4090, A100, H100, H200, B200, CPU, or a data sheet "
+        "(.json).",
     )
     profiles: str | None = option(
         "--profiles", "KIND:FILE,…", "Measured profiles of several kinds of nodes, in place of estimates."

@@ -81,7 +81,6 @@ def run_ranks(run: RanksRun) -> int:
     hide = Hiding(None, {**os.environ, **run.spec.environment})
     with directory.lock(), wiring.background_logging(hide):
         directory.note_owner(run.owner)
-        directory.note_command(["oobleck", *sys.argv[1:]], run.spec.command[1:])
         clock = PatientClock()
         # A living master would still write the journal, so it is read only with the lock.
         past = wiring.read_past(directory.journal)
@@ -132,6 +131,8 @@ async def _find_past(
     run: RanksRun, directory: RunDirectory, cluster: LiveCluster, launcher: Launcher, books: RunBooks
 ) -> ReplayedRanks | None:
     """Return a run that continues without its master. Raises UsageError for one of another command."""
+    trained = books.finish()
+    await wiring.refuse_to_end(cluster, launcher, None if trained is None else trained.members, run.spec.tag, "up")
     ranks = books.ranks
     if ranks is None:
         return None
@@ -169,6 +170,8 @@ async def _run(
     async with _open(run, directory, tell) as nodes, trio.open_nursery() as nursery:
         launcher, cluster = nodes.launcher, nodes.cluster
         replayed = await _find_past(run, directory, cluster, launcher, books)
+        # A command that is refused must not be taken for that of the run that lives here: `oobleck resume` gives it.
+        directory.note_command(["oobleck", *sys.argv[1:]], run.spec.command[1:])
         is_new = replayed is None
         known, chosen, remarks = await nodes.begin(
             tell, waits=is_new, is_check_due=is_new, leaves_out_slow=run.leaves_out_slow

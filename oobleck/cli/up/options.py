@@ -119,7 +119,7 @@ class UpOptions:
     metrics: str | None = option(
         "--metrics",
         "ADDRESS",
-        "Serve metrics for Prometheus on unix:PATH or a loopback PORT.",
+        "Serve metrics for Prometheus on unix:PATH, a loopback PORT, or ADDRESS:PORT.",
         rich_help_panel="Output",
     )
     base_dir: BaseDirOption = None

@@ -104,7 +104,6 @@ def _run_job(run: Run) -> int:
     with directory.lock():
         if run.owner:
             directory.note_owner(run.owner)
-        directory.note_command(["oobleck", *sys.argv[1:]], run.arguments)
         # A living master would still write the journal, so it is read only with the lock.
         books, place = wiring.read_past(directory.journal) if run.resume == "auto" else (RunBooks(), 0)
         if (finished := _finished(run, directory, books)) is not None:
@@ -209,6 +208,8 @@ async def _run(
     async with opened as nodes, trio.open_nursery() as nursery:
         launcher, cluster = nodes.launcher, nodes.cluster
         past = await _find_past(run, directory, cluster, launcher, past)
+        # A command that is refused must not be taken for that of the run that lives here: `oobleck resume` gives it.
+        directory.note_command(["oobleck", *sys.argv[1:]], run.arguments)
         _, chosen, remarks = await nodes.begin(
             lambda text: say(output, f"oobleck up: {text} (--no-check leaves this out)"),
             waits=past.replayed is None,
@@ -309,6 +310,8 @@ async def _find_past(run: Run, directory: RunDirectory, cluster: LiveCluster, la
 
     Raises UsageError for one that trains another job.
     """
+    ranks = past.books.ranks
+    await wiring.refuse_to_end(cluster, launcher, None if ranks is None else ranks.members, run.job.tag, "run")
     replayed = past.books.finish()
     if replayed is not None:
         # Virtual nodes have other ports with each master, and a hostfile may have changed.

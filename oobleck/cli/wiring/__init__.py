@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .launching import open_launcher
 from .log_output import background_logging
-from .past import elapsed_s, end_left, is_any_alive, keep_image, read_past
+from .past import elapsed_s, end_left, is_any_alive, keep_image, read_past, refuse_to_end
 from .places import ENDS_WELL, RunNodes, complain, give_memory_back, open_nodes
 from .run_dir_watch import watch_run_directory
 from .session import MasterLeaves, Session
@@ -27,5 +27,6 @@ __all__ = [
     "open_launcher",
     "open_nodes",
     "read_past",
+    "refuse_to_end",
     "watch_run_directory",
 ]

@@ -15,8 +15,9 @@ from pathlib import Path
 import trio
 
 from oobleck.control.journal import JobStarted, NodeAdded, ScriptStarted
+from oobleck.control.nodes import Membership
 from oobleck.control.replay import BooksImage, RunBooks
-from oobleck.errors import ConfigError, OobleckError
+from oobleck.errors import ConfigError, OobleckError, UsageError
 from oobleck.job import NodeSpec
 from oobleck.roles.master_ports import LiveCluster
 from oobleck.runtime.journals import has_end, read_entries, read_image, read_journal, write_image
@@ -106,6 +107,18 @@ def elapsed_s(started_at: str, last_s: float) -> float:
     """Return how long ago a run began whose journal's last entry is of `last_s`."""
     # The wall clock may have been set back, but a run's time never goes backwards.
     return max(last_s, (datetime.now(UTC) - datetime.fromisoformat(started_at)).total_seconds())
+
+
+async def refuse_to_end(cluster: LiveCluster, launcher: Launcher, left: Membership | None, tag: str, kind: str) -> None:
+    """Raise UsageError if nodes of a run of the other `kind` of command, `left` without a master, still live."""
+    if left is None:
+        return
+    left.relocate({spec.name: spec for spec in launcher.nodes})
+    if await is_any_alive(cluster, [member.spec for member in left.living]):
+        raise UsageError(
+            f"the run {tag}, which `oobleck {kind}` has started, continues without its master; choose another --tag, "
+            f"or take it over (`oobleck resume {tag}`, or the same command) and end it (`oobleck stop {tag}`)"
+        )
 
 
 async def is_any_alive(cluster: LiveCluster, nodes: Sequence[NodeSpec]) -> bool:

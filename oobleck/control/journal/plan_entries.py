@@ -85,6 +85,24 @@ class Action(StrEnum):
     BEGIN_AGAIN = "begin_again"
     """All state is lost and nothing is saved: training restarts from the initial values."""
 
+    @property
+    def words(self) -> str:
+        """What people read in its place."""
+        return _ACTION_WORDS[self]
+
+
+_ACTION_WORDS = {
+    Action.START: "start",
+    Action.REINSTANTIATE: "same pipelines",
+    Action.BORROW: "pipelines borrow nodes",
+    Action.MERGE: "pipelines merged",
+    Action.REBUILD: "new pipelines",
+    Action.ABSORB: "pipelines grow",
+    Action.RESTART_WORKER: "worker restarted",
+    Action.CHECKPOINT: "back to a checkpoint",
+    Action.BEGIN_AGAIN: "back to the initial values",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAdopted(Entry):
@@ -246,7 +264,7 @@ class RecoveryDone(Entry):
             return f"{what}; this recovery was not completed: {self.unfinished}"
         copied = f"{self.layers_moved} layers copied" if self.layers_moved else "nothing copied"
         lost = "no step lost" if not self.steps_lost else f"{self.steps_lost} steps lost"
-        return f"{what}; {self.action.value}; {copied} in {self.transfer_s:.2f} s; {lost}"
+        return f"{what}; {self.action.words}; {copied} in {self.transfer_s:.2f} s; {lost}"
 
 
 PlanEntry = PlanAdopted | PipelinesFormed | HangExplained | RecoveryStarted | LayersArriving | RecoveryDone

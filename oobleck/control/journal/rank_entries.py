@@ -198,15 +198,20 @@ class StatesProtected(Entry):
 
     @property
     def sentence(self) -> str:
-        return f"saved states: {self.text}"
+        if self.newest is None:
+            return "saved states: none"
+        if self.protected is None:
+            missing = f": {_counted(self.num_missing, 'part')} without a copy" if self.num_missing else ""
+            return f"saved states: step {self.newest}; none outlives the loss of a node{missing}"
+        if self.protected == self.newest:
+            return f"saved states: step {self.newest}, which outlives the loss of a node"
+        return f"saved states: step {self.newest}; that of step {self.protected} outlives the loss of a node"
 
     @property
     def text(self) -> str:
-        """What is protected, for people."""
-        if self.protected is None:
-            missing = f": {_counted(self.num_missing, 'part')} without a copy" if self.num_missing else ""
-            return f"none (newest step {self.newest}){missing}"
-        return f"step {self.protected} (newest {self.newest})"
+        """The step that outlives the loss of a node, in few words."""
+        step = "none" if self.protected is None else f"step {self.protected}"
+        return step if self.protected == self.newest else f"{step} (newest step {self.newest})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -218,8 +218,10 @@ def _running(state: Running, given: states.Input, now_s: float, roster: states.R
 
 
 def _lose(state: Running, node: str, now_s: float, roster: states.Roster, rules: states.Rules) -> Step:
-    if node not in state.names or node in state.finished:  # ranks that have ended well are not needed any more
+    if node not in state.names:
         return state, ()
+    if node in state.finished:  # its ranks are not needed any more, and no end of the generation may wait for it
+        return replace(state, nodes=tuple(each for each in state.nodes if each.node != node)), ()
     ending, effects = _end(state, GenerationCause.NODE_LOST, now_s, roster, rules, about=(node,), without=node)
     # The lost node was the only one, so no agent will report that ranks are gone.
     if isinstance(ending, Ending) and not ending.waits_for:

@@ -91,13 +91,16 @@ def run_profiler(job: JobSpec, *, cache_dir: Path, profile_dir: Path, num_worker
     return MeasuredProfile(key=answer["key"], profile_json=answer["profile"], was_cached=answer["was_cached"])
 
 
-def convert(what: str, source: Path, target: Path) -> str:
-    """Export a checkpoint (`what` is `hf` or `peft`) or import one (`import`); return the converter's output.
+def convert(what: str, source: Path, target: Path, *, model: str | None = None) -> str:
+    """Export a checkpoint (`what` is `hf`, `peft` or `dcp`) or import one (`import`); return the converter's output.
+
+    `model` is the model's directory or name of the hub, for a directory of torch's distributed checkpoints.
 
     Raises ConfigError for unusable input, ResourceLost if the process fails.
     """
     module, failed = "oobleck.training.checkpoint.conversion", "the checkpoint could not be converted"
-    return _answer_of(module, what, str(source), str(target), failed=failed).strip()
+    words = (what, str(source), str(target), *(() if model is None else (model,)))
+    return _answer_of(module, *words, failed=failed).strip()
 
 
 def find_tokenizer(cache_dir: Path, data_digest: str) -> Path | None:

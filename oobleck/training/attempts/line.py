@@ -26,7 +26,7 @@ _LOOK_S = 0.02
 
 
 class Line:
-    """Heard in a thread of its own, once `open` was called."""
+    """Heard in a thread of its own, once `open` was called, which happens once."""
 
     def __init__(self, sock: socket.socket, enter: Enter, *, is_spare: bool, hears_within_s: float = 10.0) -> None:
         """`enter` makes this process the rank of a place.
@@ -37,6 +37,8 @@ class Line:
         self.hears_within_s = hears_within_s
         self.is_spare = is_spare
         self.groups = Groups()
+        self.is_opened = False
+        """Whether `open` was called, even if `close` was too."""
         self.is_over = False
         """Whether the attempt has ended for all ranks."""
         self.asked_s: float | None = None
@@ -49,6 +51,7 @@ class Line:
 
     def open(self) -> None:
         """Tell the agent that this process can stay, and hear it from now on."""
+        self.is_opened = True
         self._has_left = self.is_spare
         self._main = threading.get_native_id()
         self._sock.setblocking(True)

@@ -80,12 +80,14 @@ def attempts() -> Iterator[Attempt]:
                 train()
 
     Process groups are made within the attempt, as is all that depends on RANK or WORLD_SIZE: those are other ones in
-    the next attempt. Random numbers continue as at the first. Under other launchers there is one attempt.
+    the next attempt. Random numbers continue as at the first. Under other launchers there is one attempt, and so there
+    is in each loop of a process after its first.
 
     Raises UsageError if a process group exists already.
     """
     line = the_line()
-    if line is None:
+    # A new rank runs the script from its start. In its first loop, it would meet the groups of others' later ones.
+    if line is None or line.is_opened:
         yield Attempt(None, 0)
         return
     if groups.are_made():

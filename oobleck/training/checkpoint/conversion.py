@@ -1,8 +1,9 @@
-"""Converts checkpoints to and from directories in the format of transformers' `save_pretrained`.
+"""Converts checkpoints to and from directories of transformers' `save_pretrained`, or of torch's DCP.
 
     python -m oobleck.training.checkpoint.conversion hf CHECKPOINT DIRECTORY      merges adapters into the weights
     python -m oobleck.training.checkpoint.conversion peft CHECKPOINT DIRECTORY    adapters alone
-    python -m oobleck.training.checkpoint.conversion import DIRECTORY CHECKPOINTS
+    python -m oobleck.training.checkpoint.conversion dcp CHECKPOINT DIRECTORY     with the optimizer's state
+    python -m oobleck.training.checkpoint.conversion import DIRECTORY CHECKPOINTS [MODEL]    MODEL for a DCP directory
 
 It is a process of its own, so that the command line needs no torch. For unusable input it exits with 78, and the last
 line on stderr gives the reason.
@@ -14,8 +15,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -25,26 +25,27 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from oobleck import storage
 from oobleck.errors import ConfigError, CorruptCheckpoint, ExitCode
 from oobleck.host.places import place_of
 from oobleck.job import ModelSpec, Task
 from oobleck.training import model as models
 
-from .parts import model_metadata
-from .state import write_layer
+from . import dcp_format
+from .imported import write_layers
 from .weights import read_weights
 
-IMPORTED = "imported"
-"""The name of a run that was not Oobleck's."""
 _TRIAL_LENGTH = 16
 
 
 def main() -> int:
     """Convert as the arguments demand, and return the exit status."""
-    what, source, target = sys.argv[1:]
+    what, source, target, *model = sys.argv[1:]
     try:
-        if what == "import":
+        if what == "import" and model:
+            sys.stdout.write(f"{dcp_format.import_state(Path(source), place_of(target, 'TARGET'), model=model[0])}\n")
+        elif what == "dcp":
+            _save_whole(partial(dcp_format.export_state, place_of(source, "WHERE")), Path(target))
+        elif what == "import":
             sys.stdout.write(f"{import_model(Path(source), place_of(target, 'TARGET'))}\n")
         else:
             export_model(place_of(source, "WHERE"), Path(target), adapters_alone=what == "peft")
@@ -171,36 +172,6 @@ def _initial_layers(structure: models.ModelStructure) -> Iterator[dict[str, torc
         model.initialize([layer], seed=0)
         yield {name: parameter.detach() for name, parameter in model.parameters.items()}
         model.adopt(layer, layer, {})
-
-
-def write_layers(
-    target: Path, structure: models.ModelStructure, layers: Iterable[Mapping[str, torch.Tensor]], *, step: int = 0
-) -> Path:
-    """Write a checkpoint that no run has saved, layer by layer, and return its path. Raises OSError."""
-    name = storage.checkpoint_name(IMPORTED, step=step, generation=0)
-    directory = storage.CheckpointDirectory(target)
-    (target / name).mkdir(parents=True, exist_ok=True)
-    metadata = model_metadata(structure)
-    shards = [write_layer(directory, name, layer, tensors, metadata=metadata) for layer, tensors in enumerate(layers)]
-    directory.commit(
-        storage.Manifest(
-            version=storage.MANIFEST_VERSION,
-            name=name,
-            tag=IMPORTED,
-            run=IMPORTED,
-            saved_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            step=step,
-            generation=0,
-            loss=None,
-            seed=0,
-            global_batch_size=1,
-            samples_seen=0,
-            data_digest="",
-            layer_names=structure.layer_names,
-            shards=tuple(shards),
-        )
-    )
-    return target / name
 
 
 def _config_of(checkpoint: Path, metadata: dict[str, str]) -> PreTrainedConfig:

@@ -20,7 +20,8 @@ Tensors = Mapping[str, torch.Tensor]
 """A layer's tensors, keyed by their names in files: NAME, optimizer.KIND.NAME or training.WHAT."""
 
 _JOINED_ALONG = "joined_along"
-_OPTIMIZER = "optimizer."
+OPTIMIZER = "optimizer."
+"""Begins the names of the optimizer's tensors."""
 _TRAINING = "training."
 
 
@@ -93,7 +94,7 @@ def cut_state(share: Share, state: Tensors) -> Tensors:
 
 def without_states(tensors: Tensors) -> Tensors:
     """Return the weights among a layer's tensors."""
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith((_OPTIMIZER, _TRAINING))}
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith((OPTIMIZER, _TRAINING))}
 
 
 def _is_everywhere(name: str, tensor: torch.Tensor) -> bool:
@@ -102,4 +103,4 @@ def _is_everywhere(name: str, tensor: torch.Tensor) -> bool:
 
 
 def _parameter_of(name: str) -> str:
-    return name.split(".", 2)[2] if name.startswith(_OPTIMIZER) else name
+    return name.split(".", 2)[2] if name.startswith(OPTIMIZER) else name

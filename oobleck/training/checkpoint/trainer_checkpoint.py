@@ -15,7 +15,7 @@ from oobleck.training.flow import Flow
 from oobleck.training.model import LiveModel, LossOfInputs, ModelStructure
 from oobleck.training.optim import MISSED
 
-from .conversion import write_layers
+from .imported import write_checkpoint
 
 _STATE, _OPTIMIZER = "trainer_state.json", "optimizer.pt"
 _OURS = "oobleck"
@@ -62,27 +62,6 @@ def import_trainer_checkpoint(
     else:
         structure = ModelStructure.with_its_loss(live, whole_loss, sequence_length=_TRIAL_LENGTH, flow=flow)
     return write_checkpoint(directory / _OURS, structure, model.state_dict(keep_vars=True), states, step=step)
-
-
-def write_checkpoint(
-    target: Path,
-    structure: ModelStructure,
-    state: Mapping[str, torch.Tensor],
-    states: Mapping[int, Mapping[str, torch.Tensor]],
-    *,
-    step: int,
-) -> Path:
-    """Write a checkpoint of `state` and the optimizer's `states`, by tensor id; return its path. Raises OSError."""
-
-    def tensors_of(layer: int) -> dict[str, torch.Tensor]:
-        tensors: dict[str, torch.Tensor] = {}
-        for each in structure.layer_parameters(layer):
-            tensors[each] = state[each].detach().cpu()
-            for key, value in states.get(id(state[each]), {}).items():
-                tensors[f"optimizer.{key}.{each}"] = value
-        return tensors
-
-    return write_layers(target, structure, map(tensors_of, range(structure.num_layers)), step=step)
 
 
 def _require_same_options(directory: Path, saved: Mapping[str, Any], options: Sequence[Mapping[str, object]]) -> None:

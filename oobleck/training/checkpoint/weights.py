@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 
 from oobleck.errors import CorruptCheckpoint
-from oobleck.storage import CheckpointDirectory
+from oobleck.storage import CheckpointDirectory, Manifest
 
-from .parts import Tensors, join_parts, read_part, shards_of, without_states
+from .parts import OPTIMIZER, Tensors, join_parts, read_part, shards_of, without_states
 
 _SHARED = (
     "where the nodes save to disks of their own, bring their files here and start the same command again, or set "
@@ -56,15 +56,46 @@ def gathered_weights(directory: Path) -> dict[str, torch.Tensor]:
 
 def read_weights(checkpoint: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """Return the metadata and the weights of a checkpoint's model. Verifies every file. Raises CorruptCheckpoint."""
+    weights: dict[str, torch.Tensor] = {}
+    metadata: dict[str, str] = {}
+    for parts in _layers_of(checkpoint, _whole(checkpoint)):
+        metadata = dict(parts[0][0])
+        weights |= join_parts([(text, without_states(tensors)) for text, tensors in parts])
+    return metadata, weights
+
+
+def read_state(
+    checkpoint: Path,
+) -> tuple[Manifest, dict[str, str], dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """Return a checkpoint's manifest, metadata, weights, and the optimizer's tensors by parameter and kind.
+
+    Verifies every file. Raises CorruptCheckpoint.
+    """
+    manifest = _whole(checkpoint)
+    weights: dict[str, torch.Tensor] = {}
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    metadata: dict[str, str] = {}
+    for parts in _layers_of(checkpoint, manifest):
+        metadata = dict(parts[0][0])
+        layer = join_parts(parts)
+        weights |= without_states(layer)
+        for name, tensor in layer.items():
+            if name.startswith(OPTIMIZER):
+                kind, parameter = name.removeprefix(OPTIMIZER).split(".", 1)
+                states.setdefault(parameter, {})[kind] = tensor
+    return manifest, metadata, weights, states
+
+
+def _whole(checkpoint: Path) -> Manifest:
     directory = CheckpointDirectory(checkpoint.parent)
     manifest = directory.manifest(checkpoint.name)
     faults = list(directory.faults(manifest))
     if faults:
         raise CorruptCheckpoint("; ".join(map(str, faults)))
-    weights: dict[str, torch.Tensor] = {}
-    metadata: dict[str, str] = {}
+    return manifest
+
+
+def _layers_of(checkpoint: Path, manifest: Manifest) -> Iterator[list[tuple[Mapping[str, str], Tensors]]]:
+    """Yield the parts of each layer."""
     for layer in range(len(manifest.layer_names)):
-        parts = [read_part(checkpoint / shard.file) for shard in shards_of(manifest, layer)]
-        metadata = dict(parts[0][0])
-        weights |= join_parts([(text, without_states(tensors)) for text, tensors in parts])
-    return metadata, weights
+        yield [read_part(checkpoint / shard.file) for shard in shards_of(manifest, layer)]

@@ -222,6 +222,18 @@ class Group:
             work = self._process_group._allgather_base(rows.view(-1), own, AllgatherOptions())
             return Reduction(self, staging.GlooSum(work, self.waiter.announce))
 
+    def reduce_scatter(self, parts: torch.Tensor) -> tuple[Reduction, torch.Tensor]:
+        """Post a sum over the members' `parts` [members, ...]; return also what then is this member's row of it.
+
+        Raises as `all_reduce`.
+        """
+        if self._nccl is not None and self.sums_in_order(parts):
+            with blaming_peers(f"reduce-scatter in {self.key.name}"):
+                own = torch.empty_like(parts[self.rank])
+                return Reduction(self, self._nccl.reduce_scatter(own, parts)), own
+        whole = parts.clone()
+        return self.all_reduce(whole), whole[self.rank]
+
     def order(self, work: NcclWork) -> None:
         """Have this thread's next launches come after what NCCL carries. Raises RuntimeError or Interrupted."""
         assert self._nccl is not None, "NCCL carries it"
@@ -263,7 +275,8 @@ class Group:
         # Registered before it connects, since a member that never joins blocks this thread until an abort.
         self._hold(nccl)
         self._nccl = nccl
-        nccl.connect(max(LARGE_SUM, largest), timeout_s)
+        shares = len(self.key.members) if self.key.purpose in ("stage", "evaluation") else 0
+        nccl.connect(max(LARGE_SUM, largest), timeout_s, shares=shares)
 
     def use_way(self, nccl: NcclGroup, source: int, target: int, timeout_s: float) -> None:
         """Have NCCL carry `send_off` from one member to another from now on. Otherwise as `use_nccl`."""

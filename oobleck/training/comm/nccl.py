@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, Store, Work
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions, Store, Work
 
 from oobleck.control.steps import Interrupted
 from oobleck.planner import WorkerId
@@ -52,9 +52,11 @@ class NcclWork:
         # for errors only while the communicator is not aborted.
         if self._group.is_aborted:
             raise Interrupted
-        # This raises NCCL's own errors, and does not block: it orders the work before the stream's next launches.
-        # `is_success` is refused, and `exception` is deprecated.
-        self._work.wait()
+        # Not `wait`: where NCCL has found an error, it aborts the communicator on this thread before it raises, and such
+        # an abort may wait for the kernels of others, for as long as these wait for their peers.
+        self._work.block_current_stream()
+        if (error := self._work.exception()) is not None:
+            raise error
 
     def finish(self, *, until_s: float = math.inf) -> None:
         """Block until it is done, and conclude it. Raises TimeoutError at `until_s` (monotonic), else as `conclude`."""
@@ -101,6 +103,10 @@ class NcclGroup:
     def all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> NcclWork:
         """Post a copy of each member's `own` into its row of all members' `rows`; otherwise as `all_reduce`."""
         return self._post(lambda group: group._allgather_base(rows.view(-1), own, AllgatherOptions()), rows)
+
+    def reduce_scatter(self, own: torch.Tensor, parts: torch.Tensor) -> NcclWork:
+        """Post a sum over all members' `parts`, of which `own` becomes this member's row; otherwise as `all_reduce`."""
+        return self._post(lambda group: group._reduce_scatter_base(own, parts, ReduceScatterOptions()), own)
 
     def order(self, work: NcclWork) -> None:
         """Have this thread's next launches come after a collective, the oldest not ordered yet; the host does not wait.
@@ -152,8 +158,8 @@ class NcclGroup:
         self._end([process_group, self._store, work])
         raise Interrupted
 
-    def connect(self, num_elements: int, timeout_s: float) -> None:
-        """Make all connections that sums of up to `num_elements` need.
+    def connect(self, num_elements: int, timeout_s: float, *, shares: int = 0) -> None:
+        """Make all connections that sums of up to `num_elements` need, and with the members' number their `shares`.
 
         Blocks, in torch as well, so it needs a thread that can be left behind. Raises RuntimeError, TimeoutError or
         Interrupted.
@@ -162,6 +168,11 @@ class NcclGroup:
         # NCCL connects an algorithm on its first use, and large sums use other algorithms than small ones.
         for count in sorted({1, min(num_elements, LARGE_SUM), num_elements}):
             self._connect_by(self.all_reduce(torch.zeros(count, device=self.device)), until_s)
+        for count in (1, LARGE_SUM // shares) if shares else ():
+            own = torch.zeros(count, device=self.device)
+            rows = own.new_zeros((shares, count))
+            self._connect_by(self.all_gather(rows, own), until_s)
+            self._connect_by(self.reduce_scatter(own, rows), until_s)
 
     def connect_way(self, *, sends: bool, timeout_s: float) -> None:
         """Make the connection that messages need, from the member that `sends`. Otherwise as `connect`."""

@@ -44,6 +44,21 @@ class StageSums:
         self.join(self.post_sum(tensor))
         return tensor
 
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        """Return what each device has: [devices, *own]. Raises Interrupted or PeerLost."""
+        with self._posting() as group:
+            rows = own.new_empty((len(group.key.members), *own.shape))
+            posted = group.all_gather(rows.view(len(rows), -1), own.reshape(-1))
+        self.join(posted)
+        return rows
+
+    def scatter(self, parts: torch.Tensor) -> torch.Tensor:
+        """Sum [devices, ...] over the devices, and return this device's own row. Raises Interrupted or PeerLost."""
+        with self._posting() as group:
+            posted, own = group.reduce_scatter(parts)
+        self.join(posted)
+        return own.clone() if posted.is_waited_for else own  # without the rows of others
+
     def post_sum(self, tensor: torch.Tensor) -> Reduction:
         """Post a sum, in place. Raises as the sum itself."""
         with self._posting() as group:

@@ -31,8 +31,9 @@ class Losses:
             return True
         if len(self._recent) >= _LEAST_RECENT:
             low, high = min(self._recent), max(self._recent)
-            # Losses that are all alike have no range.
-            if loss > high + _JUMP * max(high - low, abs(high) / 10):
+            # Losses that are all alike have no range, and zeros, as of a policy's first steps, tell none.
+            span = max(high - low, abs(high) / 10)
+            if span and loss > high + _JUMP * span:
                 return True
         self._recent.append(loss)
         return False

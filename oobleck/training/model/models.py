@@ -35,6 +35,7 @@ from .layered_model import LayeredModel, arguments_of
 from .live_model import LiveWeights
 from .stage_modules import StageModules
 from .structure import ModelStructure, Site
+from .token_shares import TokenShare
 from .weights import WeightFiles
 
 _POSITIONS = ((0, 1, 2, 0, 1, 2, 3),)
@@ -91,6 +92,7 @@ class StageModel:
         self._cached = dict.fromkeys(cached, dtype)
         self._chunked: tuple[losses.ChunkedLoss | None] | None = None  # once it is known whether there is one
         self._vocabulary_share: losses.VocabularyShare | None = None
+        self._tokens: TokenShare | None = None
         self._attention = attention
         if attention is not None:
             use_attention(self.model, attention)
@@ -208,6 +210,20 @@ class StageModel:
         """Compute the standard loss from the logits of these words alone, which the head has from now on."""
         self._vocabulary_share = share
 
+    def share_tokens(self, share: TokenShare) -> None:
+        """Have blocks take and return the hidden states of these tokens alone, as do messages between stages."""
+        self._tokens = share
+        *blocks, head = (self.modules_of(layer) for layer in range(1, self.structure.num_layers))
+        share.cut_before(lambda: self.is_first, blocks[0][0])
+        share.gather_before(lambda: self.is_tried, head[0])
+
+    def hidden_shape(self, batch_size: int) -> tuple[int, int, int]:
+        """Return the shape of the hidden states that a stage receives and returns for a microbatch."""
+        structure = self.structure
+        if self._tokens is not None:
+            return self._tokens.shape_of(batch_size, structure.hidden_size)
+        return batch_size, structure.sequence_length, structure.hidden_size
+
     def initialize(self, layers: Iterable[int], *, seed: int) -> None:
         """Set the parameters of held layers to their initial values.
 
@@ -258,13 +274,13 @@ class StageModel:
 
         Arguments:
             batch: the microbatch, on this stage's device; the same on all stages, since each makes its own masks.
-            hidden: the output of the chunk before, [batch, length, hidden]; None for the first layers.
+            hidden: the output of the chunk before, of `hidden_shape`; None for the first layers.
             num_items: the divisor of the sum of the token losses.
             key: the seed of dropout and other randomness, together with each layer's number.
             chunk: the index of a held chunk.
 
         Returns:
-            Hidden states [batch, length, hidden]; for the last layers the loss, a scalar.
+            Hidden states of `hidden_shape`; for the last layers the loss, a scalar.
         """
         check_attention(self._attention, batch)
         self._modules.put_in_place(self.chunks[chunk])
@@ -325,6 +341,8 @@ class StageModel:
         others = {name: value for name, value in self._others(batch).items() if name in self._trunk_takes}
         output = self.model.base_model(input_ids=batch.input_ids, use_cache=False, **others)
         hidden: torch.Tensor = output.last_hidden_state
+        if self._tokens is not None and not any(map(self.structure.is_block, self._modules.chunk)):
+            hidden = self._tokens.cut(hidden)  # embedding alone
         return hidden.to(self.hidden_dtype)
 
     def _loss(self, batch: Batch, num_items: int) -> torch.Tensor:

@@ -4,7 +4,8 @@ A transformers model's plan cuts its linear layers by columns or by rows. Betwee
 one cut by rows, each device computes its share of the features. Before, all devices have the same values; after, their
 shares are summed (Shoeybi et al., "Megatron-LM", 2019, section 3). Embedding and head are cut by words: a device looks
 up those that it has, and computes their logits, of which the standard loss needs no others (`losses.ChunkedLoss`).
-Modules that the plan cuts in other ways stay whole on every device.
+Modules that the plan cuts in other ways stay whole on every device. Between shared modules, hidden states are cut by
+tokens where a model's code allows it (`token_shares.py`).
 
 Sums are interruptible, unlike those of DTensor, whose group no worker can leave: when a pipeline breaks, the devices of
 a stage may notice it at different moments.
@@ -29,6 +30,7 @@ from oobleck.job import JobSpec, Sharding
 from . import losses
 from .models import StageModel
 from .structure import ModelStructure
+from .token_shares import Collectives, TokenShare, can_cut_tokens, hidden_in, with_hidden
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over the devices of the stage, in place, and returns it."""
@@ -67,6 +69,8 @@ class Share:
     """The dimension along which a parameter is cut, keyed by parameter."""
     summed: frozenset[str]
     """Whole parameters with partial gradients."""
+    cuts_tokens: bool = False
+    """Whether each device has its share of the tokens' hidden states before and after each block."""
 
     @property
     def is_sharded(self) -> bool:
@@ -106,12 +110,15 @@ def share_of(structure: ModelStructure, *, rank: int, degree: int) -> Share:
         raise ConfigError(
             f"tensor_parallel: {degree} devices cannot share a model that computes its loss; leave it out"
         )
-    styles = _styles(structure, degree) if degree > 1 else {}
+    styles, cuts_tokens = _styles(structure, degree) if degree > 1 else ({}, False)
     cut: dict[str, int] = {}
     summed: set[str] = set()
-    for site in (site for layer in structure.sites for site in layer):
+    sites = [(layer, site) for layer, sites in enumerate(structure.sites) for site in sites]
+    for layer, site in sites:
         style = styles.get(site.module)
-        if style is Style.SUMMED:
+        # What a block has beside shared layers takes this device's tokens: norms, and the biases of `_row_forward`.
+        takes_tokens = cuts_tokens and structure.is_block(layer) and style is not Style.COLUMNS
+        if style is Style.SUMMED or (takes_tokens and (style is None or site.attribute == "bias")):
             summed.add(site.parameter)
         # The bias of a layer cut by rows stays whole: it is added once, after the sum.
         elif style is Style.COLUMNS or style in _CUT_BY_WORDS:
@@ -127,7 +134,8 @@ def share_of(structure: ModelStructure, *, rank: int, degree: int) -> Share:
         structure=replace(structure, shapes=shapes),
         styles=styles,
         cut_dimensions=cut,
-        summed=frozenset(summed),
+        summed=frozenset(summed - structure.buffers.keys()),
+        cuts_tokens=cuts_tokens,
     )
 
 
@@ -170,8 +178,12 @@ def share_for(job: JobSpec, structure: ModelStructure, *, rank: int) -> Share:
     return sharded(structure, rank=rank, degree=job.sharding_devices, sharding=job.sharding)
 
 
-def install(stage: StageModel, share: Share, sum_up: AllReduce) -> None:
+def install(stage: StageModel, share: Share, sum_up: Collectives) -> None:
     """Have the modules of a stage, which was built from the share's structure, compute this device's share."""
+    tokens = None
+    if share.cuts_tokens:
+        tokens = TokenShare(share.rank, share.degree, share.structure.sequence_length, sum_up)
+        stage.share_tokens(tokens)
     for layer in range(share.structure.num_layers):
         for root, module in zip(share.structure.layer_roots(layer), stage.modules_of(layer), strict=True):
             named = dict(module.named_modules(prefix=root))
@@ -181,11 +193,11 @@ def install(stage: StageModel, share: Share, sum_up: AllReduce) -> None:
                     case Style.COLUMNS:
                         parent = name.rpartition(".")[0]
                         if parent not in entrances:
-                            entrances[parent] = _Entrance(sum_up)
-                            named[parent].register_forward_hook(entrances[parent].leave)
+                            entrances[parent] = _Entrance(sum_up, tokens)
+                            entrances[parent].watch(named[parent])
                         inner.register_forward_pre_hook(entrances[parent].enter)
                     case Style.ROWS:
-                        inner.forward = partial(_row_forward, inner, sum_up)
+                        inner.forward = partial(_row_forward, inner, sum_up, tokens)
                     case Style.EMBEDDING:
                         inner.forward = partial(_embedding_forward, inner, share, sum_up)
                     case Style.HEAD:
@@ -252,10 +264,23 @@ class _Gather(torch.autograd.Function):
 class _Entrance:
     """Enters each input of a module's children cut by columns once, however many of them take it."""
 
-    def __init__(self, sum_up: AllReduce) -> None:
-        self._sum_up = sum_up
+    def __init__(self, sum_up: AllReduce, tokens: TokenShare | None) -> None:
+        self._sum_up, self._tokens = sum_up, tokens
         self._entered: tuple[torch.Tensor, torch.Tensor] | None = None
         """The newest input, and the value that the children take."""
+
+    def watch(self, module: nn.Module) -> None:
+        module.register_forward_hook(self.leave)
+        if self._tokens is not None:
+            module.register_forward_pre_hook(partial(self._gather, self._tokens), with_kwargs=True)
+
+    def _gather(self, tokens: TokenShare, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Give the module the hidden states of all tokens."""
+        own = losses.cast_by_autocast(hidden_in(args, kwargs))
+        whole = tokens.gather(own)
+        # The module itself may use them too, as if it were on each device alone.
+        self._entered = whole, tokens.enter(own, whole)
+        return with_hidden(whole, args, kwargs)
 
     def enter(self, _module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         hidden, *others = args
@@ -275,9 +300,10 @@ def _entered(hidden: torch.Tensor, sum_up: AllReduce) -> torch.Tensor:
     return _Enter.apply(losses.cast_by_autocast(hidden), sum_up)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def _row_forward(module: Any, sum_up: AllReduce, hidden: torch.Tensor) -> torch.Tensor:
+def _row_forward(module: Any, sum_up: AllReduce, tokens: TokenShare | None, hidden: torch.Tensor) -> torch.Tensor:
     """Run a linear layer cut by rows."""
-    output: torch.Tensor = _Leave.apply(functional.linear(hidden, module.weight), sum_up)  # type: ignore[no-untyped-call]
+    part = functional.linear(hidden, module.weight)
+    output: torch.Tensor = _Leave.apply(part, sum_up) if tokens is None else tokens.leave(part)  # type: ignore[no-untyped-call]
     # The bias is whole on every device, so it must be added after the sum.
     return output if module.bias is None else output + module.bias
 
@@ -300,8 +326,8 @@ def _head_forward(module: Any, share: Share, sum_up: AllReduce, hidden: torch.Te
     return _Gather.apply(logits, share, sum_up)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def _styles(structure: ModelStructure, degree: int) -> dict[str, Style]:
-    """Choose the style of every module that is not left whole."""
+def _styles(structure: ModelStructure, degree: int) -> tuple[dict[str, Style], bool]:
+    """Choose the style of every module that is not left whole; return also whether tokens can be cut between them."""
     if structure.adapters is not None:
         raise _cannot(structure, "its plan does not cover adapters")
     if structure.hooks:
@@ -323,7 +349,16 @@ def _styles(structure: ModelStructure, degree: int) -> dict[str, Style]:
         found[name] = Style(style)
     if not any(style is not Style.SUMMED for style in found.values()):
         raise _cannot(structure, "it has no plan for that")
-    return found | _styles_of_words(structure, model, planned, degree)
+    of_words = _styles_of_words(structure, model, planned, degree)
+    # Devices would draw the same numbers for different tokens.
+    draws = structure.draws_at_random and structure.drops
+    cuts_tokens = structure.sequence_length % degree == 0 and not draws
+    if cuts_tokens:
+        columns, rows, others = (
+            [name for name in found if found[name] is style] for style in (Style.COLUMNS, Style.ROWS, Style.SUMMED)
+        )
+        cuts_tokens = can_cut_tokens(structure, model, columns=columns, rows=rows, others=others)
+    return found | of_words, cuts_tokens
 
 
 def _styles_of_words(

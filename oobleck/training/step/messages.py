@@ -30,7 +30,7 @@ class Messages:
         """Return what begins to receive a message to a chunk, or with None of gradients. Raises PeerLost."""
         model, group, flow = self.model, self.group, self.model.structure.flow
         if flow is None:
-            shape = self._hidden_shape
+            shape = model.hidden_shape(self.batch_size)
             return lambda tag: group.post_receive_ahead(shape, model.hidden_dtype, model.device, source, tag)
         length = 1 if to_chunk is None else flows.header_length(flow, model.chunks[to_chunk].start)
 
@@ -83,7 +83,7 @@ class Messages:
         """Block until a chunk has what `send_and_wait_later` has sent to it. Raises PeerLost."""
         model, flow = self.model, self.model.structure.flow
         if flow is None:
-            hidden = torch.empty(self._hidden_shape, dtype=model.hidden_dtype, device=model.device)
+            hidden = torch.empty(model.hidden_shape(self.batch_size), dtype=model.hidden_dtype, device=model.device)
             self.group.receive(hidden, source, tag)
             return hidden
         layer = model.chunks[chunk].start
@@ -92,11 +92,6 @@ class Messages:
         payload = torch.empty(max(1, int(header[0])), dtype=torch.uint8, device=model.device)
         self.group.receive(payload, source, 2 * tag + 1)
         return flows.Parcel.received(flow, layer, header, payload)
-
-    @property
-    def _hidden_shape(self) -> tuple[int, int, int]:
-        structure = self.model.structure
-        return self.batch_size, structure.sequence_length, structure.hidden_size
 
     def _payload(self, tag: int) -> torch.Tensor:
         work, payload = self._parcels.pop(tag)

@@ -292,7 +292,7 @@ def _recovery_costs(done: journal.RecoverySummary) -> tuple[str, ...]:
 
 def _recovery_text(done: journal.RecoverySummary) -> str:
     names = _names_text(done.nodes, 4)
-    what = f"{done.cause.replace('_', ' ')}; {done.action.replace('_', ' ')}"
+    what = f"{done.cause.replace('_', ' ')}; {journal.Action(done.action).words}"
     return f"{names}: {what}" if names else what
 
 

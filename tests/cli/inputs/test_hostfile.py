@@ -322,3 +322,31 @@ def test_a_run_has_few_kinds():
 def test_nodes_that_fail_together_are_those_of_a_rack_or_of_a_machine():
     nodes = parse("node[1-2] domain=b7\nnode3 devices=0\nnode3 devices=1")
     assert [node.failure_domain for node in nodes] == ["domain b7", "domain b7", "node3", "node3"]
+
+
+@pytest.mark.parametrize(
+    ("text", "domains"),
+    [
+        ("node[1-3] domain=rack-[1-3]", ["rack-1", "rack-2", "rack-3"]),
+        ("node[1-4] domain=rack-[01,01,02,02]", ["rack-01", "rack-01", "rack-02", "rack-02"]),
+        ("node[1-2] domain=eu-west/a,b", ["eu-west/a,b", "eu-west/a,b"]),
+        ("node[1-2] domain=z[7]", ["z7", "z7"]),
+    ],
+)
+def test_a_domain_belongs_to_each_host_or_is_that_of_all(text, domains):
+    assert [node.domain for node in parse(text)] == domains
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("node[1-4] domain=rack[1-2]", r"domain=rack\[1-2\] names 2 domains for 4 hosts; name one for each"),
+        ("node1 domain=rack[1-2]", r"domain=rack\[1-2\] names 2 domains for 1 host;"),
+        ("node[1-2] domain=rack[1", r"domain=rack\[1: brackets .* in pairs, around numbers"),
+        ("node[1-2] domain=rack[a-b]", r"domain=rack.*: 'a-b' is neither a number nor a range"),
+        ("node[1-2] domain=r[1-9][1-9999]", "names more than"),
+    ],
+)
+def test_domains_that_do_not_fit_their_hosts_are_refused(text, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        parse(text)

@@ -44,9 +44,9 @@ SPEC = NodeSpec(name="n9", host="n9")
         (RecoveryStarted(t_s=1.0, generation=2, nodes=(), cause=PlanCause.HANG), "regrouping; no node is lost"),
         (
             recovered(1.0, 2, "n9", cause=PlanCause.JOINED),
-            "n9 taken in; rebuild; 2 layers copied in 0.21 s; no step lost",
+            "n9 taken in; new pipelines; 2 layers copied in 0.21 s; no step lost",
         ),
-        (recovered(1.0, 2, steps_lost=1), "regrouped; rebuild; 2 layers copied in 0.21 s; 1 steps lost"),
+        (recovered(1.0, 2, steps_lost=1), "regrouped; new pipelines; 2 layers copied in 0.21 s; 1 steps lost"),
     ],
 )
 def test_entries_are_sentences(entry, text: str):

@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 
 from oobleck.control.journal import (
+    Action,
     AgentLeft,
     Failure,
     ForkServerDown,
@@ -22,6 +23,7 @@ from oobleck.control.journal import (
     RecoveryStarted,
     ReplicasDiffer,
     Silent,
+    StatesProtected,
     WorkerEnded,
     failure_of_end,
 )
@@ -151,3 +153,24 @@ def test_copies_that_differ_are_named_with_those_who_have_them(is_sure: bool):
     text = ReplicasDiffer(t_s=1.0, step=5, layer=2, odd=(odd,), trusted=(trusted,), is_sure=is_sure).sentence
     assert all(part in text for part in ("step 5", "layer 2", "n1:0", "n2:0"))
     assert ("either may be right" in text) is not is_sure
+
+
+@pytest.mark.parametrize(
+    ("newest", "protected", "num_missing", "said"),
+    [
+        (1, 1, 0, "saved states: step 1, which outlives the loss of a node"),
+        (9, 8, 0, "saved states: step 9; that of step 8 outlives the loss of a node"),
+        (9, None, 2, "saved states: step 9; none outlives the loss of a node: 2 parts without a copy"),
+        (None, None, 0, "saved states: none"),
+    ],
+)
+def test_saved_states_say_which_of_them_outlives_a_node(
+    newest: int | None, protected: int | None, num_missing: int, said: str
+) -> None:
+    entry = StatesProtected(t_s=1.0, newest=newest, protected=protected, num_missing=num_missing)
+    assert entry.sentence == said
+
+
+def test_each_action_has_words_of_its_own() -> None:
+    assert len({action.words for action in Action}) == len(Action)
+    assert not {action.words for action in Action} & {"reinstantiate", "absorb"}

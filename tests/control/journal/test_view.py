@@ -238,7 +238,7 @@ def test_a_regrouping_that_lost_no_node_is_told_as_that():
     regrouping = RecoveryStarted(t_s=3.1, generation=2, nodes=(), cause=PlanCause.PEER_FAILED)
     texts = [event.text for event in seen(*START, regrouping, recovered(3.4, 2)).events]
     assert texts[-2] == regrouping.sentence
-    assert texts[-1].startswith("regrouped; rebuild; ")
+    assert texts[-1].startswith("regrouped; new pipelines; ")
 
 
 def test_nodes_show_their_kinds_where_there_are_several():

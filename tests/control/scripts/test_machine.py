@@ -191,6 +191,29 @@ def test_a_node_that_comes_when_the_first_ranks_have_finished_starts_nothing_aga
     assert (isinstance(state, Running), effects) == (True, ())
 
 
+@pytest.mark.parametrize("ending", [Failed(node="b", generation=1, reason=""), Leave(node="b")])
+def test_a_lost_node_whose_ranks_had_finished_is_not_waited_for(ending: Input):
+    state, _ = step(running("a", "b", "c"), Finished(node="a", generation=1), 5, roster=Roster(), rules=RULES)
+    state, effects = step(state, Gone(node="a"), 6, roster=Roster(), rules=RULES)
+    assert (isinstance(state, Running), effects) == (True, ())
+    state, (clear,) = step(state, ending, 7, roster=Roster(), rules=RULES)
+    assert isinstance(clear, Clear)
+    assert clear.nodes == ("b", "c")
+    for name, left in (("b", ("b",)), ("c", ("b", "c"))):
+        state, effects = step(state, Ready(node=name, generation=1), 8, roster=there(*left), rules=RULES)
+    assert isinstance(effects[0], Begin)
+
+
+def test_nodes_that_finish_or_are_lost_after_they_had_finished_end_the_run_well():
+    state, _ = step(running("a", "b"), Finished(node="a", generation=1), 5, roster=Roster(), rules=RULES)
+    state, _ = step(state, Gone(node="a"), 6, roster=Roster(), rules=RULES)
+    state, effects = step(state, Ready(node="a", generation=1), 7, roster=there("a"), rules=RULES)
+    assert (isinstance(state, Running), effects) == (True, ())
+    state, (end,) = step(state, Finished(node="b", generation=1), 8, roster=there("a"), rules=RULES)
+    assert isinstance(end, EndRun)
+    assert end.exit_code == 0
+
+
 def test_an_agent_that_never_says_that_its_ranks_are_gone_is_given_up():
     state, _ = step(running("a", "b"), Failed(node="b", generation=1, reason=""), 5, roster=Roster(), rules=RULES)
     state, _ = step(state, Ready(node="b", generation=1), 6, roster=there("b"), rules=RULES)

@@ -149,6 +149,40 @@ def test_the_news_may_come_after_the_error(agent: Agent):
     assert counts == [0, 1]
 
 
+def test_a_later_loop_keeps_no_process_for_a_new_rank_would_run_the_first_one_meanwhile(agent: Agent):
+    assert oobleck.resilient(lambda: "trained")() == "trained"
+    assert [agent.heard(), agent.heard()] == [ATTEMPTS, PAST]
+
+    @oobleck.resilient
+    def evaluate() -> None:
+        raise dist.DistNetworkError("Connection closed by peer")
+
+    begun_s = time.monotonic()
+    with pytest.raises(dist.DistNetworkError):
+        evaluate()
+    assert time.monotonic() < begun_s + 1.0
+    agent.sock.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        agent.heard()
+
+
+def test_a_loop_within_an_attempt_leaves_its_interruption_to_the_outer_one(agent: Agent):
+    inner: list[int] = []
+
+    @oobleck.resilient
+    def step() -> None:
+        inner.append(len(inner))
+        if len(inner) == 1:
+            agent.interrupt()
+            await_end()
+            agent.place()
+            raise RuntimeError("Connection closed by peer")
+
+    oobleck.resilient(step)()
+    assert inner == [0, 1]
+    assert [agent.heard() for _ in range(3)] == [ATTEMPTS, WAITS, PAST]
+
+
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 def test_an_end_that_is_asked_for_is_never_swallowed(agent: Agent, kind: type[BaseException]):
     @oobleck.resilient

@@ -7,8 +7,9 @@ From `torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp`, which is alike in these
   ended. Those of an aborted communicator end: so the work is complete, without an error, with what was there by then.
 - For that it locks `NCCLComm::mutex_`, and its binding keeps the GIL. `NCCLComm::abort` holds that lock for all of
   `ncclCommAbort`, without the GIL, and may wait for the kernels of other communicators.
-- `WorkNCCL::wait` puts the work before the stream's next kernels and returns at once; it rethrows an error that was
-  seen (`handleException(TearDown)`), and sees none of an aborted communicator.
+- `WorkNCCL::wait` puts the work before the stream's next kernels and returns at once. Where an error was seen, it first
+  aborts the communicator on the calling thread, and rethrows the error (`handleException(TearDown)`); it sees none of an
+  aborted communicator. `Work::blockCurrentStream` does the first alone.
 - `initNCCLComm` makes the communicator within the first operation, which blocks until all members have come, and is
   registered for `abort` only then: `abortComms` does not find it before.
 - After an error the watchdog sleeps for four times `TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC`, 15 s by default, with the
@@ -36,6 +37,7 @@ from tests.training.comm.native_lock import NativeLock
 __all__ = ["FakeLibrary", "FakeNccl", "FakeNcclWork"]
 
 _PATIENCE_S = 20.0
+_COLLECTIVES = ("sum", "gather", "scatter")
 _LONGEST_SLEEP_S = 3.0  # of the watchdog, which torch has sleep a minute
 
 
@@ -68,6 +70,12 @@ class FakeNccl:
         """Post a sum; the first makes the communicator, and blocks until all members make it."""
         return self._post("sum", tensors)
 
+    def _allgather_base(self, rows: torch.Tensor, own: torch.Tensor, _options: object) -> FakeNcclWork:
+        return self._post("gather", [rows], own)
+
+    def _reduce_scatter_base(self, own: torch.Tensor, parts: torch.Tensor, _options: object) -> FakeNcclWork:
+        return self._post("scatter", [own], parts)
+
     def send(self, tensors: list[torch.Tensor], target: int, _tag: int) -> FakeNcclWork:
         """Post a message to the other member."""
         assert target == 1 - self._rank
@@ -78,7 +86,7 @@ class FakeNccl:
         assert source == 1 - self._rank
         return self._post("receive", tensors)
 
-    def _post(self, kind: str, tensors: list[torch.Tensor]) -> FakeNcclWork:
+    def _post(self, kind: str, tensors: list[torch.Tensor], given: torch.Tensor | None = None) -> FakeNcclWork:
         world = self.world
         self.on_launch(kind)
         time.sleep(max(0.0, self._can_post_at_s - time.monotonic()))
@@ -89,12 +97,19 @@ class FakeNccl:
             world.changed.notify_all()
             assert world.changed.wait_for(lambda: len(world.come) == world.size, _PATIENCE_S), "a test's own hang"
             work = self._work(kind, tensors[0])
+            work.own = work.own if given is None else given.clone()
             self.works.append(work)
             world.settle()
             return work
 
     def _work(self, kind: str, tensor: torch.Tensor) -> FakeNcclWork:
         return FakeNcclWork(self, kind, tensor)
+
+    def result(self, kind: str, known: torch.Tensor) -> torch.Tensor:
+        """Return what a collective leaves at this member, of what members have given."""
+        if kind == "gather":
+            return known
+        return known.sum(0)[self._rank] if kind == "scatter" else known.sum(0)
 
     def abort(self) -> None:
         """End the kernels of the communicator, if there is one."""
@@ -154,8 +169,15 @@ class FakeNcclWork:
     def is_success(self) -> bool:
         raise NotImplementedError("WorkNCCL::isSuccess() is deprecated")
 
+    def exception(self) -> RuntimeError | None:
+        return None if self._group.is_aborted else self.error
+
+    def block_current_stream(self) -> None:
+        pass
+
     def wait(self) -> bool:
         if self.error is not None:
+            self._group.abort()
             raise self.error
         return True
 
@@ -198,11 +220,11 @@ class _World:
 
     def settle(self) -> None:
         """End the kernels that can end: of what all have joined, and of members that have aborted, with a part."""
-        for works in self._matched("sum"):
-            total = torch.stack([work.own for _, work in works]).sum(0)
+        for works in self._matched(*_COLLECTIVES):
+            known = torch.stack([work.own for _, work in works])
             for group, work in works:
                 if not work.has_ended and (len(works) == self.size or group.is_aborted):
-                    work.tensor.copy_(total)
+                    work.tensor.view(-1)[: known.numel()].copy_(group.result(work.kind, known).view(-1))
                     work.has_ended = True
         for works in self._matched("send", "receive"):
             sent = next((work.own for _, work in works if work.kind == "send"), None)

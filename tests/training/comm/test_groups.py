@@ -216,7 +216,7 @@ def test_a_message_or_a_sum_may_take_longer_than_a_group_may_take_to_form() -> N
         member.links.close()
 
 
-def test_members_gather_what_each_of_them_has_and_a_frozen_one_can_be_left() -> None:
+def test_members_gather_and_share_out_what_each_of_them_has_and_a_frozen_one_can_be_left() -> None:
     two = [LinkedTable(worker_id, forming_timeout_s=30.0) for worker_id in (A, B)]
     acquaint(two)
     key = GroupKey("stage", 1, (A, B))
@@ -229,6 +229,12 @@ def test_members_gather_what_each_of_them_has_and_a_frozen_one_can_be_left() -> 
         gather.join(never)
     assert all(torch.equal(each.signbit(), torch.tensor([[True] * 3] * 2)) for each in rows), "-0.0 is no 0.0"
     assert rows[0].tolist() == rows[1].tolist() == [[0.0] * 3, [-1.0] * 3]
+    parts = [torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (1 + group.rank) for group in groups]
+    sums = [group.reduce_scatter(each) for group, each in zip(groups, parts, strict=True)]
+    for posted, _ in sums:
+        posted.join(never)
+    assert [own.tolist() for _, own in sums] == [[3.0, 6.0], [9.0, 12.0]]
+    assert parts[1].tolist() == [[2.0, 4.0], [6.0, 8.0]], "autograd may have given them"
     unanswered = groups[0].all_gather(rows[0], torch.ones(3))
     with pytest.raises(Interrupted):
         unanswered.join(lambda: True)

@@ -89,6 +89,25 @@ def test_an_error_of_ncclls_own_is_a_lost_peer_and_ends_the_group():
     until(lambda: fake.is_aborted)
 
 
+def test_a_sum_that_failed_is_aborted_on_no_thread_that_waits_for_it():
+    """An abort may wait for other communicators, whose aborts this thread may have to allow."""
+    (one, _), (fake, _) = connected()
+    others_have_ended = threading.Event()
+
+    def abort() -> None:
+        assert others_have_ended.wait(20.0)
+
+    fake.on_abort = abort
+    reduction = one.all_reduce(torch.ones(2))
+    fake.fail(RuntimeError("NCCL error: remote process exited or there was a network error"))
+    began_s = time.monotonic()
+    with pytest.raises(PeerLost, match="remote process exited"):
+        reduction.wait(never)
+    assert time.monotonic() - began_s < 10.0
+    others_have_ended.set()
+    until(lambda: fake.is_aborted)
+
+
 # --- B4 ------------------------------------------------------------------------------------------------------------
 
 

@@ -30,3 +30,9 @@ def test_losses_that_are_all_alike_may_grow_a_little():
     losses = Losses([2.0] * 32)
     assert not losses.is_bad(2.5)
     assert losses.is_bad(9.0)
+
+
+def test_losses_that_were_all_zero_say_nothing_of_how_far_the_next_may_be():
+    losses = Losses([0.0] * 8)
+    assert not losses.is_bad(0.01)
+    assert losses.is_bad(math.nan)

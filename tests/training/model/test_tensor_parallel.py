@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import reduce
@@ -27,20 +28,39 @@ FAMILIES = ("llama", "llama-tied", "qwen3", "gpt_neox", "olmo2")
 
 
 class Sums:
-    """Sums among threads of this process, each of which is a device."""
+    """Collectives among threads of this process, each of which is a device."""
 
     def __init__(self, degree: int) -> None:
-        self._parts: list[torch.Tensor] = []
+        self._parts: dict[int, torch.Tensor] = {}
         self._barrier = threading.Barrier(degree)
 
+    def of(self, rank: int) -> DeviceSums:
+        return DeviceSums(self, rank)
+
+    def exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return what all devices give, in their order."""
+        self._parts[rank] = tensor.clone()
+        self._barrier.wait(60)
+        parts = [self._parts[each] for each in sorted(self._parts)]
+        self._barrier.wait(60)
+        return parts
+
+
+class DeviceSums:
+    """A device's."""
+
+    def __init__(self, sums: Sums, rank: int) -> None:
+        self._sums, self._rank = sums, rank
+
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._parts.append(tensor.clone())
-        self._barrier.wait(60)
-        total = reduce(torch.add, self._parts)  # as the libraries do: -0.0 stays what it is
-        if self._barrier.wait(60) == 0:
-            self._parts.clear()
-        self._barrier.wait(60)
-        return tensor.copy_(total)
+        # As the libraries do: -0.0 stays what it is.
+        return tensor.copy_(reduce(torch.add, self._sums.exchange(self._rank, tensor)))
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._sums.exchange(self._rank, own))
+
+    def scatter(self, parts: torch.Tensor) -> torch.Tensor:
+        return reduce(torch.add, self._sums.exchange(self._rank, parts))[self._rank]
 
 
 def gradients(stage: StageModel, batch: Batch | None = None) -> tuple[float, dict[str, torch.Tensor]]:
@@ -56,10 +76,44 @@ def shared_stage(
     whole = structure_of(family) if isinstance(family, str) else family
     share = share_of(whole, rank=rank, degree=DEGREE)
     stage = StageModel(share.structure, dtype=torch.float64, device="cpu", max_logits=max_logits)
-    install(stage, share, sums)
+    install(stage, share, sums.of(rank))
     stage.adopt(0, whole.num_layers, {})
     initialize_share(stage, share, stage.parameters, range(whole.num_layers), seed=0)
     return share, stage
+
+
+def assert_alike(
+    family: str | ModelStructure,
+    batch: Batch | None,
+    loss: float,
+    expected: Mapping[str, torch.Tensor],
+    *,
+    max_logits: int = MAX_LOGITS,
+) -> Share:
+    """Have all devices of a stage compute what one has computed; return the first one's share."""
+    sums = Sums(DEGREE)
+    ranks = [shared_stage(family, rank, sums, max_logits=max_logits) for rank in range(DEGREE)]
+    with ThreadPoolExecutor(DEGREE) as pool:
+        results = list(pool.map(lambda rank: gradients(rank[1], batch), ranks))
+    shares = [share for share, _ in ranks]
+    assert_are_shares(shares, results, loss, expected)
+    return shares[0]
+
+
+def assert_are_shares(
+    shares: Sequence[Share],
+    results: Sequence[tuple[float, dict[str, torch.Tensor]]],
+    loss: float,
+    expected: Mapping[str, torch.Tensor],
+) -> None:
+    for share, (own_loss, found) in zip(shares, results, strict=True):
+        assert own_loss == pytest.approx(loss, rel=1e-12)
+        assert found.keys() == expected.keys()
+        for name in found.keys() - share.summed:
+            torch.testing.assert_close(found[name], share.part_of(name, expected[name]), rtol=1e-9, atol=1e-12)
+    for name in shares[0].summed & expected.keys():
+        total = sum(found[name] for _, found in results)
+        torch.testing.assert_close(total, expected[name], rtol=1e-9, atol=1e-12)
 
 
 def padded_batch() -> Batch:
@@ -72,34 +126,15 @@ def padded_batch() -> Batch:
 def test_masks_are_those_of_all_devices_that_share_a_stage() -> None:
     loss, expected = gradients(whole_stage(structure_of("llama"), dtype=torch.float64), padded_batch())
     assert loss != gradients(whole_stage(structure_of("llama"), dtype=torch.float64))[0]
-    sums = Sums(DEGREE)
-    ranks = [shared_stage("llama", rank, sums) for rank in range(DEGREE)]
-    with ThreadPoolExecutor(DEGREE) as pool:
-        results = list(pool.map(lambda rank: gradients(rank[1], padded_batch()), ranks))
-    for (share, _), (own_loss, found) in zip(ranks, results, strict=True):
-        assert own_loss == pytest.approx(loss, rel=1e-12)
-        for name, gradient in found.items():
-            torch.testing.assert_close(gradient, share.part_of(name, expected[name]), rtol=1e-9, atol=1e-12)
+    assert_alike("llama", padded_batch(), loss, expected)
 
 
 @pytest.mark.usefixtures("backward_on")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shares_of_gradients_are_those_of_the_whole_model(family: str) -> None:
     loss, expected = gradients(whole_stage(structure_of(family), dtype=torch.float64))
-    sums = Sums(DEGREE)
-    ranks = [shared_stage(family, rank, sums) for rank in range(DEGREE)]
-    assert all(share.cut_dimensions for share, _ in ranks), "something is shared"
-    with ThreadPoolExecutor(DEGREE) as pool:
-        results = list(pool.map(lambda rank: gradients(rank[1]), ranks))
-    for (share, _), (own_loss, found) in zip(ranks, results, strict=True):
-        assert own_loss == pytest.approx(loss, rel=1e-12)
-        for name, gradient in found.items():
-            if name in share.summed:
-                continue
-            torch.testing.assert_close(gradient, share.part_of(name, expected[name]), rtol=1e-9, atol=1e-12)
-    for name in ranks[0][0].summed:
-        total = sum(found[name] for _, found in results)
-        torch.testing.assert_close(total, expected[name], rtol=1e-9, atol=1e-12)
+    share = assert_alike(family, None, loss, expected)
+    assert share.cut_dimensions, "something is shared"
 
 
 WORDS = {
@@ -143,15 +178,7 @@ def test_whoever_takes_logits_the_numbers_are_those_of_one_device(*, takes_logit
     labels[:, :7] = IGNORED_LABEL
     batch = replace(random_batch(3), labels=labels)
     loss, expected = gradients(whole_stage(whole, dtype=torch.float64), batch)
-    sums = Sums(DEGREE)
-    ranks = [shared_stage(whole, rank, sums, max_logits=200) for rank in range(DEGREE)]
-    with ThreadPoolExecutor(DEGREE) as pool:
-        results = list(pool.map(lambda rank: gradients(rank[1], batch), ranks))
-    for (share, _), (own_loss, found) in zip(ranks, results, strict=True):
-        assert own_loss == pytest.approx(loss, rel=1e-12)
-        assert found.keys() == expected.keys()
-        for name, gradient in found.items():
-            torch.testing.assert_close(gradient, share.part_of(name, expected[name]), rtol=1e-9, atol=1e-12)
+    assert_alike(whole, batch, loss, expected, max_logits=200)
 
 
 def test_no_device_has_the_logits_of_all_words() -> None:
@@ -179,43 +206,54 @@ def test_heads_are_not_cut() -> None:
         share_of(structure_of("llama"), rank=0, degree=4)
 
 
-class _Counted:
-    """Stands for a group of one device; keeps what was summed."""
+class Counted:
+    """Stands for a group of devices that all have the same; keeps what was asked of it, with types and sizes."""
 
     def __init__(self) -> None:
-        self.dtypes: list[torch.dtype] = []
-        self.sizes: list[int] = []
+        self.done: list[tuple[str, torch.dtype, int]] = []
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.dtypes.append(tensor.dtype)
-        self.sizes.append(tensor.numel())
+        self.done.append(("sum", tensor.dtype, tensor.numel()))
         return tensor
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        self.done.append(("gather", own.dtype, DEGREE * own.numel()))
+        return torch.stack([own] * DEGREE)
+
+    def scatter(self, parts: torch.Tensor) -> torch.Tensor:
+        self.done.append(("scatter", parts.dtype, parts.numel()))
+        return parts[0].clone()
+
+
+def counted_stage(share: Share, **options: Any) -> tuple[Counted, StageModel]:
+    """All layers of a model in mixed precision, on the first of the devices."""
+    sums = Counted()
+    stage = StageModel(share.structure, dtype=torch.float32, device="cpu", autocast=torch.bfloat16, **options)
+    install(stage, share, sums)
+    stage.adopt(0, share.whole.num_layers, {})
+    initialize_share(stage, share, stage.parameters, range(share.whole.num_layers), seed=0)
+    return sums, stage
 
 
 @pytest.mark.usefixtures("backward_on")
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_a_block_sums_twice_forward_and_twice_backward_in_the_type_it_computes_in(recomputes: bool) -> None:
-    """As Megatron does. A sum for each module that is cut by columns made five of them backward, in float32."""
+def test_a_block_moves_what_two_sums_forward_and_two_backward_do_in_the_type_it_computes_in(recomputes: bool) -> None:
+    """As Megatron does: a gather and a sum into shares are a sum. One for each module that is cut by columns made five
+    of them backward, in float32."""
     whole = structure_of("llama")
-    share, sums = share_of(whole, rank=0, degree=DEGREE), _Counted()
-    stage = StageModel(
-        share.structure,
-        dtype=torch.float32,
-        device="cpu",
-        autocast=torch.bfloat16,
-        recompute="all" if recomputes else "none",
-    )
-    install(stage, share, sums)
-    stage.adopt(0, whole.num_layers, {})
-    initialize_share(stage, share, stage.parameters, range(whole.num_layers), seed=0)
+    sums, stage = counted_stage(share_of(whole, rank=0, degree=DEGREE), recompute="all" if recomputes else "none")
     batch = random_batch(3)
     loss = stage.forward(batch, None, num_items=batch.num_items, key=MicrobatchKey(seed=0, step=1, microbatch=0))
-    # Before the blocks what the tokens have looked up; after them the loss, and the gradient of the head's input.
-    of_words = [torch.float32, *[torch.bfloat16] * 2 * whole.num_blocks, torch.float32, torch.bfloat16]
-    assert sums.dtypes == of_words
+    tokens = batch.labels.numel()
+    hidden = tokens * whole.hidden_size
+    gather, scatter = ("gather", torch.bfloat16, hidden), ("scatter", torch.bfloat16, hidden)
+    looked_up, at_the_head = ("sum", torch.float32, hidden), ("gather", torch.float32, hidden)
+    # Of logits, what the loss takes of them; then the gradient of the head's input.
+    of_loss = [("sum", torch.float32, tokens * (DEGREE + 1)), ("sum", torch.bfloat16, hidden)]
+    block = [gather, scatter] * 2
+    assert sums.done == [looked_up, *block * whole.num_blocks, at_the_head, *of_loss]
+    sums.done.clear()
     loss.backward()
-    again = whole.num_blocks if recomputes else 0  # torch stops when it has what is needed, before a block's last sum
-    assert sums.dtypes == of_words + [torch.bfloat16] * (2 * whole.num_blocks + again)
-    num_tokens = batch.labels.numel()
-    assert sums.sizes[-1 - 2 * whole.num_blocks - again] == num_tokens * whole.hidden_size
-    assert sums.sizes[len(of_words) - 2] == num_tokens * (DEGREE + 1), "of logits, what the loss takes of them"
+    again = block[:3] if recomputes else []  # torch stops when it has what is needed, before a block's last one
+    one = [gather, *again, *block[1:]]
+    assert sums.done == [*one * whole.num_blocks, ("gather", torch.float32, hidden)]

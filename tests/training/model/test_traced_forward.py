@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from oobleck.training.data.batches import Batch
+from oobleck.training.model.stage_modules import trace_forward
 from oobleck.training.model.structure import ModelStructure
-from oobleck.training.model.traced_forward import trace_forward
 from tests.training.zoo import (
     KEY,
     SEQUENCE_LENGTH,

@@ -24,6 +24,7 @@ from oobleck.training.step.step_work import PipelineRank
 from tests.training.comm.fake_nccl import FakeNccl, FakeNcclWork
 from tests.training.comm.test_edges import Pipeline as LinkedPipeline
 from tests.training.fake_cuda import FakeCuda
+from tests.training.model.test_tensor_parallel import Counted
 from tests.training.step.test_step import ME, Device, OneWorker, Wire
 from tests.training.zoo import gradients_of, run_pipeline, state_of, structure_of, whole_stage
 
@@ -54,15 +55,16 @@ def test_a_backward_pass_whose_sum_between_devices_is_interrupted_ends_the_progr
     whole = structure_of("llama")
     share = share_of(whole, rank=0, degree=2)
     model = StageModel(share.structure, dtype=torch.float32, device="cpu")
-    summed: list[str] = []
+    num_forward = 1 + 4 * whole.num_blocks  # the words that were looked up, and four a block
 
-    def sum_up(tensor: torch.Tensor) -> torch.Tensor:
-        summed.append(threading.current_thread().name)
-        if len(summed) > 2 * whole.num_blocks:  # those of the forward pass
-            raise Interrupted
-        return tensor
+    class Stopping(Counted):
+        def gather(self, own: torch.Tensor) -> torch.Tensor:
+            if len(self.done) == num_forward:
+                raise Interrupted
+            return super().gather(own)
 
-    install(model, share, sum_up)
+    sums = Stopping()
+    install(model, share, sums)
     model.adopt(0, whole.num_layers - 1, {})
     initialize_share(model, share, model.parameters, range(whole.num_layers - 1), seed=0)
     worker = OneWorker(None, model)
@@ -71,7 +73,7 @@ def test_a_backward_pass_whose_sum_between_devices_is_interrupted_ends_the_progr
     rank = PipelineRank(stage=0, num_stages=2, group=group, rank=0, degree=1, schedule=schedule)
     with pytest.raises(Interrupted):
         worker.step.execute(rank, Compute(1, (0,)), cast("GradientReducer", None))
-    assert len(summed) == 2 * whole.num_blocks + 1
+    assert len(sums.done) == num_forward
     assert wire.num_aborts == 1
 
 
@@ -91,10 +93,9 @@ class _InOrderWork(FakeNcclWork):
         self._group.num_polls += 1
         return super().is_completed()
 
-    def wait(self) -> bool:
+    def block_current_stream(self) -> None:
         with self._group.world.changed:
             assert self._group.world.changed.wait_for(lambda: self.has_ended, 20)
-        return super().wait()
 
 
 class _Ending(Device):
@@ -152,11 +153,12 @@ def test_the_host_waits_for_no_sum_of_a_stage_in_a_step(ends: str) -> None:
                     each.result(60)
             return
         workers = [each.result(60) for each in running]
-    num_sums = 2 * (4 * whole.num_blocks + 3)  # of two microbatches: four a block, and three of words
+    # Of two microbatches: four a block, forward and backward; five of words, loss, and all tokens.
+    num_sums = 2 * (8 * whole.num_blocks + 5)
     for worker, fake in zip(workers, fakes, strict=True):
         assert worker.waiter.mark.begun == 0
         assert fake.num_polls == 0
-        assert len(fake.works) == 2 + num_sums, "after those that connect"
+        assert len(fake.works) == 6 + num_sums, "after those that connect"
     reported = [worker.step.work.loss_and(None)[0] for worker in workers]  # by the first device of a stage alone
     assert reported == pytest.approx([alone.step.work.loss_and(None)[0], 0.0], rel=1e-5)
 

@@ -102,7 +102,7 @@ class Device:
             casts_cached=share.sums_in_passes,
         )
         self.state = StageState(model, share)
-        self.collectives = Together(sums, rank)
+        self.collectives = Together(sums.of(rank), rank)
         self.node_sums = NodeSums(self.state, self.collectives, max_elements=max_elements)
         self.optimizer = Optimizer(OptimizerSpec(), max_steps=10, frozen=structure.frozen, is_sharded=True)
         self.store = LayerStore(JobSpec(), WorkerId("a", rank), state=self.state, optimizer=self.optimizer)

@@ -27,7 +27,7 @@ enum { MAX_RANKS = 16, CHUNK = 1 << 18, NUM_CHUNKS = 2, DEATH_CHECK_US = 20000 }
 typedef struct {  // counters only grow
   _Atomic int64_t pid, started, has_joined, has_left;
   _Atomic int64_t gpu;                     // the device and its host, of which no two may be the same
-  _Atomic uint64_t put, taken;             // chunks of sums
+  _Atomic uint64_t put, taken;             // chunks of collectives
   _Atomic uint64_t sent[MAX_RANKS];        // bytes, to each
   _Atomic uint64_t received[MAX_RANKS];    // bytes, from each
 } Member;
@@ -51,11 +51,12 @@ typedef struct NcclOp {
   struct NcclOp* sibling;  // of the same group call: they go on side by side
   ncclComm_t comm;
   enum Moment moment;
+  enum Kind { SUM, GATHER, SCATTER } kind;
   const char* source;
   char* target;
-  size_t size, at;
+  size_t size, at;   // of what this member gives, or takes in a message
+  size_t target_size;
   ncclDataType_t type;
-  ncclRedOp_t reduction;
   int peer;
   bool has_put, is_whole;
   int64_t ends_us;
@@ -132,8 +133,22 @@ static void add(ncclComm_t comm, char* target, char* parts[], size_t size, ncclD
     default: FOLD(uint8_t);
   }
 }
-// Each part of a sum is put into the member's own slot; once all have put theirs, each adds all, in the order of ranks.
-static bool move_sum(NcclOp* op) {
+// Takes from all members' parts, of `size` bytes each at the place that the operation has come to.
+static void take(NcclOp* op, char* parts[], size_t size) {
+  ncclComm_t comm = op->comm;
+  if (op->kind == GATHER)
+    for (int rank = 0; rank < comm->size; rank++) memcpy(op->target + rank * op->size + op->at, parts[rank], size);
+  if (op->kind == SUM) add(comm, op->target + op->at, parts, size, op->type);
+  if (op->kind != SCATTER) return;
+  size_t first = comm->rank * op->target_size, stop = first + op->target_size, end = op->at + size;
+  if (first < op->at) first = op->at;
+  if (stop > end) stop = end;
+  if (first >= stop) return;
+  for (int rank = 0; rank < comm->size; rank++) parts[rank] += first - op->at;
+  add(comm, op->target + first - comm->rank * op->target_size, parts, stop - first, op->type);
+}
+// Each chunk is put into the member's own slot; once all have put theirs, each takes from all, in the order of ranks.
+static bool move_collective(NcclOp* op) {
   ncclComm_t comm = op->comm;
   Member *members = comm->world->members, *own = &members[comm->rank];
   while (op->at < op->size) {
@@ -151,7 +166,7 @@ static bool move_sum(NcclOp* op) {
       if (members[rank].put <= chunk) return false;
       parts[rank] = comm->world->sums[rank][chunk % NUM_CHUNKS];
     }
-    add(comm, op->target + op->at, parts, size, op->type);
+    take(op, parts, size);
     own->taken = chunk + 1;
     op->has_put = false;
     op->at += size;
@@ -179,7 +194,7 @@ static bool move_message(NcclOp* op) {
   return true;
 }
 static void spoil(NcclOp* op) {
-  if (op->target && !op->is_whole) memset(op->target, 0xff, op->size);
+  if (op->target && !op->is_whole) memset(op->target, 0xff, op->target_size);
 }
 static bool run_one(NcclOp* op) {
   ncclComm_t comm = op->comm;
@@ -189,10 +204,10 @@ static bool run_one(NcclOp* op) {
     return true;
   }
   // A communicator with an error goes on to spin until it is aborted.
-  if (!comm->error && (op->moment == SUMS ? move_sum(op) : move_message(op))) {
+  if (!comm->error && (op->moment == SUMS ? move_collective(op) : move_message(op))) {
     if (!op->ends_us) op->ends_us = now_us() + row_of(comm->device)->slow_us;
     if (now_us() < op->ends_us) return false;
-    if (op->target && is_on("CUDA_STUB_WRONG")) op->target[op->size / 2] ^= 1;
+    if (op->target && is_on("CUDA_STUB_WRONG")) op->target[op->target_size / 2] ^= 1;
     if (op->moment == SUMS) reached(HAS_SUMMED, comm->device);
     return op->is_whole = true;
   }
@@ -260,13 +275,23 @@ API ncclGroupEnd(void) {
 }
 API ncclAllReduce(const void* source, void* target, size_t count, ncclDataType_t type, ncclRedOp_t reduction, ncclComm_t comm, cudaStream_t stream) {
   if (reduction != ncclSum) return ncclInvalidArgument;  // the only one that it has
-  return post((NcclOp){.comm = comm, .moment = SUMS, .source = source, .target = target, .size = count * size_of(type), .type = type}, stream);
+  size_t size = count * size_of(type);
+  return post((NcclOp){.comm = comm, .moment = SUMS, .kind = SUM, .source = source, .target = target, .size = size, .target_size = size, .type = type}, stream);
+}
+API ncclAllGather(const void* source, void* target, size_t count, ncclDataType_t type, ncclComm_t comm, cudaStream_t stream) {
+  size_t size = count * size_of(type);
+  return post((NcclOp){.comm = comm, .moment = SUMS, .kind = GATHER, .source = source, .target = target, .size = size, .target_size = comm->size * size, .type = type}, stream);
+}
+API ncclReduceScatter(const void* source, void* target, size_t count, ncclDataType_t type, ncclRedOp_t reduction, ncclComm_t comm, cudaStream_t stream) {
+  if (reduction != ncclSum) return ncclInvalidArgument;
+  size_t size = count * size_of(type);
+  return post((NcclOp){.comm = comm, .moment = SUMS, .kind = SCATTER, .source = source, .target = target, .size = comm->size * size, .target_size = size, .type = type}, stream);
 }
 API ncclSend(const void* source, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
   return post((NcclOp){.comm = comm, .moment = SENDS, .source = source, .size = count * size_of(type), .peer = peer}, stream);
 }
 API ncclRecv(void* target, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
-  return post((NcclOp){.comm = comm, .moment = RECEIVES, .target = target, .size = count * size_of(type), .peer = peer}, stream);
+  return post((NcclOp){.comm = comm, .moment = RECEIVES, .target = target, .size = count * size_of(type), .target_size = count * size_of(type), .peer = peer}, stream);
 }
 
 // --- communicators

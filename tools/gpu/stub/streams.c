@@ -23,6 +23,7 @@ typedef struct Mark {  // what an event has recorded; events and operations shar
   int64_t at_us;
 } Mark;
 
+enum { LONG_US = 500000 };
 static Stream defaults[MAX_DEVICES];
 static Stream* streams;
 static bool has_engine;
@@ -34,6 +35,7 @@ static bool has_ended(Stream* stream, Op* op) {  // with the lock held
 }
 static void* engine(void* unused) {
   (void)unused;
+  int64_t moved_us = 0;
   pthread_mutex_lock(&lock);
   for (;;) {
     bool is_busy = false, has_moved = false;
@@ -48,11 +50,14 @@ static void* engine(void* unused) {
       is_busy |= stream->head != NULL;
     }
     if (has_moved) pthread_cond_broadcast(&moved);
+    if (!is_busy || has_moved) moved_us = now_us();
     if (!is_busy) {
       pthread_cond_wait(&work, &lock);
     } else if (!has_moved) {
+      // What waits long takes no processor, as on a GPU: a process that does is taken for one that computes.
+      bool is_long = now_us() > moved_us + LONG_US;
       pthread_mutex_unlock(&lock);
-      usleep(100);
+      usleep(is_long ? 5000 : 100);
       pthread_mutex_lock(&lock);
     }
   }
