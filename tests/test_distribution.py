@@ -21,6 +21,8 @@ from urllib.parse import urlsplit
 
 import markdown_it
 import pytest
+import yaml
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 import oobleck
@@ -122,3 +124,19 @@ def test_a_wheel_in_an_empty_environment_trains(wheel: Path, tmp_path: Path, pyt
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps_committed"] == 3
+
+
+def test_the_workflow_tests_the_versions_of_python_that_can_be_installed_on():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yaml").read_text(encoding="utf-8"))
+    job = workflow["jobs"]["test"]
+    allowed = SpecifierSet(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"])
+    assert job["strategy"]["matrix"]["python"] == list(allowed.filter(f"3.{minor}" for minor in range(8, 30)))
+    assert any(".ci/run" in step.get("run", "") for step in job["steps"])
+
+
+def test_commits_are_checked_as_make_lint_checks():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
+    lint = (ROOT / "Makefile").read_text(encoding="utf-8").split("\nlint:")[1].split("\n\n")[0]
+    assert [hook["entry"] for hook in hooks] == [
+        line.replace("$(BIN)", ".venv/bin").strip().removesuffix(" .") for line in lint.splitlines()[1:]
+    ]

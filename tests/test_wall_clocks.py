@@ -20,7 +20,7 @@ READERS = {
     "runtime/agent/checkpoint_store.py": "the age of memory of this machine",
     "runtime/metrics_output.py": "shown to people",
     "runtime/node_check/probe.py": "how far a node's clock is off, shown to people",
-    "training/checkpoint/conversion.py": "shown to people, and the order of runs that begin from nothing",
+    "training/checkpoint/imported.py": "shown to people, and the order of runs that begin from nothing",
     "training/checkpoint/state.py": "shown to people, and the order of runs that begin from nothing",
     "training/flash/interface.py": "shown to people, and a name that is compared for being equal",
     "training/process/node_probe.py": "how far a node's clock is off, shown to people",

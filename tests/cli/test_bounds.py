@@ -14,7 +14,7 @@ import pytest
 from oobleck.cli.inputs.hostfile import parse_hostfile
 from oobleck.cli.inputs.job_file import apply_overrides, load_job
 from oobleck.cli.main import main
-from oobleck.errors import ConfigError, UsageError
+from oobleck.errors import ConfigError, ExitCode, UsageError
 from oobleck.job import JobSpec
 from oobleck.job.bounds import Bounds, bounds_of
 from oobleck.runtime.files.input_file import read_input
@@ -270,3 +270,21 @@ def test_a_name_without_a_file_is_wrong_usage_and_one_that_cannot_be_is_told() -
     for name, words in (("a\0b", "null byte"), ("~nobody-of-this-name/x", "no home"), ("x" * 5000, "too long")):
         with pytest.raises(ConfigError, match=words):
             read_input(Path(name), "job file")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["ui", "--port", "99999"], "99999 is not possible; it must be a whole number from 0 to 65,535"),
+        (["verify", "--steps", "0"], "0 is not possible; it must be a whole number from 1 to "),
+        (["verify", "--local", "99"], "99 is not possible; it must be a whole number from 2 to 16"),
+        (["up", "--local", "2", "--verify", "0"], "0 is not possible; it must be a whole number from 1 to "),
+    ],
+)
+def test_a_number_beyond_an_options_bounds_is_named(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert main(words) == ExitCode.USAGE
+    error = " ".join(capsys.readouterr().err.split())
+    assert words[-2] in error
+    assert said in error

@@ -16,6 +16,7 @@ LINES = ["nodes fail", "training continues", "no step is lost", "and none repeat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_it_trains_and_saves_a_model(tmp_path: Path) -> None:
     trained = Tokenizer(models.BPE(unk_token="<end>"))
     trained.pre_tokenizer = pre_tokenizers.ByteLevel()  # type: ignore[assignment]  # tokenizers declares no setter
@@ -28,6 +29,6 @@ def test_it_trains_and_saves_a_model(tmp_path: Path) -> None:
     script = found[1].replace("/models/gpt2", str(tmp_path / "gpt2")).replace("/data", str(tmp_path))
     (tmp_path / "train.py").write_text(script)
     command = [sys.executable, "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=550, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "out" / "model.safetensors").is_file()

@@ -11,6 +11,7 @@ import typer
 
 from oobleck.cli.common_options import BaseDirOption, base_dir_of, one_run
 from oobleck.cli.events import RunArgument, RunTagOption
+from oobleck.cli.inputs import whole
 from oobleck.cli.report import RunReport
 from oobleck.control.journal import PlanAdopted
 from oobleck.runtime.journals import find_journal, read_entries
@@ -55,7 +56,9 @@ def ui(
     tag: RunTagOption = None,
     port: Annotated[
         int,
-        typer.Option("--port", min=0, max=65_535, metavar="N", help="Port on 127.0.0.1.", show_default="a free one"),
+        typer.Option(
+            "--port", metavar="N", help="Port on 127.0.0.1.", parser=whole(0, 65_535), show_default="a free one"
+        ),
     ] = 0,
     base_dir: BaseDirOption = None,
 ) -> None:

@@ -13,7 +13,7 @@ from oobleck.cli import inputs
 from oobleck.cli.common_options import BaseDirOption, JsonOption, complete_resume, complete_tags
 from oobleck.cli.option_fields import argument, flag, one_of, option
 from oobleck.errors import ConfigError, UsageError
-from oobleck.job import CheckpointSpec, JobSpec
+from oobleck.job import MAX_STEPS, CheckpointSpec, JobSpec
 
 _DTYPES = get_args(get_type_hints(JobSpec)["dtype"])
 _OPTION_OF_KEY = {
@@ -104,7 +104,7 @@ class UpOptions:
         "--verify",
         "N",
         "First compare N steps with the script by itself, as `oobleck verify` does; start only if all is equal.",
-        min=1,
+        parser=inputs.whole(1, MAX_STEPS),
         rich_help_panel="Run",
     )
     no_check: bool = flag(

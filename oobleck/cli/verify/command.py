@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from oobleck.cli.common_options import JsonOption
-from oobleck.cli.inputs import JobOptions, JobSource, read_job
+from oobleck.cli.inputs import JobOptions, JobSource, read_job, whole
 from oobleck.cli.option_fields import argument, option, takes_options
 from oobleck.errors import ExitCode, UsageError, UserError
-from oobleck.job import JobSpec
+from oobleck.job import MAX_STEPS, JobSpec
 
 if TYPE_CHECKING:
     from .both_ways import Asked
@@ -33,8 +33,8 @@ class VerifyOptions:
         "A script that defines the job, or calls train() of a Trainer; and its own arguments.",
     )
     job: _Job = _Job()
-    steps: int = option("--steps", "N", "Compare the first N steps.", default=8, min=1)
-    local: int = option("--local", "N", "Virtual nodes to train on.", default=4, min=2, max=_MOST_NODES)
+    steps: int = option("--steps", "N", "Compare the first N steps.", default=8, parser=whole(1, MAX_STEPS))
+    local: int = option("--local", "N", "Virtual nodes to train on.", default=4, parser=whole(2, _MOST_NODES))
     dtype: str | None = option(
         "--dtype", "Train in another precision both ways; float64 shows the smallest differences."
     )

@@ -1,4 +1,4 @@
-"""A run over time, as series to draw: throughput, nodes, loss, and the plan of each generation.
+"""A run over time, as series to draw: throughput, nodes, loss, rates, checkpoints, and the plan of each generation.
 
 Computed from the journal alone, and thinned, so that a run of months is as easy to draw as one of minutes. Pure.
 """
@@ -10,14 +10,17 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from oobleck.control.protocol import CommitRecord
+
 from .entries import JournalEntry
 from .goodput import TimeAccount, TimeSplit
 from .plan_entries import PlanAdopted
 from .rank_entries import GenerationFormed, ScriptStarted, StepsSaved
 from .run_entries import JobStarted
-from .step_entries import StepDone, StepsDone
+from .step_entries import CheckpointSaved, StepDone, StepsDone
 
 MAX_PLANS = 50
+MAX_CHECKPOINTS = 20
 MAX_POINTS = 400
 _KEPT_POINTS = 8 * MAX_POINTS
 """How many points are kept while a journal is read; the drawn ones are means of them."""
@@ -39,6 +42,13 @@ class History:
     plans: tuple[PlanAdopted, ...]
     """The newest plans, `MAX_PLANS` at most."""
     num_plans: int
+    grad_norms: tuple[tuple[float, float], ...] = ()
+    """(step, global norm), like `losses`."""
+    learning_rates: tuple[tuple[float, float], ...] = ()
+    """(step, rate), like `losses`."""
+    checkpoints: tuple[CheckpointSaved, ...] = ()
+    """The newest ones, `MAX_CHECKPOINTS` at most."""
+    num_checkpoints: int = 0
     script: ScriptStarted | None = None
     """In place of `started`, where the run is a script's."""
     generations: tuple[GenerationFormed, ...] = ()
@@ -54,6 +64,10 @@ class HistoryAccount:
         self._started: JobStarted | None = None
         self._rates: list[tuple[float, float, float]] = []
         self._losses = _Thinning()
+        self._grad_norms = _Thinning()
+        self._learning_rates = _Thinning()
+        self._checkpoints: deque[CheckpointSaved] = deque(maxlen=MAX_CHECKPOINTS)
+        self._num_checkpoints = 0
         self._plans: deque[PlanAdopted] = deque(maxlen=MAX_PLANS)
         self._num_nodes: list[tuple[float, int]] = []
         self._elapsed_s = 0.0
@@ -83,10 +97,22 @@ class HistoryAccount:
                 # Only once there are twice as many, so that thinning costs O(1) an entry on average.
                 if len(self._rates) > 2 * _KEPT_POINTS:
                     self._rates = list(mean_rates(self._rates, self._rates[-1][1], most=_KEPT_POINTS))
-                if isinstance(entry, StepDone) and math.isfinite(entry.record.loss):
-                    self._losses.add(entry.record.step, entry.record.loss)
+                if isinstance(entry, StepDone):
+                    self._add_values(entry.record)
+            case CheckpointSaved():
+                self._checkpoints.append(entry)
+                self._num_checkpoints += 1
             case _:
                 pass
+
+    def _add_values(self, record: CommitRecord) -> None:
+        for points, value in (
+            (self._losses, record.loss),
+            (self._grad_norms, record.grad_norm),
+            (self._learning_rates, record.learning_rate),
+        ):
+            if math.isfinite(value):
+                points.add(record.step, value)
 
     def history(self, now_s: float | None = None) -> History:
         """Return the history so far, up to `now_s` for an active run."""
@@ -98,6 +124,10 @@ class HistoryAccount:
             rates=mean_rates(self._rates, elapsed_s),
             num_nodes=tuple(self._num_nodes),
             losses=thinned(self._losses.points),
+            grad_norms=thinned(self._grad_norms.points),
+            learning_rates=thinned(self._learning_rates.points),
+            checkpoints=tuple(self._checkpoints),
+            num_checkpoints=self._num_checkpoints,
             plans=tuple(self._plans),
             num_plans=len(self._num_nodes),
             script=self._script,

@@ -263,8 +263,8 @@ class RecoveryDone(Entry):
         if self.unfinished:
             return f"{what}; this recovery was not completed: {self.unfinished}"
         copied = f"{self.layers_moved} layers copied" if self.layers_moved else "nothing copied"
-        lost = "no step lost" if not self.steps_lost else f"{self.steps_lost} steps lost"
-        return f"{what}; {self.action.words}; {copied} in {self.transfer_s:.2f} s; {lost}"
+        steps = {0: "no step", 1: "1 step"}.get(self.steps_lost, f"{self.steps_lost} steps")
+        return f"{what}; {self.action.words}; {copied} in {self.transfer_s:.2f} s; {steps} lost"
 
 
 PlanEntry = PlanAdopted | PipelinesFormed | HangExplained | RecoveryStarted | LayersArriving | RecoveryDone

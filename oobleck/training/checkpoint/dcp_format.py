@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.job import ModelSpec
@@ -55,7 +58,7 @@ def export_state(checkpoint: Path, target: Path) -> None:
             state[f"{_STATE}{name}.{kind}"] = tensor
     state[_STEP] = torch.tensor(manifest.step)
     with _alone():
-        dcp.save(state, checkpoint_id=target)
+        save(state, checkpoint_id=target)
 
 
 def import_state(source: Path, target: Path, *, model: str) -> Path:
@@ -116,13 +119,13 @@ def _load(source: Path) -> dict[str, torch.Tensor]:
         )
     try:
         with _alone():
-            dcp.load(state, storage_reader=reader)
-    except (dcp.api.CheckpointException, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            load(state, storage_reader=reader)
+    except (CheckpointException, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise CorruptCheckpoint(f"{source}: {error}") from error
     return state
 
 
-class _Reader(dcp.FileSystemReader):
+class _Reader(FileSystemReader):
     """DCP's reader, whose metadata cannot name other classes than DCP's."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

@@ -9,10 +9,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 from .axes import Scale, ticks
 
 _SIZE = 1000
+_MAX_VALUES = 200
 _LABEL_SHARE = 18.0  # percent of the width for the label of a marker, as in the style sheet
 
 
@@ -47,8 +49,9 @@ def chart(
     y_text: Callable[[float], str],
     x_ticks: Sequence[float] | None = None,
     markers: Iterable[Marker] = (),
+    values: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """Draw series as an HTML figure; O(points)."""
+    """Draw series as an HTML figure; O(points). `values` are what a pointer shows, by where it is; in order."""
     x_low, x_high = x_range
     x_high = x_high if x_high > x_low else x_low + 1.0
     y_max = y_max if y_max > y_min else y_min + 1.0
@@ -65,10 +68,11 @@ def chart(
     marks = [_mark(mark, x) for x, mark in placed]
     labels += _mark_labels(placed)
     lines = [_line(one, x_of, y_of) for one in series]
+    drawn = "".join((*grid, *lines, *_values(values, x_of), *marks))
     kind = "chart marked" if placed else "chart"
     return (
         f'<div class="{kind}"><div class="plot"><svg viewBox="0 0 {_SIZE} {_SIZE}" preserveAspectRatio="none" '
-        f'role="img" aria-label="{escape(title, quote=True)}">{"".join((*grid, *lines, *marks))}</svg>'
+        f'role="img" aria-label="{escape(title, quote=True)}">{drawn}</svg>'
         f"{''.join(labels)}</div></div>"
     )
 
@@ -90,6 +94,18 @@ def _mark(mark: Marker, x: float) -> str:
     return (
         f'<line class="{style}" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{_SIZE}"><title>{escape(mark.text)}</title></line>'
     )
+
+
+def _values(values: Sequence[tuple[float, str]], x_of: Scale) -> Iterator[str]:
+    """Yield what browsers show under the pointer: columns that reach halfway to their neighbours."""
+    values = values[:: math.ceil(len(values) / _MAX_VALUES) or 1]
+    places = [x_of(x) for x, _ in values]
+    edges = [0.0, *((left + right) / 2 for left, right in pairwise(places)), float(_SIZE)]
+    for (_, text), (left, right) in zip(values, pairwise(edges), strict=False):
+        yield (
+            f'<rect class="value" x="{left:.1f}" y="0" width="{right - left:.1f}" height="{_SIZE}">'
+            f"<title>{escape(text)}</title></rect>"
+        )
 
 
 def _line(series: Series, x_of: Scale, y_of: Scale) -> str:

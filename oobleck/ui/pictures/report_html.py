@@ -17,6 +17,7 @@ from oobleck.ui import formatting
 
 from .axes import time_ticks
 from .report_charts import Marker, Series, chart
+from .report_sections import checkpoint_section, job_section, step_sections
 from .report_style import STYLE
 
 _MAX_ROWS = 200
@@ -57,11 +58,13 @@ def report_html(
             _header(history, summary, has_master=has_master),
             _time(history, summary) if history.script is None or summary.steps_committed else "",
             _throughput(history, summary),
-            _losses(history),
+            step_sections(history),
             _incidents(tuple(incidents)),
             _recoveries(summary.recoveries),
+            checkpoint_section(history),
             _plans(history),
             _generations(history),
+            job_section(history),
             f"<footer>Oobleck{version}; times are counted from the start of the run.</footer>",
         )
     )
@@ -189,6 +192,10 @@ def _throughput(history: journal.History, summary: journal.Summary) -> str:
     rate_chart = over_time(
         [Series(points=rates, style="rate", is_area=True)],
         title="tokens per second over time",
+        values=[
+            (since, f"{formatting.duration_text(since)}: {formatting.count_text(rate)} tokens/s")
+            for since, _, rate in history.rates
+        ],
         y_max=1.05 * max(rate for _, rate in rates),
         y_text=formatting.count_text,
     )
@@ -214,25 +221,6 @@ def _as_steps(changes: Iterable[tuple[float, int]], until_s: float) -> list[tupl
     if points:
         points.append((until_s, points[-1][1]))
     return points
-
-
-def _losses(history: journal.History) -> str:
-    if len(history.losses) < 2:
-        return ""
-    values = [loss for _, loss in history.losses]
-    low, high = min(values), max(values)
-    # A constant loss needs a range too.
-    margin = 0.06 * (high - low) or 0.5
-    drawn = chart(
-        [Series(points=history.losses, style="loss")],
-        title="loss over steps",
-        x_range=(history.losses[0][0], history.losses[-1][0]),
-        y_min=low - margin,
-        y_max=high + margin,
-        x_text=formatting.count_text,
-        y_text=lambda value: f"{value:.3g}",
-    )
-    return f'<section><h2>Loss</h2><p class="caption">by step</p>{drawn}</section>'
 
 
 def _incidents(incidents: tuple[journal.Incident, ...]) -> str:

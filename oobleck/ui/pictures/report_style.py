@@ -28,10 +28,12 @@ svg{position:absolute;inset:0;width:100%;height:100%;overflow:visible}
 .grid{stroke:var(--edge);stroke-width:1;vector-effect:non-scaling-stroke}
 .line{fill:none;stroke:currentColor;stroke-width:1.75;vector-effect:non-scaling-stroke;stroke-linejoin:round}
 .area{fill:currentColor;opacity:.14;stroke:none}
+.line.raw{opacity:.35}.value{fill:currentColor;opacity:0}.value:hover{opacity:.07}
 .mark{stroke:var(--bad);stroke-width:1.5;stroke-dasharray:4 3;vector-effect:non-scaling-stroke}
 .mark.calm{stroke:var(--soft)}
 .m{position:absolute;bottom:100%;width:18%;margin-bottom:3px;color:var(--bad);font-size:.75rem;line-height:1.3;
 overflow:hidden;text-overflow:ellipsis;white-space:nowrap}.m.calm{color:var(--soft)}
+.norm{color:var(--checkpoint)}.lr{color:var(--nodes)}
 .rate{color:var(--rate)}.nodes{color:var(--nodes)}.loss{color:var(--loss)}
 .x,.y{position:absolute;color:var(--soft);font-size:.75rem;white-space:nowrap;font-variant-numeric:tabular-nums}
 .y{right:100%;margin-right:8px;transform:translateY(-50%)}.x{top:100%;margin-top:6px;transform:translateX(-50%)}
@@ -43,6 +45,8 @@ overflow:hidden;text-overflow:ellipsis;white-space:nowrap}.m.calm{color:var(--so
 .degraded{background:var(--degraded)}.idle{background:var(--idle)}.starting{background:var(--starting)}
 .checkpoint{background:var(--checkpoint)}.stopping{background:var(--stopping)}
 .scroll{overflow-x:auto}
+.job{display:grid;grid-template-columns:minmax(8rem,max-content) 1fr;gap:2px 16px;margin:0;font-size:.9rem}
+.job dt{color:var(--soft)}.job dd{margin:0;min-width:0;overflow-wrap:anywhere}
 table{border-collapse:collapse;width:100%;font-size:.9rem;font-variant-numeric:tabular-nums}
 th,td{text-align:left;padding:6px 12px 6px 0;border-bottom:1px solid var(--edge);white-space:nowrap;vertical-align:top}
 th{color:var(--soft);font-weight:500}td.what{white-space:normal;min-width:180px}.num{text-align:right}

@@ -46,7 +46,7 @@ SPEC = NodeSpec(name="n9", host="n9")
             recovered(1.0, 2, "n9", cause=PlanCause.JOINED),
             "n9 taken in; new pipelines; 2 layers copied in 0.21 s; no step lost",
         ),
-        (recovered(1.0, 2, steps_lost=1), "regrouped; new pipelines; 2 layers copied in 0.21 s; 1 steps lost"),
+        (recovered(1.0, 2, steps_lost=1), "regrouped; new pipelines; 2 layers copied in 0.21 s; 1 step lost"),
     ],
 )
 def test_entries_are_sentences(entry, text: str):

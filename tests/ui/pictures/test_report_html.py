@@ -77,7 +77,7 @@ def test_a_run_with_a_loss_is_shown_whole():
     ):
         assert words in page.text
     assert "generation 2" in page.text
-    assert sum(tag == "svg" for tag, _ in page.tags) == 3
+    assert sum(tag == "svg" for tag, _ in page.tags) == 5
     assert [attrs.get("class") for tag, attrs in page.tags if tag == "line"].count("mark") == 2
 
 
