@@ -142,7 +142,7 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     "remove_unused_columns": _honoured(),
     "train_sampling_strategy": _refused("leave it out, or group_by_length", "random", "sequential", "group_by_length"),
     "length_column_name": _honoured(),
-    "group_by_length": _honoured("rows of models that are cut are padded to one length all the same"),
+    "group_by_length": _honoured("batches come in another order; rows of models that are cut are padded to one length"),
     "dataloader_drop_last": _honoured(),
     **dict.fromkeys(("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"), _OF_LOADER),
     **dict.fromkeys(("dataloader_prefetch_factor", "dataloader_multiprocessing_context"), _OF_LOADER),
