@@ -191,6 +191,8 @@ def _running(state: Running, given: states.Input, now_s: float, roster: states.R
             return _end(state, GenerationCause.NODE_JOINED, now_s, roster, rules, about=(node,))
         case states.Gone(node=node):
             return _lose(state, node, now_s, roster, rules)
+        case states.Leave(node=node) if node in state.finished:
+            return _without(state, node), (states.LetGo(node=node),)
         case states.Leave(node=node) if node in state.names:
             return _end(state, GenerationCause.NODE_DRAINED, now_s, roster, rules, about=(node,))
         case states.Leave(node=node):
@@ -220,13 +222,18 @@ def _running(state: Running, given: states.Input, now_s: float, roster: states.R
 def _lose(state: Running, node: str, now_s: float, roster: states.Roster, rules: states.Rules) -> Step:
     if node not in state.names:
         return state, ()
-    if node in state.finished:  # its ranks are not needed any more, and no end of the generation may wait for it
-        return replace(state, nodes=tuple(each for each in state.nodes if each.node != node)), ()
+    if node in state.finished:
+        return _without(state, node), ()
     ending, effects = _end(state, GenerationCause.NODE_LOST, now_s, roster, rules, about=(node,), without=node)
     # The lost node was the only one, so no agent will report that ranks are gone.
     if isinstance(ending, Ending) and not ending.waits_for:
         return Gathering(past=ending.past, cause=GenerationCause.NODE_LOST, since_s=now_s, tells_s=now_s), effects
     return ending, effects
+
+
+def _without(state: Running, node: str) -> Running:
+    """Forget a node whose ranks have finished: no end of the generation may wait for it."""
+    return replace(state, nodes=tuple(each for each in state.nodes if each.node != node))
 
 
 def _fail(state: Running, given: states.Failed, now_s: float, roster: states.Roster, rules: states.Rules) -> Step:

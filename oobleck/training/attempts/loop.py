@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import random
 import sys
 import threading
@@ -125,7 +126,15 @@ def attempts() -> Iterator[Attempt]:
 
 
 def resilient(function: Callable[P, T]) -> Callable[P, T]:
-    """Have a function called again after each loss, in the same process: a decorator around a loop over `attempts`."""
+    """Have a function called again after each loss, in the same process: a decorator around a loop over `attempts`.
+
+    Raises UsageError for a coroutine or a generator, whose body runs only after its call.
+    """
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise UsageError(
+            f"@oobleck.resilient: {function.__qualname__} runs only after its call, where nothing would call it again; "
+            "decorate the plain function that runs it to its end"
+        )
 
     @functools.wraps(function)
     def again_and_again(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -204,6 +204,14 @@ def test_a_lost_node_whose_ranks_had_finished_is_not_waited_for(ending: Input):
     assert isinstance(effects[0], Begin)
 
 
+def test_a_node_whose_ranks_have_finished_may_go():
+    state, _ = step(running("a", "b"), Finished(node="a", generation=1), 5, roster=Roster(), rules=RULES)
+    state, effects = step(state, Leave(node="a"), 6, roster=Roster(), rules=RULES)
+    assert (isinstance(state, Running), effects) == (True, (LetGo(node="a"),))
+    state, (end,) = step(state, Finished(node="b", generation=1), 7, roster=Roster(), rules=RULES)
+    assert isinstance(end, EndRun)
+
+
 def test_nodes_that_finish_or_are_lost_after_they_had_finished_end_the_run_well():
     state, _ = step(running("a", "b"), Finished(node="a", generation=1), 5, roster=Roster(), rules=RULES)
     state, _ = step(state, Gone(node="a"), 6, roster=Roster(), rules=RULES)

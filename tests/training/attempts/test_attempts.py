@@ -88,6 +88,18 @@ def await_end() -> None:
     assert the_line.wait_until_over(60)
 
 
+def test_a_function_whose_body_runs_after_its_call_is_refused_by_name():
+    async def later():
+        pass
+
+    def in_turn():
+        yield
+
+    for function, name in ((later, "later"), (in_turn, "in_turn")):
+        with pytest.raises(UsageError, match=f"{name} runs only after its call"):
+            oobleck.resilient(function)
+
+
 def test_without_oobleck_run_there_is_one_attempt():
     assert len(list(oobleck.attempts())) == 1
     check_attempt()
