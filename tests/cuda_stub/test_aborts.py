@@ -44,4 +44,5 @@ def test_torch_records_no_operation_and_warns_of_no_variable(members: Members) -
     shell = dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "100")
     recorded, printed = members.start(roles.says_what_torch_records, **shell).hear()
     assert recorded == 0
-    assert "deprecated" not in printed
+    # Torch names this once in each process; of a failed sum, nothing else says how it has failed.
+    assert "deprecated" not in printed.replace("Work::exception API is being deprecated", "")

@@ -52,8 +52,9 @@ class NcclWork:
         # for errors only while the communicator is not aborted.
         if self._group.is_aborted:
             raise Interrupted
-        # Not `wait`: where NCCL has found an error, that aborts the communicator on this thread before it raises, and
-        # such an abort may wait for the kernels of others, for as long as these wait for their peers.
+        # Not `wait`: where NCCL has found an error, that aborts the communicator on this thread before it raises. Such
+        # an abort may wait for the kernels of others, for as long as these wait for their peers. `exception` is to go
+        # some day, as torch says once in each process, but `is_success` is refused, and the future knows errors later.
         self._work.block_current_stream()
         if (error := self._work.exception()) is not None:
             raise error

@@ -8,8 +8,8 @@ From `torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp`, which is alike in these
 - For that it locks `NCCLComm::mutex_`, and its binding keeps the GIL. `NCCLComm::abort` holds that lock for all of
   `ncclCommAbort`, without the GIL, and may wait for the kernels of other communicators.
 - `WorkNCCL::wait` puts the work before the stream's next kernels and returns at once. Where an error was seen, it first
-  aborts the communicator on the calling thread, and rethrows the error (`handleException(TearDown)`); of an aborted
-  communicator it sees none. `Work::blockCurrentStream` does the first alone.
+  aborts the communicator on the calling thread, then rethrows (`handleException(TearDown)`); of an aborted communicator
+  it sees no error. `Work::blockCurrentStream` does no more than the first.
 - `initNCCLComm` makes the communicator within the first operation, which blocks until all members have come, and is
   registered for `abort` only then: `abortComms` does not find it before.
 - After an error the watchdog sleeps for four times `TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC`, 15 s by default, with the
