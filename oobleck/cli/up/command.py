@@ -64,9 +64,7 @@ def up(options: UpOptions) -> None:
     _check_nodes(options, job, len(source.names))
     metrics = _metrics_address(options)
     config = options.reach.read_config()
-    # Nodes that dial in have names of their own, which are not known yet.
-    known = None if isinstance(source, inputs.DialIn) else source.names
-    kills = tuple(_parse_kill(text, known, job.max_steps) for text in options.kill or [])
+    kills = _parse_kills(options, source, job)
     if options.dry:
         if options.summary is not None:
             raise UsageError("--summary: a dry run has none; leave it out, or use --json for the plan as JSON")
@@ -225,6 +223,12 @@ def _parse_words(options: UpOptions) -> tuple[Path | None, inputs.JobSource]:
         settings=options.job.settings or (),
         environment=options.environment.variables(),
     )
+
+
+def _parse_kills(options: UpOptions, source: inputs.NodeSource, job: JobSpec) -> tuple[tuple[str, int], ...]:
+    # Nodes that dial in have names of their own, which are not known yet.
+    known = None if isinstance(source, inputs.DialIn) else source.names
+    return tuple(_parse_kill(text, known, job.max_steps) for text in options.kill or [])
 
 
 def _parse_kill(text: str, nodes: tuple[str, ...] | None, max_steps: int) -> tuple[str, int]:
