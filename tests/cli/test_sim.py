@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import xml.etree.ElementTree as ElementTree
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,22 @@ def test_a_run_ends_with_the_summary_that_real_runs_have(
     assert summary.keys() >= SCHEMA
     assert [recovery["cause"] for recovery in summary["recoveries"]] == ["connection_lost", "joined"]
     assert (summary["elapsed_s"], summary["steps_lost"]) == (3600, 0)
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("kind", "is_shown"), [(Terminal, True), (StringIO, False)])
+def test_progress_is_shown_on_a_terminal_alone(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, *, kind: type[StringIO], is_shown: bool
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", kind())
+    assert main(arguments) == 0
+    assert isinstance(sys.stderr, StringIO)
+    assert ("simulating oobleck" in sys.stderr.getvalue()) is is_shown
 
 
 def test_several_policies_are_compared_in_one_run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
