@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -130,15 +131,25 @@ def parse_metrics_address(text: str) -> MetricsAddress:
     host = host.strip("[]") or "127.0.0.1"
     if not _PORT.fullmatch(port) or not 1 <= int(port) <= 65_535:
         raise UsageError(f"--metrics: {text!r} is not unix:PATH, PORT or ADDRESS:PORT")
-    if host != "localhost":
-        try:
-            ip_address(host)
-        except ValueError:
-            raise UsageError(
-                f"--metrics: {host!r} is no address of this machine; write an IP address, as in 127.0.0.1:{port}, or "
-                f"0.0.0.0:{port} for scrapers on other machines"
-            ) from None
+    if not _is_here(host):
+        raise UsageError(
+            f"--metrics: {host!r} is no address of this machine; write an IP address, as in 127.0.0.1:{port}, or "
+            f"0.0.0.0:{port} for scrapers on other machines"
+        )
     return MetricsAddress(host=host, port=int(port))
+
+
+def _is_here(host: str) -> bool:
+    """Whether this machine can listen at an address."""
+    if host == "localhost":
+        return True
+    try:
+        family = socket.AF_INET if ip_address(host).version == 4 else socket.AF_INET6
+        with socket.socket(family) as tried:
+            tried.bind((host, 0))
+    except (ValueError, OSError):
+        return False
+    return True
 
 
 async def serve_metrics(

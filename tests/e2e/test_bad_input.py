@@ -112,7 +112,7 @@ def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         (["hosts", "--pipelines", "0"], 2, ["--pipelines: num_pipelines: 0"]),
         (["hosts", "--save-every", "9" * 14], 2, ["--save-every: checkpoint.save_steps: 9999"]),
         (["--local", "2", "--python", "/nonexistent"], 2, ["--python: there is no /nonexistent"]),
-        (["hosts", "--metrics", "8.8.8.8:80"], 2, ["--metrics: 8.8.8.8"]),
+        (["hosts", "--metrics", "8.8.8.8:80"], 2, ["--metrics: '8.8.8.8'", "0.0.0.0:80"]),
         (["hosts", "--no-such-option"], 2, ["--no-such-option"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),

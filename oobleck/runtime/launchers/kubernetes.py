@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -213,7 +213,7 @@ class KubernetesAPI:
             raise ConfigError(f"the service account in {self.account} cannot be used: {error}") from error
         settings.proxy = None  # the server is inside the cluster
         try:
-            with client.ApiClient(settings) as api:
+            with client.ApiClient(settings) as api, ExitStack() as stack:
                 answer = client.CoreV1Api(api).list_namespaced_pod(
                     self.namespace,
                     watch=True,
@@ -224,6 +224,7 @@ class KubernetesAPI:
                     _request_timeout=(_CONNECT_S, _SILENCE_S),
                     _preload_content=False,  # the client's models of pods are stricter than servers are
                 )
+                stack.callback(answer.close)  # also where `take` raises, or an earlier watch was left behind
                 with suppress(ProtocolError):  # the answer was cut off; the next watch continues from there
                     for line in answer:
                         # An answer that is cut off ends within a line, which the next watch brings again.
