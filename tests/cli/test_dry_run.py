@@ -216,7 +216,7 @@ def test_of_several_kinds_the_slowest_would_rest_first(show, tmp_path, capsys):
         (("--set", "data.paths=[/nowhere]"), 78, "data.paths: /nowhere does not exist"),
         (("--set", "data.tokenizer=/nowhere"), 78, "data.tokenizer: /nowhere does not exist"),
         (("--resume", "/nowhere"), 78, "--resume /nowhere: there is no checkpoint"),
-        (("--metrics", "8.8.8.8:9"), 2, "--metrics: 8.8.8.8 is open to other machines"),
+        (("--metrics", "8.8.8.8:9"), 2, "--metrics: '8.8.8.8' is no address of this machine"),
         (("--set", "optimizer.adam_beta1=1"), 2, "optimizer.adam_beta1: 1.0 is not possible"),
         (("--python", "/nowhere"), 2, "--python: there is no /nowhere"),
         (("--set", "model.n_layer=0"), 2, "model.config.n_layer: 0 is not possible; it must be from 1 to 1,000"),
