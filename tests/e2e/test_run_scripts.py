@@ -100,6 +100,8 @@ def test_all_ranks_start_again_when_one_is_killed_a_node_is_lost_and_one_comes(r
     with ranks.started(*options, command=ranks.count(1_000_000)) as process:
         assert ranks.wait_for_step(3)["world"] == 6
         victim = ranks.wait_for_step(3, rank=3)
+        for rank in range(6):
+            ranks.wait_for_step(1, rank=rank)
         os.kill(victim["pid"], signal.SIGKILL)
         assert ranks.wait_for_step(1, restarts=1)["world"] == 6
         for rank in range(6):
