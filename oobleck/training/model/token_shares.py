@@ -20,7 +20,7 @@ from torch import nn
 from .initialization import materialize_buffers, move_buffers
 from .structure import ModelStructure
 
-_SHAPE = (3, 4)  # batch, length; nobody takes a first dimension of 3, or of 1, for a pair
+_SHAPE = (3, 4)  # batch, length; no model takes a first dimension of 3, or of 1, for a pair
 _DEGREE = 2
 _TOLERANCE = 1e-9
 # What a model's own code may raise where it meets other modules than its own.
