@@ -105,7 +105,7 @@ def run_with_a_kill(runner: Runner, *options: str, kill: str) -> Outcome:
     """
     node = kill.partition("@")[0]
     with runner.up(*options, "--steps", str(ENDLESS), "--kill", kill) as up:
-        up.wait_for(f"{node} lost; ")
+        up.wait_for_loss(node)
         up.wait_for_steps(6)
         outcome = stopped(runner, up)
     assert [recovery["nodes"] for recovery in outcome.recoveries] == [[node]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -99,6 +100,13 @@ class Up:
             if text in line:
                 return line
         raise AssertionError(f"{text!r} was never said:\n{''.join(self.output)}")
+
+    def wait_for_loss(self, node: str) -> str:
+        """Read output up to the line of the plan without a node; on a busy machine it may also name slow ones."""
+        planned = re.compile(rf"\b{re.escape(node)}(, [\w.-]+)* lost[,;] ")
+        while not planned.search(line := self.wait_for(" lost")):
+            pass
+        return line
 
     def wait_until_said(self, text: str) -> None:
         """Like `wait_for`; what was read already counts as well: it may have been said at any time since the start."""

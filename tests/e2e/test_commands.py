@@ -151,7 +151,7 @@ def _while_it_trains(terminal: Terminal, run: Elastic, runner: Runner, notice: P
     birth = started_at(frozen)
     freeze(runner, "node4")
     up.wait_for("node4 lost: silent for")
-    up.wait_for("node4 lost; ")
+    up.wait_for_loss("node4")
     up.wait_for_steps(3)
     assert started_at(frozen) != birth, "its worker was ended"
 
@@ -175,7 +175,7 @@ def _kill_one_and_no_other(terminal: Terminal, run: Elastic, runner: Runner) -> 
     births = {node: started_at(before[node]) for node in ("node0", "node2", "node3", "node4")}
     assert None not in births.values()
     terminal.give("oobleck kill node2")
-    run.up.wait_for("node2 lost; ")
+    run.up.wait_for_loss("node2")
     run.up.wait_for_steps(3)
     assert started_at(before["node2"]) != births.pop("node2")
     assert worker_pids(runner) == before, "none was started again"

@@ -28,7 +28,7 @@ def test_nodes_that_dial_in_train_come_and_go_and_find_the_next_master(
             nodes.start(name, file, name)
         first.wait_for_step(5)
         nodes.power_off("gamma")
-        first.wait_for("gamma lost; ")
+        first.wait_for_loss("gamma")
         nodes.start("gamma", file, "gamma")
         first.wait_for("gamma taken in; pipelines grow")
         first.wait_for_steps(3)

@@ -135,12 +135,12 @@ def test_a_run_after_a_killed_master_has_no_part_of_the_one_before(
 def test_a_killed_node_joins_again_and_is_no_stranger(start: Callable[..., Any]) -> None:
     with start() as run:
         run.command("kill", "node2")
-        run.up.wait_for("node2 lost; ")
+        run.up.wait_for_loss("node2")
         run.command("add", "node2")
         run.up.wait_for("node2 taken in; pipelines grow")
         run.up.wait_for_steps(5)
         run.command("kill", "node2")
-        run.up.wait_for("node2 lost; ")
+        run.up.wait_for_loss("node2")
         run.up.wait_for_steps(5)
         outcome = run.stop()
     assert [each[1:] for each in recoveries(outcome)][1] == ("absorb", ("node2",))
@@ -210,7 +210,7 @@ def test_a_node_whose_worker_ends_again_and_again_is_given_up(start: Callable[..
             run.up.wait_for_steps(2)
         os.kill(worker_pids(runner)["node3"], signal.SIGKILL)
         run.up.wait_for("node3 lost: worker process")
-        run.up.wait_for("node3 lost; ")
+        run.up.wait_for_loss("node3")
         run.up.wait_for_steps(3)
         outcome = run.stop()
     assert nodes_of(outcome) == ["node0", "node1", "node2"]
@@ -222,7 +222,7 @@ def test_a_frozen_node_costs_its_lease_and_is_ended(start: Callable[..., Any], r
         frozen = {pid: started_at(pid) for pid in (worker_pids(runner)["node2"],)}
         freeze(runner, "node2")
         run.up.wait_for("node2 lost: silent for")
-        run.up.wait_for("node2 lost; ")
+        run.up.wait_for_loss("node2")
         run.up.wait_for_steps(5)
         for pid, ticks in frozen.items():
             assert started_at(pid) != ticks, "its worker was ended"
@@ -241,7 +241,7 @@ def test_what_cannot_be_added_or_drained_is_refused_with_a_reason(start: Callabl
         assert "'node9'" in run.refused("drain", "node9")
         assert "'node9'" in run.refused("kill", "node9")
         run.command("kill", "node1")
-        run.up.wait_for("node1 lost; ")
+        run.up.wait_for_loss("node1")
         assert "node1 is lost" in run.refused("drain", "node1")
         run.up.wait_for_steps(2)
         run.stop()

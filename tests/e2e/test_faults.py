@@ -147,7 +147,7 @@ def test_a_machine_that_was_frozen_finds_out_and_joins_anew_and_the_command_that
         for process in frozen:
             process.suspend()
         run.up.wait_for("delta lost: silent for")
-        run.up.wait_for("delta lost; ")
+        run.up.wait_for_loss("delta")
         run.up.wait_for_steps(3)
         assert started_at(worker) == birth, "nobody can reach it, so it is frozen still"
         for process in frozen:

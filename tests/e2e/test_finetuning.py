@@ -113,7 +113,7 @@ def test_losses_are_those_of_transformers_whatever_fails(
     auto.from_config(CONFIGS[family]).save_pretrained(tmp_path / "model")
     options = ("--steps", str(ENDLESS), "--tag", TAG, "--kill", f"node2@{KILL_STEP}")
     with runner.up(*options, "--", case, str(tmp_path / "model"), nodes=("--local", "4", SCRIPT)) as up:
-        up.wait_for("node2 lost; ")
+        up.wait_for_loss("node2")
         up.wait_for_steps(6)
         outcome = stopped(runner, up)
     assert lost_nodes(outcome) == ["node2"]

@@ -92,7 +92,7 @@ def test_the_commands_of_the_manifests_train_and_follow_what_happens_to_their_po
         nodes.power_off("oobleck-node-2")
         for left in (runner.agent_directory("oobleck-node-2"), runner.memory / "oobleck-node-2"):
             shutil.rmtree(left, ignore_errors=True)  # of a machine that does not come back
-        first.wait_for("oobleck-node-2 lost; ")
+        first.wait_for_loss("oobleck-node-2")
         first.wait_for_steps(3)
         workers = {node: started_at(pid) for node, pid in worker_pids(runner).items()}
         first.process.send_signal(signal.SIGTERM)

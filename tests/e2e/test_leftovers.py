@@ -97,7 +97,7 @@ def drain_and_add(run: Elastic, runner: Runner) -> None:
 
 def kill_and_add(run: Elastic, runner: Runner) -> None:
     ask(runner, KillRequest(node="node2"))
-    run.up.wait_for("node2 lost; ")
+    run.up.wait_for_loss("node2")
     ask(runner, AddRequest(node="node2"))
     run.up.wait_for("node2 taken in; pipelines grow")
 

@@ -109,7 +109,7 @@ def test_surviving_workers_keep_their_processes(runner: Runner) -> None:
         assert sorted(before) == ["node0", "node1", "node2", "node3"]
         killed = oobleck("kill", "node2", "--tag", TAG, "--base-dir", str(runner.base_dir))
         assert killed.returncode == 0, killed.stderr
-        up.wait_for("node2 lost; ")
+        up.wait_for_loss("node2")
         up.wait_for_step(6)
         survivors = {node: process for node, process in before.items() if node != "node2"}
         assert worker_pids(runner) == {node: pid for node, (pid, _) in before.items()}, "none was started again"

@@ -46,7 +46,7 @@ def test_cut_cables_cost_their_nodes_and_healed_ones_bring_them_back(
         birth = started_at(worker)
         network.cut(MASTER, "gamma")
         up.wait_for("gamma lost: silent for")
-        up.wait_for("gamma lost; ")
+        up.wait_for_loss("gamma")
         up.wait_for_steps(3)
         assert started_at(worker) == birth, "nobody can end it"
         network.heal(MASTER, "gamma")
@@ -56,14 +56,14 @@ def test_cut_cables_cost_their_nodes_and_healed_ones_bring_them_back(
         # A node's only cable is cut: its peers and the master lose it.
         network.unplug("beta")
         up.wait_for("beta lost: silent for")
-        up.wait_for("beta lost; ")
+        up.wait_for_loss("beta")
         network.plug_in("beta")
         up.wait_for("beta taken in; pipelines grow")
         up.wait_for_steps(3)
         # The master reaches both of two nodes that do not reach each other: one of them is left out, until it is added.
         network.cut("alpha", "gamma")
         up.wait_for("the network between gamma and their peers is cut")
-        up.wait_for("gamma lost; ")
+        up.wait_for_loss("gamma")
         up.wait_for_steps(3)
         network.heal("alpha", "gamma")
         run = Elastic(runner, up)

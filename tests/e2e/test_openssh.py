@@ -86,7 +86,7 @@ def test_a_hostfile_trains_what_virtual_nodes_train_survives_the_end_of_connecti
         assert "[beta:0 generation 1] computes under the plan of generation 1" in shown.stdout, shown.stderr
         killed = oobleck("kill", "gamma", "--tag", TAG, "--base-dir", str(runner.base_dir))
         assert killed.returncode == 0, killed.stderr
-        up.wait_for("gamma lost; ")
+        up.wait_for_loss("gamma")
         Path(hosts[0]).write_text("alpha\nbeta\ngamma address=127.0.0.2\n")
         up.wait_for("delta has left")
         up.wait_for_steps(6)

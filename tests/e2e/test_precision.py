@@ -16,7 +16,7 @@ def test_float16_skips_what_overflows_whoever_is_killed_or_joins(runner: Runner)
     """The loss scale starts far too high, and is still falling when the node is killed."""
     job = ("--job", str(runner.job_file()), "--dtype", "float16", "--set", "initial_loss_scale=67108864.0")
     with runner.up(*job, "--steps", str(ENDLESS), "--kill", "node2@2") as up:
-        up.wait_for("node2 lost; ")
+        up.wait_for_loss("node2")
         added = oobleck("add", "node2", "--tag", TAG, "--base-dir", str(runner.base_dir))
         assert added.returncode == 0, added.stderr
         up.wait_for("node2 taken in")

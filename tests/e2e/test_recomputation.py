@@ -34,7 +34,7 @@ def test_stages_that_recompute_compute_what_one_process_computes(
     """With dropout, which draws the same numbers again, and a killed node."""
     given = ("--job", str(path), "--steps", str(ENDLESS), *options)
     with runner.up(*given, "--kill", f"node3@{KILL_STEP}") as up:
-        up.wait_for("node3 lost; ")
+        up.wait_for_loss("node3")
         up.wait_for_steps(6)
         outcome = stopped(runner, up)
     assert_all_is_right(outcome, reference)

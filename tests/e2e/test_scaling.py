@@ -23,7 +23,7 @@ def test_nodes_that_a_deadline_does_not_need_rest_and_stand_in_for_a_lost_one(
         assert len(resting) == 2
         trains = next(node for node in ("node0", "node1", "node2", "node3") if node not in resting)
         run.command("kill", trains)
-        run.up.wait_for(f"{trains} lost; ")
+        run.up.wait_for_loss(trains)
         run.up.wait_for_steps(10)
         outcome = run.stop()
     assert [each[0] for each in recoveries(outcome)] == ["scaled", "connection_lost"]

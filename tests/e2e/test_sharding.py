@@ -59,7 +59,7 @@ def test_sharded_stages_compute_what_one_process_computes(
     """
     options = ("--job", str(path), *by(sharding), "--set", "checkpoint.compare_steps=2")
     with runner.up(*options, "--kill", f"node2@{KILL_STEP}", nodes=("--local", "3")) as up:
-        up.wait_for("node2 lost; ")
+        up.wait_for_loss("node2")
         up.wait_for_steps(8)
         outcome = stopped(runner, up)
     assert_all_is_right(outcome, reference[0])
@@ -113,7 +113,7 @@ def test_interleaved_sharded_stages_of_frozen_layers_and_adapters_lose_no_step(r
     path.write_text(adapted.replace("max_steps: 24", f"max_steps: {ENDLESS}"), encoding="utf-8")
     options = ("--job", str(path), "--set", "schedule=interleaved")
     with runner.up(*options, *by(sharding), "--kill", f"node2@{KILL_STEP}") as up:
-        up.wait_for("node2 lost; ")
+        up.wait_for_loss("node2")
         up.wait_for_steps(4)
         outcome = stopped(runner, up)
     assert [recovery["nodes"] for recovery in outcome.recoveries] == [["node2"]]
@@ -134,7 +134,7 @@ def test_a_worker_that_ends_in_any_phase_of_a_step_and_a_node_soon_after_cost_no
         (tmp_path / "now").touch()
         up.wait_for("the node's workers are started again")
         runner.signal("node2", "*", signal.SIGKILL)
-        up.wait_for("node2 lost; ")
+        up.wait_for_loss("node2")
         up.wait_for_steps(6)
         outcome = stopped(runner, up)
     assert outcome.exit_code == 0, outcome.output

@@ -160,7 +160,7 @@ def test_each_record_is_trained_on_once_an_epoch_whatever_is_killed(runner: Runn
         first.wait_for_step(4)
         killed = oobleck("kill", "node1", "--base-dir", str(runner.base_dir))
         assert killed.returncode == 0, killed.stderr
-        first.wait_for("node1 lost; ")
+        first.wait_for_loss("node1")
         first.wait_for_steps(2)
         os.kill(first.process.pid, signal.SIGKILL)
         first.process.wait()
@@ -251,7 +251,7 @@ def test_a_redis_stream_is_trained_on_once_though_a_node_is_killed(runner: Runne
         with runner.up("--job", str(tmp_path / "job.yaml"), "--resume", "never") as up:
             up.wait_for_step(1)  # lines about steps are thinned, and there are few before more data comes
             assert oobleck("kill", "node2", "--base-dir", str(runner.base_dir)).returncode == 0
-            up.wait_for("node2 lost; ")
+            up.wait_for_loss("node2")
             ids += [stream.xadd("rows", {"tokens": row.tobytes()}) for row in rows[130:]]
             stream.set("rows:end", 1)
             outcome = up.finish()
@@ -281,7 +281,7 @@ def test_a_kafka_topic_is_trained_on_once_though_a_node_is_killed(runner: Runner
         with runner.up("--job", str(tmp_path / "job.yaml"), "--resume", "never") as up:
             up.wait_for_step(1)  # lines about steps are thinned, and there are few before more data comes
             assert oobleck("kill", "node2", "--base-dir", str(runner.base_dir)).returncode == 0
-            up.wait_for("node2 lost; ")
+            up.wait_for_loss("node2")
             for number, part in enumerate(parts):
                 broker.produce("rows", number, part[40:])
                 broker.produce("rows", number, [b""], headers=["end"])

@@ -107,7 +107,7 @@ def test_nodes_lost_and_back_cost_no_step_and_a_requeued_job_goes_on_from_the_ve
         up.wait_for_step(5)
         power_off(runner, slurm, "n3")
         slurm.power_on("n3")  # before Slurm misses it, which would take it out of the job
-        up.wait_for("n3 lost; ")
+        up.wait_for_loss("n3")
         up.wait_for("n3 taken in; ")
         up.wait_for_steps(5)
         assert [(cause, lost) for cause, _, lost in recoveries_in(runner.journal())] == [
@@ -258,7 +258,7 @@ def test_a_run_outside_has_the_nodes_of_all_jobs_of_a_name_as_they_come_and_go(
             submit("n1")  # another job on the machine that was given back
             first.wait_for("n1 taken in; ")
             power_off(runner, slurm, "n3")
-            first.wait_for("n3 lost; ")
+            first.wait_for_loss("n3")
             first.wait_for_steps(3)
             workers = {node: started_at(pid) for node, pid in worker_pids(runner).items() if node != "n3"}
             first.process.kill()

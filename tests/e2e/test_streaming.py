@@ -38,7 +38,7 @@ def test_each_sample_is_trained_on_once_an_epoch_whatever_is_killed(runner: Runn
         first.wait_for_step(3)
         killed = oobleck("kill", "node1", "--base-dir", str(runner.base_dir))
         assert killed.returncode == 0, killed.stderr
-        first.wait_for("node1 lost; ")
+        first.wait_for_loss("node1")
         first.wait_for_steps(2)
         os.kill(first.process.pid, signal.SIGKILL)
         first.process.wait()

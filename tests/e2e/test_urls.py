@@ -38,7 +38,7 @@ def test_a_run_that_loses_a_node_and_then_all_goes_on_from_a_store_that_has_fail
         up.wait_for_step(2)
         store.refuses, store.cuts = {"SlowDown": 2, "ExpiredToken": 2}, 2
         assert oobleck("kill", "node2", "--base-dir", str(runner.base_dir)).returncode == 0
-        up.wait_for("node2 lost; ")
+        up.wait_for_loss("node2")
         up.wait_for_checkpoint(8)
         kill_everything(runner, up)
     assert {"SlowDown", "ExpiredToken", "cut"} == set(store.answered)
