@@ -15,7 +15,7 @@ from hypothesis import settings
 # What they assert is shown with its values, too. Nothing may have imported them before.
 pytest.register_assert_rewrite("tests.e2e.elastic", "tests.e2e.harness", "tests.e2e.ranks")
 
-from tests.examples import examples  # noqa: E402
+from tests.examples import examples, left_out  # noqa: E402
 
 settings.register_profile("oobleck", examples(100))
 settings.load_profile("oobleck")
@@ -43,10 +43,13 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = config.stash[_short]  # for what tests start, too
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(_SLOW_TIMEOUT_S))
+    if deselected := set(left_out(items)):
+        config.hook.pytest_deselected(items=[item for item in items if item in deselected])
+        items[:] = [item for item in items if item not in deselected]
 
 
 @pytest.hookimpl(trylast=True)

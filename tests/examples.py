@@ -1,8 +1,9 @@
 """How many examples a property is tried with: few in every run of the tests, very many in a deep one.
 
 HYPOTHESIS_PROFILE=brief, which `make test` sets, tries a tenth of each test's own number, which `make test-all`
-tries; HYPOTHESIS_PROFILE=deep tries 20,000, and 20 storms of each kind over real processes;
-HYPOTHESIS_PROFILE=hasty tries many, stops at the first failure and shrinks nothing.
+tries, and of the cases of a test that build a model each the first and the last; HYPOTHESIS_PROFILE=deep tries 20,000,
+and 20 storms of each kind over real processes; HYPOTHESIS_PROFILE=hasty tries many, stops at the first failure and
+shrinks nothing.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-__all__ = ["examples", "first_of", "seeds"]
+__all__ = ["examples", "first_of", "left_out", "seeds"]
 
 _DEEP = 20_000
 _DEEP_SEEDS = 20
 _HASTE = 14
 _BRIEF_PERCENT = 10
+_ROOMS_OF_MODELS = ("tests/training/", "tests/transformers/")
 # A failure's trace says what happened; explaining it by coverage costs more than it tells.
 _PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 
@@ -47,6 +49,17 @@ def first_of(number: int, values: Iterable[Any]) -> list[Any]:
     return [
         value if index < number else pytest.param(value, marks=pytest.mark.slow) for index, value in enumerate(values)
     ]
+
+
+def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Return the cases that a brief run leaves out: of a test where each builds a model, all between two."""
+    if os.environ.get("HYPOTHESIS_PROFILE") != "brief":
+        return []
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.nodeid.startswith(_ROOMS_OF_MODELS) and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return [item for found in cases.values() for item in found[1:-1]]
 
 
 def seeds(number: int) -> range:

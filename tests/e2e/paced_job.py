@@ -11,7 +11,7 @@ from typing import Any
 
 from oobleck import Job
 
-PAUSE_S = 0.15
+PAUSE_S = 0.3
 TRIED = 1000
 """Elements, at most, of the parameters that an optimizer is tried on, in many steps."""
 

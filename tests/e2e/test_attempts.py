@@ -29,7 +29,7 @@ def storm(tmp_path: Path) -> Iterator[Callable[[str, int], Storm]]:
 @pytest.mark.parametrize(
     ("kind", "kills", "nodes"),
     [
-        ("ddp", 1, 0),
+        pytest.param("ddp", 1, 0, marks=pytest.mark.slow),  # tools/bench/restart.py has one kill in every run
         pytest.param("fsdp", 2, 1, marks=pytest.mark.slow),
         *(pytest.param(kind, 200, 50, marks=LONG) for kind in ("ddp", "fsdp", "hsdp", "tp")),
         *(pytest.param(kind, 4, 2, marks=pytest.mark.slow) for kind in ("ddp", "hsdp", "tp")),

@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from oobleck.cli.inputs.job_file import load_job
@@ -54,6 +55,7 @@ def flip_a_bit(pid: int, pattern: bytes) -> int:
     return found
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_found_named_and_repaired(runner: Runner) -> None:
     options = ("--job", str(runner.job_file()), "--steps", "400", "--set", "checkpoint.compare_steps=5", *FROZEN)
     pattern = initial_bytes(runner)

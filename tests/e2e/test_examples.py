@@ -44,10 +44,8 @@ def test_the_trace_is_one_for_four_nodes() -> None:
     assert not_played(trace) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [("gpt2.yaml", "n_layer"), pytest.param("llama.yaml", "num_hidden_layers", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow  # tests/cli/inputs/test_job_file.py reads the first
+@pytest.mark.parametrize(("name", "size"), [("gpt2.yaml", "n_layer"), ("llama.yaml", "num_hidden_layers")])
 def test_job_files(runner: Runner, name: str, size: str) -> None:
     options = ("--steps", "3", "--set", f"model.{size}=2", *TINY)
     outcome = runner.run("--job", str(EXAMPLES / name), *options, nodes=("--local", "2"))

@@ -46,6 +46,7 @@ def test_a_script_learns_how_long_it_has_when_its_node_or_another_is_taken_away(
     assert not ranks.entries("RankDown")
 
 
+@pytest.mark.slow
 def test_the_steps_that_a_script_saves_are_in_status_and_report_with_its_loss_and_goodput(ranks: Ranks) -> None:
     """A rank is killed on the way, and all steps are counted once."""
     with ranks.started("--nproc-per-node", "2", command=[SAVING, str(ranks.out), "1000000", "0.1"]) as process:

@@ -33,7 +33,7 @@ def by(sharding: str) -> tuple[str, ...]:
 
 
 OPTIMIZER, ALL = by("optimizer"), by("all")
-LEVELS = ["optimizer", pytest.param("gradients", marks=pytest.mark.slow), pytest.param("all", marks=pytest.mark.slow)]
+LEVELS = ["optimizer", "gradients", "all"]
 
 
 @pytest.fixture(name="path", scope="module")
@@ -49,6 +49,7 @@ def reference(runner: Runner, path: Path) -> tuple[Reference, list[float]]:
     return evaluated_reference(runner, path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", LEVELS)
 def test_sharded_stages_compute_what_one_process_computes(
     runner: Runner, path: Path, reference: tuple[Reference, list[float]], sharding: str

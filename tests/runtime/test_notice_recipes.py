@@ -125,7 +125,7 @@ def recipe(name: str, server: Cloud) -> ControlSpec:
 
 async def notice_of(control: ControlSpec, server: Cloud) -> str | None:
     """What is said once there is a notice; None where there is none although it was asked for, more than once."""
-    enough, found = server.asked + 6, None
+    enough, found = server.asked + 3, None
 
     async def ask() -> None:
         nonlocal found

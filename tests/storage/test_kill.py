@@ -121,7 +121,7 @@ def wait_until_gone(pid: int) -> None:
 
 
 def test_a_kill_at_any_moment_leaves_the_newest_whole_state(zygote: subprocess.Popen, tmp_path: Path) -> None:
-    kill_rounds(zygote, tmp_path, rounds=8, seed=1)
+    kill_rounds(zygote, tmp_path, rounds=4, seed=1)
 
 
 @pytest.mark.slow

@@ -120,8 +120,10 @@ def test_what_fails_after_train_is_the_exit_status(tmp_path: Path):
     ("source", "kind", "problem"),
     [
         ("x = 1", ConfigError, r"train\.py has reached its end without a call of `train\(\)`.*no function job\(\)"),
-        ("x = 1\ny = x / 0", ConfigError, r"train\.py:2: ZeroDivisionError"),
-        (f"{TRAINER}\ntake_over(Trainer())", ConfigError, r"train\.py:\d+: IndexError"),
+        pytest.param("x = 1\ny = x / 0", ConfigError, r"train\.py:2: ZeroDivisionError", marks=pytest.mark.slow),
+        pytest.param(
+            f"{TRAINER}\ntake_over(Trainer())", ConfigError, r"train\.py:\d+: IndexError", marks=pytest.mark.slow
+        ),
         (
             f"{TRAINER}\nclass Bad(Trainer):\n    def job(self): raise ConfigError('leave fsdp out')\ntake_over(Bad())",
             ConfigError,
