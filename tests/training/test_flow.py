@@ -60,6 +60,21 @@ class ReadingWeights(Stack):
         return (hidden @ self.first.weight.T).square().mean()
 
 
+class ReadingTiedWeights(Stack):
+    """Its head is a module that never runs, and whose weight is that of its first module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(SIZE, SIZE, bias=False)
+        self.head.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        for block in self.blocks:
+            hidden = block(hidden).tanh()
+        return (hidden @ self.head.weight.T).square().mean()
+
+
 class InPlace(Stack):
     """Changes what a block has returned, in place."""
 
@@ -174,7 +189,9 @@ def cut(model: nn.Module, flow: Flow, directory: Path) -> Callable[..., list[Sta
     return stages
 
 
-@pytest.mark.parametrize("kind", [Stack, Skipping, ReadingWeights, InPlace, Deciding, Again, Pairs, Hearing])
+@pytest.mark.parametrize(
+    "kind", [Stack, Skipping, ReadingWeights, InPlace, Deciding, Again, Pairs, Hearing, ReadingTiedWeights]
+)
 def test_every_cut_has_the_gradients_of_the_uncut_model(kind: type[Stack], tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = kind()

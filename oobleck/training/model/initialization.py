@@ -6,7 +6,7 @@ bits alone, in any stage, and in the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,7 +20,7 @@ from .layered_model import SplittableModel
 from .split_probe import cannot_split
 
 
-def unset(shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def unset(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a tensor that must still be set: it is not-a-number, so that its use is noticed."""
     if dtype.is_floating_point:
         return torch.full(shape, torch.nan, dtype=dtype, device=device)

@@ -453,11 +453,14 @@ class StageModel:
         return {name for name, is_cast in used.items() if is_cast} - self.structure.hooks.keys()
 
     def _fill_vacant(self) -> None:
-        """Have parameters held elsewhere be zeros that take no memory: the model's own code may ask for their type."""
+        """Have parameters held elsewhere take no memory: the model's own code may ask for their type.
+
+        They are not-a-number, so that no loss can depend on one unseen.
+        """
         for path, module in self.model.named_modules():
             for attribute, vacant in module.named_parameters(recurse=False):
-                zeros = torch.zeros((), dtype=vacant.dtype, device=self.device).expand(vacant.shape)
-                filled = module._parameters[attribute] = nn.Parameter(zeros, requires_grad=False)
+                value = unset((), dtype=vacant.dtype, device=self.device).expand(vacant.shape)
+                filled = module._parameters[attribute] = nn.Parameter(value, requires_grad=False)
                 vars(filled).update(vars(vacant))
                 self._vacant[full_name(path, attribute)] = filled
 

@@ -517,9 +517,13 @@ def _add_read_outside(layers: list[list[Site]], skeleton: nn.Module, anatomy: An
         for path, module in skeleton.named_modules()
         for attribute, _ in module.named_parameters(recurse=False)
     }
+    of_modules = {site.name for layer in layers for site in layer}
     for number, layer in enumerate(layers):
-        known = {site.name for site in layer}
-        layer += [every[name] for name in sorted(flow.parameters_of(number) - known)]
+        read = flow.parameters_of(number)
+        # The code may read a tied parameter by any of its names, and the trace knows one of them.
+        tied = {each.parameter for name, each in every.items() if name in read}
+        read |= {name for name, each in every.items() if each.parameter in tied and name not in of_modules}
+        layer += [every[name] for name in sorted(read - {site.name for site in layer})]
     placed = {site.parameter for layer in layers for site in layer}
     layers[0] += [site for site in every.values() if site.parameter not in placed]
 
