@@ -1,9 +1,9 @@
 """How many examples a property is tried with: few in every run of the tests, very many in a deep one.
 
 HYPOTHESIS_PROFILE=brief, which `make test` sets, tries a tenth of each test's own number, which `make test-all`
-tries, and of the cases of a test that build a model each the first and the last; HYPOTHESIS_PROFILE=deep tries 20,000,
-and 20 storms of each kind over real processes; HYPOTHESIS_PROFILE=hasty tries many, stops at the first failure and
-shrinks nothing.
+tries, and of the cases of a test that build models, start processes or play a cluster, the first and the last;
+HYPOTHESIS_PROFILE=deep tries 20,000, and 20 storms of each kind over real processes; HYPOTHESIS_PROFILE=hasty tries
+many, stops at the first failure and shrinks nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _DEEP = 20_000
 _DEEP_SEEDS = 20
 _HASTE = 14
 _BRIEF_PERCENT = 10
-_ROOMS_OF_MODELS = ("tests/training/", "tests/transformers/")
+_COSTLY_ROOMS = ("tests/runtime/", "tests/sim/cluster/", "tests/training/", "tests/transformers/")
+"""Where cases build models, start processes or play a cluster."""
 # A failure's trace says what happened; explaining it by coverage costs more than it tells.
 _PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 
@@ -52,12 +53,12 @@ def first_of(number: int, values: Iterable[Any]) -> list[Any]:
 
 
 def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Return the cases that a brief run leaves out: of a test where each builds a model, all between two."""
+    """Return the cases that a brief run leaves out: of a test where each is costly, all between two."""
     if os.environ.get("HYPOTHESIS_PROFILE") != "brief":
         return []
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.nodeid.startswith(_ROOMS_OF_MODELS) and not item.get_closest_marker("slow"):
+        if item.nodeid.startswith(_COSTLY_ROOMS) and not item.get_closest_marker("slow"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     return [item for found in cases.values() for item in found[1:-1]]
 
