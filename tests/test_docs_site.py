@@ -33,7 +33,7 @@ LOADED = re.compile(
 def build(source: Path, site: Path) -> subprocess.CompletedProcess[str]:
     options = ["--builder", "html", "--fail-on-warning", "--keep-going", "--quiet", "--conf-dir", str(DOCS)]
     command = [sys.executable, "-m", "sphinx", *options, str(source), str(site)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import select
 import subprocess
@@ -26,7 +27,8 @@ from oobleck.wire import encode_json
 _log = logging.getLogger(__name__)
 
 _HOST = module_command("oobleck.training.process.script_host")
-_TIMEOUT_S = 120.0
+_TRIAL_S = 120.0  # nodes try what takes longer
+_PATIENT_S = 60.0
 _ENDS_WITHIN_S = 5.0  # for a script that has returned its job
 _MAX_ENTRIES = 10_000  # callbacks that are further behind miss entries
 _CALLBACKS_END_WITHIN_S = 30.0
@@ -62,9 +64,9 @@ class ScriptProcess:
     """A script that has returned its job, which the same process can then try out."""
 
     def __init__(self, path: Path, arguments: tuple[str, ...]) -> None:
-        """Run it until it returns its job; takes as long as its imports. Its output goes to stderr.
+        """Run it until it returns its job; takes as long as the script does, which is said after a minute.
 
-        Raises UsageError for wrong arguments, ConfigError if the script fails, ResourceLost after two minutes.
+        Its output goes to stderr. Raises UsageError for wrong arguments, ConfigError if the script fails.
         """
         spec = read_script(path, arguments)
         self._path = path
@@ -72,7 +74,7 @@ class ScriptProcess:
             [*_HOST, "describe"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=as_no_rank()
         )
         try:
-            answer = self._ask(encode_json(spec), "to return its job")
+            answer = self._ask(encode_json(spec))
             if answer is None:
                 raise ConfigError(f"script {path} ended by itself, with the exit code {self._process.wait()}")
         except BaseException:
@@ -87,7 +89,7 @@ class ScriptProcess:
         Takes as long as building the model without memory. Raises ConfigError if the job cannot be trained,
         UnbuiltModel or ResourceLost if that is unknown.
         """
-        answer = self._ask(encode_json(job), "to be tried")
+        answer = self._ask(encode_json(job), limit_s=_TRIAL_S)
         if answer is None:
             raise ResourceLost(f"script {self._path} ended, with the exit code {self._process.wait()}, as it was tried")
         note: str = answer["note"]
@@ -102,19 +104,24 @@ class ScriptProcess:
             self._process.kill()
             self._process.communicate()
 
-    def _ask(self, line: bytes, what: str) -> Any:
-        """Send a line and return the answer; None if the process ends without one."""
+    def _ask(self, line: bytes, *, limit_s: float = math.inf) -> Any:
+        """Send a line and return the answer; None if the process ends without one. Raises ResourceLost at the limit."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with suppress(BrokenPipeError):  # its exit status tells more
             self._process.stdin.write(line)
             self._process.stdin.flush()
-        until_s, received = time.monotonic() + _TIMEOUT_S, b""
+        since_s, is_told, received = time.monotonic(), False, b""
         while not received.endswith(b"\n"):
             # `readline` has no time limit, so this collects a line by itself.
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, until_s - time.monotonic()))
+            ready, _, _ = select.select([self._process.stdout], [], [], _PATIENT_S)
             if not ready:
-                raise ResourceLost(f"script {self._path} took more than {_TIMEOUT_S:g} s {what}")
+                if time.monotonic() - since_s >= limit_s:
+                    raise ResourceLost(f"script {self._path} took more than {limit_s:g} s to be tried")
+                if not is_told:
+                    _log.warning("script %s has taken %g s so far; waiting for it", self._path, _PATIENT_S)
+                is_told = True
+                continue
             if not (piece := os.read(self._process.stdout.fileno(), 1 << 16)):
                 return None
             received += piece

@@ -16,22 +16,16 @@ from oobleck.job import JobSpec
 from oobleck.runtime.python_process import as_no_rank, module_command
 from oobleck.wire import encode_json
 
-_OUTLINE_S = 120.0
 _TOKENIZER = "tokenizer.json"
 
 
-def _answer_of(module: str, *arguments: str, stdin: bytes = b"", failed: str, timeout_s: float | None = None) -> str:
+def _answer_of(module: str, *arguments: str, stdin: bytes = b"", failed: str) -> str:
     """Run one of our modules and return its output.
 
     Raises ConfigError with its last line for unusable input, ResourceLost that begins with `failed` otherwise.
     """
     command = module_command(module, *arguments)
-    try:
-        done = subprocess.run(
-            command, input=stdin, capture_output=True, timeout=timeout_s, check=False, env=as_no_rank()
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ResourceLost(f"{failed}: it took more than {timeout_s:g} s") from error
+    done = subprocess.run(command, input=stdin, capture_output=True, check=False, env=as_no_rank())
     if done.returncode:
         last_line = (done.stderr.decode(errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
         if done.returncode == ExitCode.CONFIG:
@@ -61,10 +55,10 @@ def outline_of(job: JobSpec) -> ModelOutline:
     """Return the outline of the job's model; takes as long as importing torch.
 
     The vocabulary has the size that the job names, although the tokenizer makes it smaller for a short text. Raises
-    ConfigError for an impossible model, ResourceLost if the process fails or takes more than two minutes.
+    ConfigError for an impossible model, ResourceLost if the process fails.
     """
     module, failed = "oobleck.training.process.outline", "the model's outline could not be made"
-    answer = json.loads(_answer_of(module, stdin=encode_json(job), failed=failed, timeout_s=_OUTLINE_S))
+    answer = json.loads(_answer_of(module, stdin=encode_json(job), failed=failed))
     layers = tuple(
         LayerOutline(name=each["name"], parameters=each["parameters"], trained=each["trained"])
         for each in answer["layers"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from pathlib import Path
@@ -110,6 +111,18 @@ def test_a_fault_in_what_settings_are_made_of_is_said_with_its_line(tmp_path: Pa
     script.write_text(textwrap.dedent(source))
     with pytest.raises(ConfigError, match=r"train\.py:7: KeyError: 'my own fault'"):
         describe_script(script, ())
+
+
+@pytest.mark.slow
+def test_a_script_that_takes_minutes_to_return_its_job_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import time\nfrom oobleck import Job\n\ndef job():\n    time.sleep(125)\n    return Job(max_steps=3)\n"
+    )
+    assert json.loads(describe_script(script, ()).settings)["max_steps"] == 3
+    assert [entry.getMessage() for entry in caplog.records] == [
+        f"script {script} has taken 60 s so far; waiting for it"
+    ]
 
 
 # --- trials before a run -----------------------------------------------------------------------------------------
