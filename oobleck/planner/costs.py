@@ -240,6 +240,12 @@ class StageCosts:
         # Each device keeps the whole output, from which the backward pass starts.
         return room, num_devices * self._messages[None, :]
 
+    def room(self, num_devices: int, first: NDArray[np.int64], stop: NDArray[np.int64]) -> tuple[Floats, Floats]:
+        """Return the memory of some stages for microbatches in flight, and what each of these holds."""
+        room, outputs = self._room(num_devices)
+        transient, kept = self._recomputation.without(first, stop)
+        return room[first, stop] - transient, kept + np.broadcast_to(outputs, room.shape)[first, stop]
+
     def recomputing_s(self, num_devices: int, in_flight: int) -> Floats:
         """Return the seconds that stages with `in_flight` microbatches in flight take longer, to fit: `[L + 1, L + 1]`.
 

@@ -42,8 +42,8 @@ class Recut:
             return template
 
         def seconds(stops: Stops) -> Floats:
-            found = self._times.steps_s(template, stops, num_microbatches, speeds)
-            return found + reduction_s * self._costs.most_reduced(template, stops)
+            reduce_s = reduction_s * self._costs.most_reduced(template, stops)
+            return self._times.steps_s(template, stops, num_microbatches, speeds, reduce_s=reduce_s) + reduce_s
 
         stops = stops_of(template)
         best_s = float(seconds(stops)[0])
