@@ -317,6 +317,17 @@ class StageCosts:
                 least = min(least, max(0.0, most))
         return least
 
+    def least_slowest_s(self, template: PipelineTemplate) -> float:
+        """Return a lower bound on the compute of the slowest stage of a template's devices, under any cut; O(L log L).
+
+        Even into several chunks: whatever the smallest layers do, some stage has its share of the other layers.
+        """
+        size, counts = template.num_stages, {stage.num_devices for stage in template.stages}
+        layers = sorted(np.minimum.reduce([np.diff(self._compute[count]) for count in counts]).tolist())
+        sums = prefix_sums(layers)
+        shares = [float(sums[least - (least - self.num_layers) // size] - sums[least]) for least in range(len(layers))]
+        return max(float(sums[-1]) / size, *shares)
+
     def exchange_s(self, template: PipelineTemplate) -> float:
         """Return the seconds of a step in which the devices of the largest stage exchange what they share out."""
         return max(exchange_s(self.profile, template.chunks_of(stage)) for stage in range(template.num_stages))

@@ -93,11 +93,11 @@ class ExactTimes:
         if self._cutter is None or template.num_stages == 1 or template.num_chunks > 1:
             return template
         if self._is_open:
-            # At best, the slowest stage does as much, and waits as much less as there are chunks.
-            timing = self._costs.timing(template)
-            waits_s = (timing.first_s - timing.next_s) / self._cutter.num_chunks
+            # At best, chunks are as even as layers allow, and stages wait as much less as there are chunks.
+            least_s, whole_s = self._costs.least_slowest_s(template), self._costs.timing(template).first_s
+            waits_s = whole_s * (1 - 1 / template.num_stages) / self._cutter.num_chunks
             own_s = self.step_s(template, num_microbatches, reduce_s=reduce_s)
-            if num_microbatches * timing.next_s + waits_s > own_s * (1 - LEAST_GAIN):
+            if num_microbatches * least_s + waits_s > own_s * (1 - LEAST_GAIN):
                 return template
         return self._cutter.cut(template, num_microbatches)
 
