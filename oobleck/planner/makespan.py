@@ -26,8 +26,9 @@ def stops_of(template: PipelineTemplate) -> Stops:
     return np.array([[0, *(stage.stop_layer for stage in template.stages)]], dtype=np.int64)
 
 
+# [stage, candidate] each.
 _Passes = tuple[Floats, Floats, Floats, Floats]
-"""Seconds of forward and backward passes, [stage, candidate], of the messages between stages, and of what follows once a
+"""Seconds of forward and backward passes, of the messages between stages, and of what follows when a
 backward pass has sent its gradient: nothing under 1F1B."""
 
 
@@ -134,9 +135,7 @@ class PassTimes:
         return forward, backward, messages, np.zeros_like(backward)
 
 
-def _makespans(
-    forward: Floats, backward: Floats, messages: Floats, weights: Floats, num_microbatches: int
-) -> Floats:
+def _makespans(forward: Floats, backward: Floats, messages: Floats, weights: Floats, num_microbatches: int) -> Floats:
     """Return when the last stage ends."""
     size, width = forward.shape
     last = num_microbatches - 1

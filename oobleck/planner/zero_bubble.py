@@ -37,8 +37,10 @@ class SplitPasses:
     def _are_measured(self, template: PipelineTemplate, stops: Stops, index: int) -> NDArray[np.bool_]:
         first, stop = stops[:, index], stops[:, index + 1]
         # Parts were measured with one device to a stage.
-        alone = index > 0 and template.stages[index].num_devices == 1
-        return alone & (self._measured[stop] - self._measured[first] == stop - first)
+        if index == 0 or template.stages[index].num_devices > 1:
+            return np.zeros(len(stops), dtype=bool)
+        are_measured: NDArray[np.bool_] = self._measured[stop] - self._measured[first] == stop - first
+        return are_measured
 
     def seconds(
         self, template: PipelineTemplate, stops: Stops, forward: Floats, backward: Floats, speeds: Sequence[float]

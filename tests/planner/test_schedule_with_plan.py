@@ -90,9 +90,7 @@ def test_no_fixed_schedule_and_number_of_pipelines_is_faster(seed: int) -> None:
 
 def test_zero_bubble_takes_longer_pipelines_and_a_loss_does_not_undo_the_choice() -> None:
     """32 pipelines of two nodes are best under 1F1B; so many do not let the schedule save anything."""
-    profile = estimate_profile(
-        model_shape("gpt3-2.7b"), device_sheet("A100"), microbatch_size=2, sequence_length=2048
-    )
+    profile = estimate_profile(model_shape("gpt3-2.7b"), device_sheet("A100"), microbatch_size=2, sequence_length=2048)
     nodes, kind = names(64), ScheduleKind.ZERO_BUBBLE
     chosen = planner(profile, None, 512)
     decision = chosen.initial_plan(nodes)

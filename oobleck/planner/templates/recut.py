@@ -10,8 +10,9 @@ import numpy as np
 
 from oobleck.plan import PipelineTemplate
 from oobleck.planner.costs import StageCosts
-from oobleck.planner.makespan import PassTimes, Stops, stops_of
+from oobleck.planner.makespan import PassTimes, stops_of
 from oobleck.planner.tables import Floats
+from oobleck.planner.zero_bubble import Stops
 
 MOST_STAGES = 12
 """Pipelines of more stages keep their cut: the cost grows with the fourth power."""
