@@ -136,8 +136,10 @@ class OneKindCatalog(Catalog):
 
     def cut_again(self, form: Form, num_microbatches: int, num_pipelines: int, speeds: tuple[float, ...] = ()) -> Form:
         template = form.template
-        if template.num_chunks > 1:  # begin with the whole stages again
-            template = self._templates[template.num_nodes]
+        if template.num_chunks > 1:
+            if speeds:  # pipelines with several chunks a stage stay as they are
+                return form
+            template = self._templates[template.num_nodes]  # begin with whole stages again
         cut = self._exact.cut_again(template, num_microbatches, num_pipelines, speeds)
         cut = cut if speeds else self._cut(cut, num_microbatches)
         return form if cut.stages == form.template.stages else self._form(cut)
