@@ -358,7 +358,8 @@ class JobSpec:
     max_redundancy_percent: float | None = bounded(None, 0.0, 1e6)
     """The most that f + 1 pipelines may lengthen a step; None pays any price."""
     change_interval_s: float = bounded(3600.0, 1.0, 1e9)
-    """The expected seconds between changes of the nodes, within which a plan has to repay what moves for it."""
+    """The expected seconds between changes of the nodes, within which a plan has to repay what moves for it, until the
+    run has had changes itself."""
     num_pipelines: int | None = bounded(None, 1, MAX_NODES)
     """Asks the planner for exactly this many pipelines as long as the nodes allow it."""
     num_stages: int | None = bounded(None, 1, MAX_NODES)

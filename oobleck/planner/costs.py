@@ -240,6 +240,12 @@ class StageCosts:
         # Each device keeps the whole output, from which the backward pass starts.
         return room, num_devices * self._messages[None, :]
 
+    def room(self, num_devices: int, first: NDArray[np.int64], stop: NDArray[np.int64]) -> tuple[Floats, Floats]:
+        """Return the memory of some stages for microbatches in flight, and what each of these holds."""
+        room, outputs = self._room(num_devices)
+        transient, kept = self._recomputation.without(first, stop)
+        return room[first, stop] - transient, kept + np.broadcast_to(outputs, room.shape)[first, stop]
+
     def recomputing_s(self, num_devices: int, in_flight: int) -> Floats:
         """Return the seconds that stages with `in_flight` microbatches in flight take longer, to fit: `[L + 1, L + 1]`.
 
@@ -310,6 +316,17 @@ class StageCosts:
             if most < self.in_flight(after + 1):
                 least = min(least, max(0.0, most))
         return least
+
+    def least_slowest_s(self, template: PipelineTemplate) -> float:
+        """Return a lower bound on the compute of the slowest stage of a template's devices, under any cut; O(L log L).
+
+        Even into several chunks: whatever the smallest layers do, some stage has its share of the other layers.
+        """
+        size, counts = template.num_stages, {stage.num_devices for stage in template.stages}
+        layers = sorted(np.minimum.reduce([np.diff(self._compute[count]) for count in counts]).tolist())
+        sums = prefix_sums(layers)
+        shares = [float(sums[least - (least - self.num_layers) // size] - sums[least]) for least in range(len(layers))]
+        return max(float(sums[-1]) / size, *shares)
 
     def exchange_s(self, template: PipelineTemplate) -> float:
         """Return the seconds of a step in which the devices of the largest stage exchange what they share out."""

@@ -1,4 +1,4 @@
-"""The event-exact time of 1F1B steps, for many ways to cut the layers at once.
+"""The event-exact time of steps of 1F1B and zero-bubble, for many ways to cut the layers at once.
 
 The planner's searches bound a step by `sum(w) + (m - 1) * max(w)`, with messages counted as work of the sending
 stages. Here a pass waits for the previous pass on its stage and for its message, and a message occupies only its link:
@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from oobleck.plan import PipelineTemplate
 
 from .costs import StageCosts, cut_seconds
 from .tables import Floats, prefix_sums
-
-Stops = NDArray[np.int64]
-"""[candidate, S + 1]: 0, and where each stage stops."""
+from .zero_bubble import LEAST_GAIN, SplitPasses, Stops
 
 MOST_ROUNDS = 8
 """With this many microbatches for each stage, each further one takes a constant time."""
@@ -29,11 +26,18 @@ def stops_of(template: PipelineTemplate) -> Stops:
     return np.array([[0, *(stage.stop_layer for stage in template.stages)]], dtype=np.int64)
 
 
+# [stage, candidate] each.
+_Passes = tuple[Floats, Floats, Floats, Floats]
+"""Seconds of forward and backward passes, of the messages between stages, and of what follows when a
+backward pass has sent its gradient: nothing under 1F1B."""
+
+
 class PassTimes:
-    def __init__(self, costs: StageCosts) -> None:
+    def __init__(self, costs: StageCosts, *, splits: bool = False) -> None:
+        """With `splits`, a pipeline takes the zero-bubble schedule where `schedule/choice.py` would."""
         profile, device_counts, layers = costs.profile, costs.device_counts, costs.profile.layers
         self._costs = costs
-        self._lines: dict[object, tuple[float, float]] = {}
+        self._lines: dict[object, tuple[Floats, Floats]] = {}
         self._forward = {n: prefix_sums([layer.forward_s[n] for layer in layers]) for n in device_counts}
         self._backward = {n: prefix_sums([layer.backward_s[n] for layer in layers]) for n in device_counts}
         self._messages = {
@@ -42,41 +46,76 @@ class PassTimes:
             )
             for same_node in (False, True)
         }
+        # What a stage recomputes is chosen for as many microbatches in flight as 1F1B has.
+        self._split = SplitPasses(costs) if splits and not costs.recomputes else None
 
-    def step_s(self, template: PipelineTemplate, num_microbatches: int, speeds: Sequence[float] = ()) -> float:
+    def step_s(
+        self, template: PipelineTemplate, num_microbatches: int, speeds: Sequence[float] = (), *, reduce_s: float = 0.0
+    ) -> float:
         """Return the seconds of one step of a pipeline, without the reduction; `speeds` (0.5: half) are by node."""
-        stops, most = stops_of(template), MOST_ROUNDS * template.num_stages
-        if num_microbatches <= most:
-            return float(self.steps_s(template, stops, num_microbatches, speeds)[0])
         key = template.stages, tuple(speeds)
-        if key not in self._lines:
-            most_s, each_s = self._line(template, stops, speeds)
-            self._lines[key] = float(most_s[0]), float(each_s[0])
-        first_s, next_s = self._lines[key]
-        return first_s + (num_microbatches - most) * next_s + self._costs.exchange_s(template)
+        return float(self._chosen_s(template, stops_of(template), num_microbatches, speeds, reduce_s, key)[0])
 
     def steps_s(
-        self, template: PipelineTemplate, stops: Stops, num_microbatches: int, speeds: Sequence[float] = ()
+        self,
+        template: PipelineTemplate,
+        stops: Stops,
+        num_microbatches: int,
+        speeds: Sequence[float] = (),
+        *,
+        reduce_s: float | Floats = 0.0,
     ) -> Floats:
-        """Return the seconds of a step for each candidate cut of the template; O(S · m) for m microbatches."""
-        most, exchange_s = MOST_ROUNDS * template.num_stages, self._costs.exchanges_s(stops)
+        """Return the seconds of a step for each candidate cut of the template; O(S · m) for m microbatches.
+
+        `reduce_s` are those in which a step's gradients are reduced, which the choice of a schedule depends on.
+        """
+        return self._chosen_s(template, stops, num_microbatches, speeds, reduce_s, None)
+
+    def _chosen_s(
+        self,
+        template: PipelineTemplate,
+        stops: Stops,
+        num_microbatches: int,
+        speeds: Sequence[float],
+        reduce_s: float | Floats,
+        key: object,
+    ) -> Floats:
+        plain, size = self._passes(template, stops, speeds), len(stops)
+        fits = None
+        if self._split is not None and template.num_stages > 1:
+            fits = self._split.fit(template, stops, num_microbatches)
+        if self._split is None or fits is None or not fits.any():
+            found = self._steps_s(plain, num_microbatches, key)
+        else:
+            parts = self._split.seconds(template, stops, *plain[:2], speeds)
+            split = *parts[:2], plain[2], parts[2]
+            both: _Passes = tuple(map(np.hstack, zip(plain, split, strict=True)))  # type: ignore[assignment]
+            steps_s = self._steps_s(both, num_microbatches, key and (key, "both"))
+            plain_s, split_s = steps_s[:size], steps_s[size:]
+            # As in `schedule/choice.py`.
+            hidden_s = np.minimum(reduce_s, plain[1].max(axis=0))
+            saves = split_s + reduce_s <= (1 - LEAST_GAIN) * (plain_s + reduce_s - hidden_s)
+            found = np.where(fits & saves, split_s, plain_s)
+        whole_s: Floats = found + self._costs.exchanges_s(stops)
+        return whole_s
+
+    def _steps_s(self, passes: _Passes, num_microbatches: int, key: object) -> Floats:
+        """Return the seconds of a step without exchanges; `key` remembers what long steps have in common."""
+        most = MOST_ROUNDS * len(passes[0])
         if num_microbatches <= most:
-            return _makespans(*self._passes(template, stops, speeds), num_microbatches) + exchange_s
-        most_s, each_s = self._line(template, stops, speeds)
-        steps_s: Floats = most_s + (num_microbatches - most) * each_s + exchange_s
+            return _makespans(*passes, num_microbatches)
+        if key is None or key not in self._lines:
+            most_s = _makespans(*passes, most)
+            # The difference leaves out the warm-up and the drain, which both runs have.
+            line = most_s, (most_s - _makespans(*passes, most // 2)) / (most - most // 2)
+            if key is None:
+                return line[0] + (num_microbatches - most) * line[1]
+            self._lines[key] = line
+        first_s, next_s = self._lines[key]
+        steps_s: Floats = first_s + (num_microbatches - most) * next_s
         return steps_s
 
-    def _line(self, template: PipelineTemplate, stops: Stops, speeds: Sequence[float]) -> tuple[Floats, Floats]:
-        """Return the seconds of `MOST_ROUNDS` microbatches for each stage, and of each further microbatch."""
-        passes, most = self._passes(template, stops, speeds), MOST_ROUNDS * template.num_stages
-        most_s = _makespans(*passes, most)
-        # The difference leaves out the warm-up and the drain, which both runs have.
-        return most_s, (most_s - _makespans(*passes, most // 2)) / (most - most // 2)
-
-    def _passes(
-        self, template: PipelineTemplate, stops: Stops, speeds: Sequence[float]
-    ) -> tuple[Floats, Floats, Floats]:
-        """Return forward and backward seconds, [stage, candidate], and those of the messages between stages."""
+    def _passes(self, template: PipelineTemplate, stops: Stops, speeds: Sequence[float]) -> _Passes:
         stages = template.stages
         forward, backward = np.empty((2, len(stages), len(stops)))
         for index, stage in enumerate(stages):
@@ -93,15 +132,16 @@ class PassTimes:
         for index in range(len(stages) - 1):
             same_node = stages[index].node_index == stages[index + 1].node_index
             messages[index] = self._messages[same_node][stops[:, index + 1]]
-        return forward, backward, messages
+        return forward, backward, messages, np.zeros_like(backward)
 
 
-def _makespans(forward: Floats, backward: Floats, messages: Floats, num_microbatches: int) -> Floats:
+def _makespans(forward: Floats, backward: Floats, messages: Floats, weights: Floats, num_microbatches: int) -> Floats:
     """Return when the last stage ends."""
     size, width = forward.shape
     last = num_microbatches - 1
     # Stage s sends forward over link s + 1 and back over link s; the outer links carry nothing.
     links = np.concatenate([np.zeros((1, width)), messages, np.zeros((1, width))])
+    splits = bool(weights.any())
     # Arrivals at stage s from the previous stage, and at stage s - 1 from the next one.
     now, ahead, back = np.zeros((size, width)), np.zeros((size + 1, width)), np.zeros((size + 1, width))
     # Stages do their passes in lockstep. With s counted from 0 of S stages, the forward pass of microbatch i belongs to
@@ -120,6 +160,13 @@ def _makespans(forward: Floats, backward: Floats, messages: Floats, num_microbat
             own, after = slice(first, stop, 2), slice(first + 1, stop + 1, 2)
             now[own] = np.maximum(now[own], back[after]) + backward[own]
             back[own] = np.maximum(now[own], back[own]) + links[own]
+            # The gradients of a stage's weights lag by a microbatch for each earlier stage. This is microbatch
+            # (slot - 2S + 1 + s) / 2, which is s or more from stage 0 up to this one.
+            if splits and first <= (last_lagging := slot - 2 * size + 1):
+                lagging = slice(first, min(stop, last_lagging + 1), 2)
+                now[lagging] += weights[lagging]
+    if splits:
+        now += np.minimum(np.arange(size), num_microbatches)[:, None] * weights
     makespans: Floats = now.max(axis=0)
     return makespans
 

@@ -186,6 +186,7 @@ class Planner:
         resting: Collection[str] = (),
         slow: Mapping[str, float] | None = None,
         held: Mapping[WorkerId, frozenset[int]] | None = None,
+        horizon_s: float | None = None,
     ) -> Decision:
         """Decide the plan that follows once nodes were lost, have joined, or have changed their speeds.
 
@@ -197,6 +198,7 @@ class Planner:
                 with a slow node gets fewer microbatches, which moves no state; slow nodes become spares, or gather in
                 few pipelines, where the faster step repays what has to move.
             held: the layers that each living worker holds whole; by default, those of the plan.
+            horizon_s: the expected seconds to the next change; by default, `mean_time_to_failure_s` of the settings.
 
         A lost node's place goes to a node of the same kind. Raises Unrecoverable with the layers that no living worker
         holds, and PlanningError where the nodes left cannot hold the model.
@@ -209,6 +211,7 @@ class Planner:
             speeds=_speeds_of(slow),
             held=None if held is None else groups.contract_held(held, self._degree),
             domains=self._domains,
+            horizon_s=self.settings.mean_time_to_failure_s if horizon_s is None else horizon_s,
         )
         decision = reconfigure(self._catalog, self._propose, self._as_searched(plan), changes)
         return replace(
@@ -315,6 +318,7 @@ class Planner:
             speeds=speeds,
             held={WorkerId(node, device): everything for node in nodes for device in devices},
             domains=self._domains,
+            horizon_s=self.settings.mean_time_to_failure_s,
         )
         decision = reconfigure(self._catalog, self._propose, plan, changes)
         return decision.plan, decision.predicted_step_s

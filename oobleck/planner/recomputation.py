@@ -65,6 +65,10 @@ class Recomputation:
             found = np.maximum(found, most)
         return found
 
+    def without(self, first: Counts, stop: Counts) -> tuple[Floats, Floats]:
+        """Return what a pass of some stages takes, and what they keep of a microbatch, if they recompute nothing."""
+        return self._transient[0][first, stop], self._kept[0][first, stop]
+
     def choose(self, num_devices: int, in_flight: int, room: Floats, outputs: Floats) -> tuple[Floats, Counts, Counts]:
         """Return by how many seconds stages take longer, and how many blocks recompute some and all of it.
 

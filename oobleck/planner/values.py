@@ -89,6 +89,14 @@ def with_shared_links(profiles: Sequence[Profile]) -> tuple[Profile, ...]:
 class Cutter(Protocol):
     """Cuts a pipeline's layers into several chunks a stage, for a schedule that the planner does not know."""
 
+    @property
+    def num_chunks(self) -> int:
+        """The chunks of a stage that is cut."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether pipelines are cut only where that saves time, and choose between 1F1B and zero-bubble otherwise."""
+
     def cut(self, template: PipelineTemplate, num_microbatches: int) -> PipelineTemplate:
         """Return the template cut for these microbatches, or itself; the same object for the same arguments."""
 

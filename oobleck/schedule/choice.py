@@ -11,15 +11,12 @@ from dataclasses import dataclass
 
 from oobleck.plan import ScheduleKind
 from oobleck.planner import PipelineTemplate, Profile
+from oobleck.planner.zero_bubble import LEAST_GAIN
 
 from .compile import compile_schedule
 from .costs_of_stages import profiles_of_stages, stage_costs
 from .step_flow import StepFlow, step_flow
 from .timeline import Timeline, timeline
-
-LEAST_GAIN = 0.01
-"""The share of a step that another schedule than 1F1B must save, as times are measured, and it holds more
-activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

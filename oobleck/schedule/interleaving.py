@@ -14,8 +14,9 @@ from itertools import accumulate, pairwise
 
 from oobleck.plan import ScheduleKind
 from oobleck.planner import PipelineTemplate, Profile, with_speed
+from oobleck.planner.zero_bubble import LEAST_GAIN
 
-from .choice import LEAST_GAIN, chosen_step_s, kind_for, step_s
+from .choice import chosen_step_s, kind_for, step_s
 from .costs_of_stages import stage_costs
 from .step_flow import step_flow
 
@@ -48,8 +49,8 @@ class Interleaving:
     def __init__(self, profile: Profile, *, num_chunks: int, always: bool = False) -> None:
         """With `always`, cut wherever layers and memory suffice; else only where that saves time."""
         self._profile = profile
-        self._num_chunks = num_chunks
-        self._always = always
+        self.num_chunks = num_chunks
+        self.is_open = not always
         self._known: dict[tuple[object, int], PipelineTemplate] = {}
         self._steps_s: dict[tuple[object, ...], float] = {}
         self._of_speed: dict[float, Profile] = {}
@@ -82,16 +83,16 @@ class Interleaving:
             most, fewer = num_microbatches - more * size, _MOST_ROUNDS // 2
             most_s = self._step_s(profile, template, most)
             return most_s + more / fewer * (most_s - self._step_s(profile, template, most - fewer * size))
-        if self._always:
+        if not self.is_open:
             return step_s(kind_for(template, ScheduleKind.ONE_F_ONE_B), profile, template, num_microbatches)
         return chosen_step_s(profile, template, num_microbatches)
 
     def _cut(self, template: PipelineTemplate, num_microbatches: int) -> PipelineTemplate:
-        count = template.num_stages * self._num_chunks
+        count = template.num_stages * self.num_chunks
         if template.num_stages == 1 or template.num_chunks > 1 or count > template.num_layers or not num_microbatches:
             return template
         best = self._improved(template, _even_stops(self._profile, template, count), num_microbatches)
-        if best is None or self._always:
+        if best is None or not self.is_open:
             return best or template
         plain_s, interleaved_s = self.step_s(template, num_microbatches), self.step_s(best, num_microbatches)
         return best if interleaved_s <= (1 - LEAST_GAIN) * plain_s else template
@@ -103,7 +104,7 @@ class Interleaving:
             num_stages=template.num_stages,
             # More microbatches would not be in flight at once.
             num_microbatches=min(num_microbatches, _ROUNDS * template.num_stages),
-            num_chunks=self._num_chunks,
+            num_chunks=self.num_chunks,
         )
         device_bytes = self._profile.device.memory_bytes
 

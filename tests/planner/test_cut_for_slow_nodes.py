@@ -152,6 +152,7 @@ def test_no_plan_is_slower_than_what_would_be_chosen_without_new_cuts(
         speeds={node: 1 / factor for node, factor in slow.items()},
         held=None,
         domains=Domains({}, asked.fault_threshold),
+        horizon_s=asked.mean_time_to_failure_s,
     )
     catalog = Uncut(profile, asked)
     uncut = reconfigure(catalog, partial(propose_moves, catalog), plan, slowed_down)

@@ -75,6 +75,23 @@ def test_a_slow_network_is_counted_where_a_plan_is_cut_again() -> None:
     assert own_s < 0.9 * bound_s
 
 
+@examples(30)
+@given(data=st.data(), profile=profiles(min_layers=3, max_layers=8), horizon_s=st.sampled_from((0.1, 10.0, FOREVER_S)))
+def test_moves_repay_within_the_horizon_of_the_decision(
+    data: st.DataObject, profile: Profile, horizon_s: float
+) -> None:
+    nodes = names(data.draw(st.integers(3, 8), label="nodes"))
+    usual = PlannerSettings(num_microbatches=3 * len(nodes), fault_threshold=0)
+    own = replace(usual, mean_time_to_failure_s=horizon_s)
+    lost = [data.draw(st.sampled_from(nodes))]
+    try:
+        plan = Planner(profile, usual).initial_plan(nodes).plan
+        expected = Planner(profile, own).reconfigure(plan, lost=lost)
+    except (PlanningError, Unrecoverable):
+        assume(False)
+    assert Planner(profile, usual).reconfigure(plan, lost=lost, horizon_s=horizon_s) == expected
+
+
 @examples(60)
 @given(data=st.data(), profile=profiles(min_layers=3, max_layers=8), rounds=st.integers(1, 6))
 def test_no_move_of_a_layer_would_help_a_pipeline_with_a_slow_node(

@@ -8,8 +8,11 @@ from hypothesis import strategies as st
 from oobleck.planner import PipelineTemplate, Profile
 from oobleck.planner.costs import StageCosts
 from oobleck.planner.makespan import PassTimes, stops_of
+from oobleck.planner.zero_bubble import SplitPasses
 from oobleck.schedule import ScheduleKind, compile_schedule, timeline
+from oobleck.schedule.choice import choose_schedule
 from oobleck.schedule.costs_of_stages import stage_costs
+from oobleck.schedule.step_flow import step_flow
 from tests.examples import examples
 from tests.planner.drawing import profiles
 from tests.planner.templates.test_templates import all_templates
@@ -36,6 +39,27 @@ def test_a_step_takes_as_long_as_on_the_timeline(profile: Profile, shape: tuple[
         num_microbatches = min(rounds, 8 * template.num_stages)
         expected = on_the_timeline(profile, template, num_microbatches)
         assert times.step_s(template, num_microbatches) == pytest.approx(expected, rel=1e-9)
+
+
+@examples(100)
+@given(profile=profiles(max_layers=6), num_microbatches=st.integers(1, 12), reduce_s=st.sampled_from((0.0, 1.0, 20.0)))
+def test_where_the_schedule_is_open_a_step_takes_what_the_chosen_one_does(
+    profile: Profile, num_microbatches: int, reduce_s: float
+) -> None:
+    costs = StageCosts(profile, max_in_flight=num_microbatches)
+    times, split = PassTimes(costs, splits=True), SplitPasses(costs)
+    for template in all_templates(costs, 4):
+        count = min(num_microbatches, 8 * template.num_stages)
+        choice = choose_schedule(profile, template, count, reduce_s=reduce_s)
+        flow = step_flow(ScheduleKind.ZERO_BUBBLE, num_stages=template.num_stages, num_microbatches=count)
+        peaks = flow.peak_memory_bytes(stage_costs(profile, template, splits=True))
+        fits = bool(split.fit(template, stops_of(template), count)[0])
+        assert not fits or max(peaks) <= profile.device.memory_bytes
+        if all(layer.split is None or layer.split.kept_bytes <= layer.activation_bytes for layer in profile.layers):
+            assert fits == (max(peaks) <= profile.device.memory_bytes)
+        if fits or template.num_stages == 1 or choice.kind is ScheduleKind.ONE_F_ONE_B:
+            own_s = times.step_s(template, count, reduce_s=reduce_s)
+            assert own_s == pytest.approx(choice.timeline.makespan_s - reduce_s, rel=1e-9)
 
 
 @examples(30)

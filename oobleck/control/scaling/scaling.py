@@ -34,8 +34,6 @@ _LOOKS_EVERY_S = (1.0, 60.0)
 _UNMEASURED_CHANGE_S = 5.0
 """The assumed cost of a change before any was measured."""
 _CHANGES_KEPT = 8
-_PRIOR_HORIZON_S = 3600.0
-"""The assumed time to the next change before the run has had any."""
 _STEPS_KEPT = 20
 _STEPS_NEEDED = 5
 """How many steps have to be timed before their time counts."""
@@ -77,8 +75,8 @@ class Scaling:
     def resting(self, planner: Planner, nodes: Sequence[str]) -> tuple[str, ...]:
         return tuple(planner.best_first(nodes)[self._limit(planner, nodes) :])
 
-    def restore(self, target: int | None, now_s: float) -> None:
-        self._target = target
+    def restore(self, target: int | None, num_changes: int, now_s: float) -> None:
+        self._target, self._num_changes = target, num_changes
         self.look_later(now_s)
 
     def plan_adopted(self, decision: Decision) -> None:
@@ -165,6 +163,10 @@ class Scaling:
         together, spread = resting(used), resting(_by_position(plan, used))
         return [together] if set(together) == set(spread) else [together, spread]
 
+    def horizon_s(self, now_s: float) -> float:
+        """Return the mean time between changes, as if the job's expected interval and one change had come first."""
+        return (self._job.change_interval_s + now_s) / (1 + self._num_changes)
+
     # --- the state of things -----------------------------------------------------------------------------------
 
     @property
@@ -187,8 +189,7 @@ class Scaling:
             step_s=lambda count: self._step_s(planner, nodes[:count]),
             steps_left=self._job.max_steps - self._progress.last_step,
             elapsed_s=now_s,
-            # The mean time between changes so far, as if the assumed time and one change had come before the run.
-            horizon_s=(_PRIOR_HORIZON_S + now_s) / (1 + self._num_changes),
+            horizon_s=self.horizon_s(now_s),
             change_s=median(changes_s) if changes_s else _UNMEASURED_CHANGE_S,
         )
 
@@ -223,7 +224,7 @@ def first_target(job: JobSpec, planner: Planner, nodes: Sequence[str]) -> Scalin
             step_s=lambda count: planner.step_s(ordered[:count]),
             steps_left=job.max_steps,
             elapsed_s=0.0,
-            horizon_s=_PRIOR_HORIZON_S,
+            horizon_s=job.change_interval_s,
             change_s=0.0,
         )
     )

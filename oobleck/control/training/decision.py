@@ -113,7 +113,7 @@ class Decider:
             is_unexplained=answers.is_unexplained,
         )
         try:
-            decision, finish = self._replanning.choose(after, generations)
+            decision, finish = self._replanning.choose(after, generations, turn.now_s)
         except (PlanningError, Unrecoverable) as error:
             if may_wait:
                 return WorkersWanted()  # Each worker that becomes ready begins the recovery again.
@@ -210,7 +210,7 @@ class Decider:
     ) -> Decision:
         try:
             # No node's state is lost, because all can read what they go back to.
-            return self._replanning.replan(base, held, lost=frozenset())
+            return self._replanning.replan(base, held, lost=frozenset(), now_s=turn.now_s)
         except (PlanningError, Unrecoverable) as error:
             self._end(turn, recovery, error)
 

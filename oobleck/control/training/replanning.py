@@ -78,7 +78,7 @@ class Replanning:
         self._plan = replayed.generations.plan
         self._paces.restore(replayed.slow)
         self._leave_out(replayed.generations.plan, replayed.predicted_step_s, now_s)
-        self._scaling.restore(replayed.target, now_s)
+        self._scaling.restore(replayed.target, replayed.num_changes, now_s)
 
     def begin(self, turn: Turn, kinds: tuple[NodeKind, ...], nodes: Sequence[str]) -> None:
         """Begin to plan with these profiles. Raises PlanningError."""
@@ -170,7 +170,7 @@ class Replanning:
         for node in changed:
             turn.record(PaceChanged(t_s=turn.now_s, node=node, factor=after.get(node, 1.0)))
         self._scaling.paces_changed(turn.now_s)
-        return self._if_it_pays(changed, PlanCause.SLOW, plan)
+        return self._if_it_pays(changed, PlanCause.SLOW, plan, turn.now_s)
 
     def forget_pace(self, node: str) -> None:
         self._slow_retry.forget(node)
@@ -205,16 +205,19 @@ class Replanning:
         for node in nodes:
             self._paces.forget(node)
         self._scaling.paces_changed(now_s)
-        return self._if_it_pays(nodes, PlanCause.RETRIED, plan)
+        return self._if_it_pays(nodes, PlanCause.RETRIED, plan, now_s)
 
-    def _if_it_pays(self, nodes: Sequence[str], cause: PlanCause, plan: ExecutionPlan) -> BeginRecovery | None:
+    def _if_it_pays(
+        self, nodes: Sequence[str], cause: PlanCause, plan: ExecutionPlan, now_s: float
+    ) -> BeginRecovery | None:
         """Plan again if these nodes have changed their speed and another plan is better now."""
         if not nodes:
             return None
         staying = {member.spec.name for member in self._members.ready if not member.is_draining}
         gone, slow = [node for node in plan.spares if node not in staying], self._paces.slow
         for resting in self._scaling.choices(self.planner, plan, lost=(), slow=slow):
-            decision = self.planner.reconfigure(plan, lost=gone, slow=slow, resting=resting)
+            horizon_s = self._scaling.horizon_s(now_s)
+            decision = self.planner.reconfigure(plan, lost=gone, slow=slow, resting=resting, horizon_s=horizon_s)
             if decision.plan.pipelines != plan.pipelines:
                 return BeginRecovery(cause=cause, nodes=tuple(nodes))
         return None
@@ -239,7 +242,7 @@ class Replanning:
 
     # --- plans ---------------------------------------------------------------------------------------------
 
-    def choose(self, after: Aftermath, generations: PlanHistory) -> tuple[Decision, int | None]:
+    def choose(self, after: Aftermath, generations: PlanHistory, now_s: float) -> tuple[Decision, int | None]:
         """Find a plan for the remaining nodes, and the step in flight if it is finished first.
 
         It is finished whenever possible, unless all survivors would run its uncommitted part again in clearly less time
@@ -248,7 +251,7 @@ class Replanning:
         verdict, base, lost = after.verdict, after.base, after.lost
         finish = generations.step_to_finish(verdict, after.statuses, lost) if self._may_finish(after) else None
         has_initial = finish is None and _is_untrained(after)
-        decision = self.replan(base, self._held(after, finish), lost=frozenset() if has_initial else lost)
+        decision = self.replan(base, self._held(after, finish), lost=frozenset() if has_initial else lost, now_s=now_s)
         if finish is None or not broken_pipelines(base, lost):
             return decision, finish
         assert verdict.adopted is not None
@@ -259,7 +262,7 @@ class Replanning:
         if finish_s <= again_s + _WORTH_FORGETTING_S:
             return decision, finish
         # If the step is not finished, copies kept from the plan before are not behind, and may be read.
-        decision = self.replan(base, self._held(after, None), lost=lost)
+        decision = self.replan(base, self._held(after, None), lost=lost, now_s=now_s)
         what = f"{len(partial)} of {base.num_microbatches} microbatches of step {finish} are committed, the others are"
         again = f"{what if partial else f'step {finish} is'} run again, in {again_s:.1f} s"
         instead = "takes more memory" if math.isinf(finish_s) else f"takes {finish_s:.1f} s"
@@ -289,7 +292,14 @@ class Replanning:
             worker_id: held[worker_id] - layers for worker_id, layers in self._distrusted.items() if worker_id in held
         }
 
-    def replan(self, base: ExecutionPlan, held: Mapping[WorkerId, frozenset[int]], *, lost: frozenset[str]) -> Decision:
+    def replan(
+        self,
+        base: ExecutionPlan,
+        held: Mapping[WorkerId, frozenset[int]],
+        *,
+        lost: frozenset[str],
+        now_s: float,
+    ) -> Decision:
         """Find a plan for the remaining nodes. Raises PlanningError or Unrecoverable."""
         known, living = frozenset((*base.nodes, *base.spares)), self._members.ready_names
         gone = (known - living) | (known & lost)  # A lost node that is back has lost its state, and joins.
@@ -305,6 +315,7 @@ class Replanning:
                 resting=resting,
                 slow=slow,
                 held=held,
+                horizon_s=self._scaling.horizon_s(now_s),
             )
             for resting in self._scaling.choices(planner, base, lost=gone, slow=slow)
         ]

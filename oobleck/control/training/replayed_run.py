@@ -53,6 +53,8 @@ class ReplayedRun:
     saved: list[KnownCheckpoint] = field(default_factory=list)
     target: int | None = None
     """On how many nodes the run is to train; None: all."""
+    num_changes: int = 0
+    """The recoveries so far."""
     shards: ShardRemains = field(default_factory=ShardRemains)
     last_s: float = 0.0
     """When the last entry was made."""
@@ -166,6 +168,8 @@ class ReplayedRun:
                 self.shards.note(entry)
             case journal.RecoveryStarted():
                 self._begin_recovery(entry)
+            case journal.RecoveryDone():
+                self.num_changes += 1
             case journal.NodeAdded(node=spec):
                 self.members.add(spec)
             case journal.NodeConnected(node=node, agent_pid=pid):

@@ -187,7 +187,7 @@ class Startup:
             if candidate is None:
                 choice = Choice(decision=decision, verdict=Verdict(applied=0, catch_up=None, adopted=None, held={}))
             else:
-                moved = self._replanning.replan(decision.plan, candidate.held, lost=frozenset())
+                moved = self._replanning.replan(decision.plan, candidate.held, lost=frozenset(), now_s=turn.now_s)
                 reason = f"{decision.reason}; from the checkpoint of step {candidate.step}"
                 choice = to_checkpoint(replace(moved, action=decision.action, reason=reason), candidate)
             self._reconfiguration.order_first(turn, choice)

@@ -43,10 +43,10 @@ class OneKindCatalog(Catalog):
         # Keyed by the identity of the template, which the value keeps alive.
         self._forms: dict[int, Form] = {}
         self._excesses: dict[tuple[int, int], tuple[PipelineTemplate, float]] = {}
-        self._exact = ExactTimes(self._costs, self._lighter_than)
+        self._cutter = None if make_cutter is None else make_cutter(profile)
+        self._exact = ExactTimes(self._costs, self._lighter_than, self._cutter)
         self._lighter: dict[int, Sequence[PipelineTemplate]] = {}
         self._fast: dict[Counts, FastPipelines | None] = {}
-        self._cutter = None if make_cutter is None else make_cutter(profile)
 
     def kind(self, node: str) -> int:
         return 0
@@ -85,7 +85,8 @@ class OneKindCatalog(Catalog):
     def start(self, total: Counts, *, is_slowed: bool) -> tuple[list[Form], Sequence[int] | None]:
         sizing = self._best(*total)
         if not is_slowed and (faster := self._faster(total)):
-            return [self._form(template) for template in faster.templates], faster.num_microbatches
+            pairs = zip(faster.templates, faster.num_microbatches, strict=True)
+            return [self._form(self._cut(*pair)) for pair in pairs], faster.num_microbatches
         # Not cut into chunks yet: `cut_plan` does that once their microbatches are known.
         return [self._form(self._templates[size]) for size in sizing.sizes], None
 
@@ -110,26 +111,38 @@ class OneKindCatalog(Catalog):
         return self._lighter[template.num_nodes]
 
     def exact_step_s(self, plan: ExecutionPlan, speeds: Mapping[str, float]) -> float | None:
-        if self._cutter is not None:
-            return None
         alike = {
             (id(each.template), each.num_microbatches, tuple(speeds_among(each.nodes, speeds) or ())): each.template
             for each in plan.pipelines
         }
-        slowest_s = max(self._exact.step_s(template, *key[1:]) for key, template in alike.items())
-        reduced_bytes = max(map(self._costs.reduced_bytes, {id(each): each for each in alike.values()}.values()))
-        return slowest_s + instantiation.reduction_s(self.profile.network, reduced_bytes, len(plan.pipelines))
+        reduce_s = self._reduce_s(plan)
+        slowest_s = max(self._exact.step_s(each, *key[1:], reduce_s=reduce_s) for key, each in alike.items())
+        return slowest_s + reduce_s
+
+    def _reduce_s(self, plan: ExecutionPlan) -> float:
+        templates = {id(each.template): each.template for each in plan.pipelines}
+        reduced_bytes = max(map(self._costs.reduced_bytes, templates.values()))
+        return instantiation.reduction_s(self.profile.network, reduced_bytes, len(plan.pipelines))
 
     def exact_shares(self, plan: ExecutionPlan, speeds: Mapping[str, float]) -> tuple[int, ...]:
+        reduce_s = self._reduce_s(plan)
         timings = [
-            self._exact.timing(each.template, each.num_microbatches, tuple(speeds_among(each.nodes, speeds) or ()))
+            self._exact.timing(
+                each.template, each.num_microbatches, tuple(speeds_among(each.nodes, speeds) or ()), reduce_s=reduce_s
+            )
             for each in plan.pipelines
         ]
         return instantiation.distribute_microbatches(timings, self.settings.num_microbatches)
 
     def cut_again(self, form: Form, num_microbatches: int, num_pipelines: int, speeds: tuple[float, ...] = ()) -> Form:
-        cut = self._exact.cut_again(form.template, num_microbatches, num_pipelines, speeds)
-        return form if cut is form.template else self._form(cut)
+        template = form.template
+        if template.num_chunks > 1:
+            if speeds:  # pipelines with several chunks a stage stay as they are
+                return form
+            template = self._templates[template.num_nodes]  # begin with whole stages again
+        cut = self._exact.cut_again(template, num_microbatches, num_pipelines, speeds)
+        cut = cut if speeds else self._cut(cut, num_microbatches)
+        return form if cut.stages == form.template.stages else self._form(cut)
 
     def least_s(self, pipelines: Sequence[Counts], total: Counts) -> float:
         sizes = [size for (size,) in pipelines]
@@ -218,7 +231,7 @@ class OneKindCatalog(Catalog):
         return self._forms[id(template)]
 
     def _cut(self, template: PipelineTemplate, num_microbatches: int) -> PipelineTemplate:
-        return template if self._cutter is None else self._cutter.cut(template, num_microbatches)
+        return self._exact.in_chunks(template, num_microbatches, self._reduction_s(template, num_microbatches))
 
     def cut_plan(self, plan: ExecutionPlan) -> ExecutionPlan:
         if self._cutter is None:
@@ -255,10 +268,7 @@ class OneKindCatalog(Catalog):
         if not own_most or own_most < min(present_most, num_microbatches):
             return present
         if speeds is None:
-            times = self._cutter or self._exact
-            own_s, present_s = (
-                times.step_s(each, share) + self._reduction_s(each, share) for each in (template, present.template)
-            )
+            own_s, present_s = (self._whole_s(each, share) for each in (template, present.template))
         else:
             own_s, present_s = (self.timing(each, speeds, share).step_s(share) for each in (own, present))
         # A pipeline that was cut for its microbatches, or for slow nodes, stays as it is while it is fast enough.
@@ -292,22 +302,10 @@ class OneKindCatalog(Catalog):
         return self._sizings[key]
 
     def predicted_step_s(self, plan: ExecutionPlan, bound_s: float, speeds: Mapping[str, float]) -> float:
-        if (own_s := self.exact_step_s(plan, speeds)) is not None:
-            return max(bound_s, own_s)  # the bound may be too short where stages are uneven
-        assert self._cutter is not None, "it is why there is no exact step"
-        if all(pipeline.template.num_chunks == 1 for pipeline in plan.pipelines):
-            return bound_s
-        exact_s: dict[tuple[int, int], float] = {}
-        slowest_s = 0.0
-        for pipeline in plan.pipelines:
-            template, count = pipeline.template, pipeline.num_microbatches
-            if (slowed := speeds_among(pipeline.nodes, speeds)) is not None:
-                own_s = self._cutter.step_s(template, count, slowed)
-            elif (own_s := exact_s.get((id(template), count), 0.0)) == 0.0:
-                own_s = exact_s[id(template), count] = self._cutter.step_s(template, count)
-            slowest_s = max(slowest_s, own_s)
-        reduced_bytes = max(self._costs.reduced_bytes(pipeline.template) for pipeline in plan.pipelines)
-        return slowest_s + instantiation.reduction_s(self.profile.network, reduced_bytes, len(plan.pipelines))
+        own_s = self.exact_step_s(plan, speeds)
+        assert own_s is not None, "nodes of one kind have a timeline"
+        # The bound may be too short where stages are uneven, and knows of no schedule but 1F1B.
+        return own_s if self._cutter is not None else max(bound_s, own_s)
 
     def timing(self, form: Form, speeds: Sequence[float] | None, share: int, still_fast: float = STILL_FAST) -> Timing:
         template = form.template
@@ -351,12 +349,17 @@ class OneKindCatalog(Catalog):
             def step_s(each: PipelineTemplate) -> float:
                 # Longer ones are never cut by the event-exact time.
                 is_short = each.num_stages <= MOST_STAGES
-                own_s = self._exact.step_s(each, share) if is_short else self._costs.timing(each).bound_s(share)
-                return own_s + self._reduction_s(each, share)
+                if is_short:
+                    return self._whole_s(each, share)
+                return self._costs.timing(each).bound_s(share) + self._reduction_s(each, share)
 
             excess = max(1.0, step_s(template) / step_s(usual))
             self._excesses[id(template), share] = template, excess
         return excess
+
+    def _whole_s(self, template: PipelineTemplate, share: int) -> float:
+        reduce_s = self._reduction_s(template, share)
+        return self._exact.step_s(template, share, reduce_s=reduce_s) + reduce_s
 
     def _reduction_s(self, template: PipelineTemplate, share: int) -> float:
         num_pipelines = max(1, round(self.settings.num_microbatches / share))

@@ -17,6 +17,8 @@ from oobleck.planner.costs import StageCosts, Timing
 from oobleck.planner.instantiation import SizeOption, Sizing, bytes_reduction_s, choose_sizes, reduction_s
 from oobleck.planner.makespan import MOST_ROUNDS, PassTimes
 from oobleck.planner.templates import MOST_STAGES, Recut
+from oobleck.planner.values import Cutter
+from oobleck.planner.zero_bubble import LEAST_GAIN
 
 # Other pipelines have to save this share of a step: a plan should not depend on the last digits of a profile.
 _LEAST_GAIN = 0.005
@@ -36,21 +38,33 @@ class FastPipelines:
 
 
 class ExactTimes:
-    """Cached event-exact times of the templates of one cost table."""
+    """Cached event-exact times of the templates of one cost table, under the fastest schedule that is allowed."""
 
-    def __init__(self, costs: StageCosts, lighter: Callable[[PipelineTemplate], Sequence[PipelineTemplate]]) -> None:
+    def __init__(
+        self,
+        costs: StageCosts,
+        lighter: Callable[[PipelineTemplate], Sequence[PipelineTemplate]],
+        cutter: Cutter | None = None,
+    ) -> None:
         """Take what returns the templates of a template's nodes with fewer bytes to reduce."""
-        self._costs, self._lighter = costs, lighter
-        self._times = PassTimes(costs)
+        self._costs, self._lighter, self._cutter = costs, lighter, cutter
+        self._is_open = cutter is not None and cutter.is_open
+        self._times = PassTimes(costs, splits=self._is_open)
         self._recut = Recut(costs, self._times)
         self._best: dict[tuple[object, ...], PipelineTemplate] = {}
         self._steps_s: dict[tuple[object, ...], float] = {}
 
-    def step_s(self, template: PipelineTemplate, num_microbatches: int, speeds: tuple[float, ...] = ()) -> float:
-        """Return the event-exact seconds of a step of one pipeline, without the reduction; see `PassTimes.step_s`."""
-        key = template.stages, num_microbatches, speeds
+    def step_s(
+        self, template: PipelineTemplate, num_microbatches: int, speeds: tuple[float, ...] = (), *, reduce_s: float
+    ) -> float:
+        """Return the event-exact seconds of a step of one pipeline, without the reduction of `reduce_s`."""
+        key = template.stages, num_microbatches, speeds, reduce_s if self._is_open else 0.0
         if key not in self._steps_s:
-            self._steps_s[key] = self._times.step_s(template, num_microbatches, speeds)
+            if template.num_chunks > 1:
+                assert self._cutter is not None, "it has cut the chunks"
+                self._steps_s[key] = self._cutter.step_s(template, num_microbatches, speeds or None)
+            else:
+                self._steps_s[key] = self._times.step_s(template, num_microbatches, speeds, reduce_s=key[-1])
         return self._steps_s[key]
 
     def cut_again(
@@ -68,10 +82,24 @@ class ExactTimes:
         if key not in self._best:
             starts = [template, *(() if speeds else self._light_start(template, rounded, reduction_s))]
             cuts = [self._recut.best(each, rounded, reduction_s=reduction_s, speeds=speeds) for each in starts]
-            self._best[key] = (
-                min(cuts, key=lambda cut: self._whole_s(cut, rounded, reduction_s)) if cuts[1:] else cuts[0]
-            )
+            best = min(cuts, key=lambda cut: self._whole_s(cut, rounded, reduction_s)) if cuts[1:] else cuts[0]
+            if self._is_open and not speeds:
+                best = self.in_chunks(best, rounded, reduction_s * self._costs.reduced_bytes(best))
+            self._best[key] = best
         return self._best[key]
+
+    def in_chunks(self, template: PipelineTemplate, num_microbatches: int, reduce_s: float) -> PipelineTemplate:
+        """Return the template cut into chunks where that saves time, or has to be."""
+        if self._cutter is None or template.num_stages == 1 or template.num_chunks > 1:
+            return template
+        if self._is_open:
+            # At best, chunks are as even as layers allow, and stages wait as much less as there are chunks.
+            least_s, whole_s = self._costs.least_slowest_s(template), self._costs.timing(template).first_s
+            waits_s = whole_s * (1 - 1 / template.num_stages) / self._cutter.num_chunks
+            own_s = self.step_s(template, num_microbatches, reduce_s=reduce_s)
+            if num_microbatches * least_s + waits_s > own_s * (1 - LEAST_GAIN):
+                return template
+        return self._cutter.cut(template, num_microbatches)
 
     def _light_start(
         self, template: PipelineTemplate, num_microbatches: int, reduction_s: float
@@ -89,7 +117,8 @@ class ExactTimes:
         return (best,) if bound_s(best) < own_s * (1 - _LEAST_LIGHTER) else ()
 
     def _whole_s(self, template: PipelineTemplate, num_microbatches: int, reduction_s: float) -> float:
-        return self.step_s(template, num_microbatches) + reduction_s * self._costs.reduced_bytes(template)
+        reduce_s = reduction_s * self._costs.reduced_bytes(template)
+        return self.step_s(template, num_microbatches, reduce_s=reduce_s) + reduce_s
 
     def faster(
         self,
@@ -127,20 +156,25 @@ class ExactTimes:
         self, template: PipelineTemplate, option: SizeOption, num_microbatches: int, num_pipelines: int
     ) -> SizeOption:
         best = self.cut_again(template, num_microbatches, num_pipelines)
-        if best is template and template.num_stages > MOST_STAGES:
+        if best is template and template.num_stages > MOST_STAGES and not self._is_open:
             return option
-        timing = self.timing(best, num_microbatches)
-        return SizeOption(timing=timing, reduced_bytes=self._costs.reduced_bytes(best))
+        reduced_bytes = self._costs.reduced_bytes(best)
+        reduce_s = reduction_s(self._costs.profile.network, reduced_bytes, num_pipelines)
+        return SizeOption(timing=self.timing(best, num_microbatches, reduce_s=reduce_s), reduced_bytes=reduced_bytes)
 
-    def timing(self, template: PipelineTemplate, num_microbatches: int, speeds: tuple[float, ...] = ()) -> Timing:
+    def timing(
+        self, template: PipelineTemplate, num_microbatches: int, speeds: tuple[float, ...] = (), *, reduce_s: float
+    ) -> Timing:
         """Return the line through the event-exact times of that many microbatches and of twice as many."""
-        step_s = self.step_s(template, num_microbatches, speeds)
-        next_s = (self.step_s(template, 2 * num_microbatches, speeds) - step_s) / num_microbatches
+        step_s = self.step_s(template, num_microbatches, speeds, reduce_s=reduce_s)
+        twice_s = self.step_s(template, 2 * num_microbatches, speeds, reduce_s=reduce_s)
+        next_s = (twice_s - step_s) / num_microbatches
         # The first microbatch passes all stages, a further one only waits for the slowest.
         return Timing(
             first_s=max(next_s, step_s - (num_microbatches - 1) * next_s),
             next_s=next_s,
-            most_microbatches=self._costs.most_microbatches(template),
+            # Whoever cuts chunks judges their memory by a timeline.
+            most_microbatches=self._costs.most_microbatches(template) if template.num_chunks == 1 else math.inf,
         )
 
     def _pipelines(self, templates: Mapping[int, PipelineTemplate], sizing: Sizing, *, again: bool) -> FastPipelines:
@@ -150,12 +184,13 @@ class ExactTimes:
             (size, count): self.cut_again(templates[size], count, len(pairs)) if again else templates[size]
             for size, count in sorted(set(pairs))
         }
-        slowest_s = max(self.step_s(template, count) for (_, count), template in found.items())
         reduced_bytes = max(self._costs.reduced_bytes(template) for template in found.values())
+        reduce_s = reduction_s(self._costs.profile.network, reduced_bytes, len(pairs))
+        slowest_s = max(self.step_s(template, count, reduce_s=reduce_s) for (_, count), template in found.items())
         return FastPipelines(
             templates=tuple(found[pair] for pair in pairs),
             num_microbatches=sizing.num_microbatches,
-            step_s=slowest_s + reduction_s(self._costs.profile.network, reduced_bytes, len(pairs)),
+            step_s=slowest_s + reduce_s,
         )
 
 

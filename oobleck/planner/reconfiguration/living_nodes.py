@@ -29,6 +29,8 @@ class Changes:
     """The speeds of nodes relative to the profile (0.5 takes twice as long); 1.0 for nodes not named."""
     held: Mapping[WorkerId, frozenset[int]] | None
     domains: Domains
+    horizon_s: float
+    """The expected seconds to the next change, within which what moves has to repay itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,7 +80,7 @@ class _Outcome:
 def reconfigure(catalog: Catalog, propose: Propose, plan: ExecutionPlan, changes: Changes) -> Decision:
     """Decide the plan that follows changes; see `Planner.reconfigure`."""
     living = look_at(plan, changes, devices_per_node=catalog.most_devices)
-    best = _affordable(catalog, propose, living, changes.domains)
+    best = _affordable(catalog, propose, living, changes)
     transfers = plan_transfers(best.arrivals, living.inventory, max_sources=catalog.settings.max_sources)
     reason, threshold = describe(living, changes, best.detail, best.plan, transfers), catalog.settings.fault_threshold
     lacks = lacking(catalog, changes.domains, best.plan)
@@ -94,20 +94,22 @@ def reconfigure(catalog: Catalog, propose: Propose, plan: ExecutionPlan, changes
     )
 
 
-def _affordable(catalog: Catalog, propose: Propose, living: LivingNodes, domains: Domains) -> _Outcome:
+def _affordable(catalog: Catalog, propose: Propose, living: LivingNodes, changes: Changes) -> _Outcome:
     """Return the best outcome over domains, or without regard to them where that costs more than redundancy may."""
-    best = _Search(catalog, propose, living, domains).best()
+    best = _Search(catalog, propose, living, changes.domains, changes.horizon_s).best()
     most_percent = catalog.settings.max_redundancy_percent
-    if not domains or most_percent is None:
+    if not changes.domains or most_percent is None:
         return best
-    anywhere = _Search(catalog, propose, living, Domains({}, 0)).best()
+    anywhere = _Search(catalog, propose, living, Domains({}, 0), changes.horizon_s).best()
     return best if best.step_s <= anywhere.step_s * (1 + most_percent / 100) else anywhere
 
 
 class _Search:
-    def __init__(self, catalog: Catalog, propose: Propose, living: LivingNodes, domains: Domains) -> None:
+    def __init__(
+        self, catalog: Catalog, propose: Propose, living: LivingNodes, domains: Domains, horizon_s: float
+    ) -> None:
         self._catalog, self._propose, self._living = catalog, propose, living
-        self._domains = domains
+        self._domains, self._horizon_s = domains, horizon_s
         self._slow = living.slow
         self._total = catalog.count(living.holdings)
         self._templates = {pipeline.nodes: pipeline.template for pipeline in living.plan.pipelines}
@@ -152,15 +154,14 @@ class _Search:
         own_s = self._catalog.exact_step_s(best.plan, self._living.speeds)
         if own_s is None:
             return best
-        horizon_s = self._catalog.settings.mean_time_to_failure_s
-        found, weighed_s = best, own_s * (1 + best.transition_s / horizon_s)
+        found, weighed_s = best, own_s * (1 + best.transition_s / self._horizon_s)
         others = [iter((best,)), self._cut_by_timeline(best), self._runners_up(best), self._planned_again(best)]
         for other in self._shared_out(chain.from_iterable(others)):
             if other.score[:2] > found.score[:2]:
                 continue
             step_s = self._catalog.exact_step_s(other.plan, self._living.speeds)
             assert step_s is not None, "it has a timeline if the outcome has one"
-            other_s = step_s * (1 + other.transition_s / horizon_s)
+            other_s = step_s * (1 + other.transition_s / self._horizon_s)
             if other_s < weighed_s and other_s <= weighed_s * (1 - self._least_gain(found, other)):
                 found, weighed_s = other, other_s
         # A plan that is truly faster has no longer bound.
@@ -456,7 +457,7 @@ class _Search:
         )
         transition_s = living.transition_s(catalog.costs.network, catalog.costs.layer_bytes, arrivals)
         # The seconds of a step if the time until the next change pays for one transition.
-        weighed_s = step_s * (1 + transition_s / catalog.settings.mean_time_to_failure_s)
+        weighed_s = step_s * (1 + transition_s / self._horizon_s)
         return _Outcome(
             move=move,
             action=move.action,

@@ -10,8 +10,9 @@ import numpy as np
 
 from oobleck.plan import PipelineTemplate
 from oobleck.planner.costs import StageCosts
-from oobleck.planner.makespan import PassTimes, Stops, stops_of
+from oobleck.planner.makespan import PassTimes, stops_of
 from oobleck.planner.tables import Floats
+from oobleck.planner.zero_bubble import Stops
 
 MOST_STAGES = 12
 """Pipelines of more stages keep their cut: the cost grows with the fourth power."""
@@ -42,8 +43,8 @@ class Recut:
             return template
 
         def seconds(stops: Stops) -> Floats:
-            found = self._times.steps_s(template, stops, num_microbatches, speeds)
-            return found + reduction_s * self._costs.most_reduced(template, stops)
+            reduce_s = reduction_s * self._costs.most_reduced(template, stops)
+            return self._times.steps_s(template, stops, num_microbatches, speeds, reduce_s=reduce_s) + reduce_s
 
         stops = stops_of(template)
         best_s = float(seconds(stops)[0])

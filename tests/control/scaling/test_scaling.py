@@ -16,9 +16,12 @@ from oobleck.control.journal import (
     StepDone,
 )
 from oobleck.control.journal.view import RunView
+from oobleck.control.nodes import Membership
 from oobleck.control.plans import update_of
 from oobleck.control.protocol import AgentStopped, Killed, Pace, PlanOrder, Resumed, WorkerExited
 from oobleck.control.recovery import Phase
+from oobleck.control.scaling import Scaling
+from oobleck.control.steps import Progress
 from oobleck.job import NodeSpec, ScalingSpec
 from oobleck.planner import ExecutionPlan, Profile, WorkerId
 from tests.control.bench import Bench, ready
@@ -241,6 +244,27 @@ def test_a_new_master_and_a_view_know_the_number_of_nodes() -> None:
     for entry in entries:
         view.apply(entry)
     assert view.at(1.0).scaling.startswith("4 of 6 nodes ")
+
+
+def test_moves_repay_within_the_interval_between_the_changes_so_far() -> None:
+    """The job's interval counts as one more that came before the run; a new master goes on with the same."""
+    bench = training(ScalingSpec())
+    scaling = Scaling(bench.job, Membership.of(()), Progress(bench.job))
+    assert scaling.horizon_s(0.0) == bench.job.change_interval_s == 3600.0
+    assert scaling.horizon_s(3600.0) == 7200.0
+    for node in ("n1", "n2"):
+        bench.fail(node)
+        recover(bench, *sorted(set(everybody(bench)) - {"n1", node}))
+    done = bench.journal(RecoveryDone)
+    assert len(done) == 2
+    for each in done:
+        scaling.recovery_done(each)
+    assert scaling.horizon_s(3600.0) == 2400.0
+    replayed = replay_run(bench.entries(bench.commands))
+    assert replayed is not None
+    after = Scaling(bench.job, Membership.of(()), Progress(bench.job))
+    after.restore(replayed.target, replayed.num_changes, 0.0)
+    assert after.horizon_s(3600.0) == 2400.0
 
 
 def test_all_nodes_are_used_without_a_decision_by_default() -> None:
