@@ -104,3 +104,27 @@ def test_nothing_is_traced_without_a_collector(monkeypatch):
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", raising=False)
     assert open_traces("mine") is None
+
+
+def nobody() -> str:
+    """Return the endpoint of a collector that is gone."""
+    with collector() as (endpoint, _):
+        return endpoint
+
+
+@pytest.mark.parametrize("endpoint", [nobody(), "not-a-url"])
+async def test_a_collector_that_cannot_be_reached_costs_one_warning_that_names_the_variable(
+    endpoint, monkeypatch, caplog, capfd
+):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+    traces = open_traces("mine")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(traces.run)
+        for entry in (*run_with_a_loss(), *run_with_a_loss()):
+            traces.tell(entry)
+        await trio.lowlevel.checkpoint()
+        nursery.cancel_scope.cancel()
+    (said,) = caplog.records
+    assert said.name == "oobleck.up"
+    assert said.message.startswith("OTEL_EXPORTER_OTLP_ENDPOINT: recoveries may not be traced: ")
+    assert "opentelemetry" not in capfd.readouterr().err
