@@ -91,7 +91,7 @@ def _check_base_dir(base_dir: Path) -> None:
 
 def _check_paths(job: JobSpec, resume: str) -> None:
     """Raise ConfigError for files or a checkpoint that this machine does not have."""
-    check_local_files(job.data)
+    check_local_files(job.data, job.checkpoint)
     if resume not in ("auto", "never") and not _holds_checkpoint(place_of(resume, "--resume")):
         raise ConfigError(f"--resume {resume}: there is no checkpoint that can be used")
 

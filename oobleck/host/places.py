@@ -18,6 +18,7 @@ from oobleck.job.secrets import public_url
 from .user_path import expand_user
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://.+")
+_ALMOST_URL = re.compile(r"(s3a?|gc?s|az|abfs|hf|file):/?[^/].*")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 
@@ -38,6 +39,8 @@ def place_of(named: str | Path, key: str) -> Path:
     """
     found = _URL.fullmatch(str(named)) if isinstance(named, str) else None
     if found is None:
+        if isinstance(named, str) and (almost := _ALMOST_URL.fullmatch(named)):
+            raise ConfigError(f"{key}: {named}: a URL of {almost[1]} begins with {almost[1]}://")
         return expand_user(named)
     scheme = found[1].lower()
     if scheme == "file":

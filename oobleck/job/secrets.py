@@ -31,6 +31,7 @@ _USERINFO = re.compile(r"(?<=://)[^/\s?#'\"]*@")
 _SETTING = re.compile(r"(-{0,2}[A-Za-z_][\w.\[\]-]*)([=:]\s*)(.+)", re.DOTALL)
 _QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^&#\s'\"]+)")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_PATHS = frozenset(("PWD", "SSH_AUTH_SOCK"))  # variables with names like secrets: a shell's directory, a socket
 _LEAST_CHARS = 6  # shorter values, such as `true`, are parts of other words
 
 
@@ -160,7 +161,7 @@ class Hiding:
 
     def __init__(self, job: JobSpec | None, environment: Mapping[str, str]) -> None:
         """The values are those of the job, and of variables with secret names."""
-        found = {value for name, value in environment.items() if is_secret_name(name)}
+        found = {value for name, value in environment.items() if is_secret_name(name) and name not in _PATHS}
         if job is not None:
             found |= set(_values_of(job)) | {environment.get(name, "") for name in job.env if is_secret_name(name)}
         # A value may be the beginning of another one, which comes first.

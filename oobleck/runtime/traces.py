@@ -21,8 +21,26 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("oobleck.up")
 
+_SDK = "opentelemetry"  # the root of its loggers
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _LAST_SPANS_S = 10.0
+
+
+class _Complaints(logging.Handler):
+    """Says once, as a warning of the run, what the SDK would say about each try."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._said = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.say(record.getMessage())
+
+    def say(self, problem: str) -> None:
+        if not self._said:
+            self._said = True
+            names = " or ".join(name for name in _ENDPOINTS if os.environ.get(name))
+            _log.warning("%s: recoveries may not be traced: %s", names, problem)
 
 
 class RecoveryTraces:
@@ -39,6 +57,10 @@ class RecoveryTraces:
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("oobleck")
         self._wall_ns = wall_ns
+        self._complaints = _Complaints()
+        sdk = logging.getLogger(_SDK)
+        sdk.handlers = [self._complaints]
+        sdk.propagate = False
         self._plan: journal.PlanAdopted | None = None
         self._done: journal.RecoveryDone | None = None
 
@@ -60,8 +82,10 @@ class RecoveryTraces:
         try:
             await trio.sleep_forever()
         finally:
-            with trio.CancelScope(deadline=trio.current_time() + _LAST_SPANS_S, shield=True):
+            with trio.CancelScope(deadline=trio.current_time() + _LAST_SPANS_S, shield=True) as last:
                 await trio.to_thread.run_sync(self._provider.shutdown, abandon_on_cancel=True)
+            if last.cancelled_caught:
+                self._complaints.say(f"the collector has not answered within {_LAST_SPANS_S:.0f} s")
 
     def _end(self, until_s: float) -> None:
         done, self._done = self._done, None

@@ -78,14 +78,24 @@ class Webhook:
             _log.warning("control.webhook_url: messages are not delivered: %s", problem)
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Makes a redirect an error: urllib would follow it without the message, and take the answer for a delivery."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+_opener = urllib.request.build_opener(_NoRedirects)
+
+
 def _posted(url: str, text: str) -> str | None:
     """Post a text; return what went wrong."""
     body = json.dumps({"text": text}).encode()
     try:
         request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})  # noqa: S310  http or https, as `ControlSpec` has checked
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S):  # noqa: S310
+        with _opener.open(request, timeout=_TIMEOUT_S):
             return None
     except urllib.error.HTTPError as error:
-        return f"HTTP {error.code}"
+        return f"HTTP {error.code}" + (", a redirect: name its target" if 300 <= error.code < 400 else "")
     except (urllib.error.URLError, HTTPException, OSError, ValueError) as error:
         return f"{type(error).__name__}: {error}"

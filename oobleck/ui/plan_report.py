@@ -300,6 +300,7 @@ def _recomputed(chunks: Sequence[StageTemplate]) -> str:
 def _memory_table(each: PipelineForecast) -> Table:
     kinds = [each.name for each in fields(StageMemory)]
     table = _table("what is in their memory", ("stage", *kinds), left=0)
+    table.collapse_padding = True  # so that each kind's name fits into 80 columns
     for index, memory in enumerate(each.memory):
         table.add_row(str(index), *(bytes_text(getattr(memory, kind)) for kind in kinds))
     return table

@@ -368,7 +368,7 @@ BY_HAND = {
 
 
 def test_the_memory_of_a_large_model_is_as_worked_out_by_hand(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "80")
     arguments = ("--model", "gpt3-6.7b", "--device", "A100", "--nodes", 16, "--global-batch", 512, "--microbatch", 1)
     assert run(*arguments, "--precision", "bfloat16", "--json") == ExitCode.DONE
     pipelines = json.loads(capsys.readouterr().out)["plan"]["pipelines"]

@@ -33,7 +33,7 @@ def test_one_of_two_racks_is_lost_and_comes_back(runner: Runner, endless_referen
         }
         assert "the copies of each layer lie in 2 failure domains or more" in plan["reason"]
         nodes.power_off(*LEFT)
-        up.wait_for("redundancy is below f = 1: losing 1 failure domains may cost the model's state")
+        up.wait_for("redundancy is below f = 1: losing 1 failure domain may cost the model's state")
         up.wait_for_steps(5)
         for name in LEFT:
             nodes.start(name, file, f"{name} domain=left")

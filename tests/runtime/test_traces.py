@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Event
 from typing import Any
 
 import pytest
 import trio
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import SpanProcessor
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
@@ -104,3 +106,51 @@ def test_nothing_is_traced_without_a_collector(monkeypatch):
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", raising=False)
     assert open_traces("mine") is None
+
+
+def nobody() -> str:
+    """Return the endpoint of a collector that is gone."""
+    with collector() as (endpoint, _):
+        return endpoint
+
+
+@pytest.mark.parametrize("endpoint", [nobody(), "not-a-url"])
+async def test_a_collector_that_cannot_be_reached_costs_one_warning_that_names_the_variable(
+    endpoint, monkeypatch, caplog, capfd
+):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+    traces = open_traces("mine")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(traces.run)
+        for entry in (*run_with_a_loss(), *run_with_a_loss()):
+            traces.tell(entry)
+        await trio.lowlevel.checkpoint()
+        nursery.cancel_scope.cancel()
+    (said,) = caplog.records
+    assert said.name == "oobleck.up"
+    assert said.message.startswith("OTEL_EXPORTER_OTLP_ENDPOINT: recoveries may not be traced: ")
+    assert "opentelemetry" not in capfd.readouterr().err
+
+
+class Stuck(SpanProcessor):
+    """A processor whose collector never answers."""
+
+    def __init__(self) -> None:
+        self.released = Event()
+
+    def shutdown(self) -> None:
+        self.released.wait(60)
+
+
+async def test_a_collector_that_never_answers_ends_with_a_warning(monkeypatch, caplog, autojump_clock):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    stuck = Stuck()
+    traces = RecoveryTraces("mine", stuck)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(traces.run)
+        await trio.lowlevel.checkpoint()
+        nursery.cancel_scope.cancel()
+    stuck.released.set()
+    assert [record.message for record in caplog.records] == [
+        "OTEL_EXPORTER_OTLP_ENDPOINT: recoveries may not be traced: the collector has not answered within 10 s"
+    ]

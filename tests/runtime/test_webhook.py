@@ -18,8 +18,8 @@ from tests.serving import serving
 
 
 @contextmanager
-def receiver(refusals: int = 0) -> Iterator[tuple[str, list[dict[str, str]]]]:
-    """A server that refuses some messages first; yields its URL, and the messages that it has taken."""
+def receiver(refusals: int = 0, redirect: int = 0) -> Iterator[tuple[str, list[dict[str, str]]]]:
+    """A server that refuses some messages first, or redirects all; yields its URL, and the messages it has taken."""
     taken: list[dict[str, str]] = []
     left = refusals
 
@@ -31,7 +31,16 @@ def receiver(refusals: int = 0) -> Iterator[tuple[str, list[dict[str, str]]]]:
                 left -= 1
                 self.send_error(503)
                 return
+            if redirect:
+                self.send_response(redirect)
+                self.send_header("Location", "/elsewhere")
+                self.end_headers()
+                return
             taken.append(json.loads(body))
+            self.send_response(200)
+            self.end_headers()
+
+        def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
 
@@ -87,3 +96,14 @@ async def test_a_receiver_that_is_gone_costs_one_warning_without_its_url(caplog:
             nursery.cancel_scope.cancel()
     assert [record.message.split(":")[0] for record in caplog.records] == ["control.webhook_url"]
     assert url not in caplog.text
+
+
+@pytest.mark.parametrize("code", [301, 302, 303, 307])
+async def test_a_redirect_is_no_delivery(code: int, caplog: pytest.LogCaptureFixture) -> None:
+    with receiver(redirect=code) as (url, taken), caplog.at_level(logging.WARNING):
+        await tell(url, notice("error", "node3 is lost"))
+    problem = f"HTTP {code}, a redirect: name its target"
+    assert [record.message for record in caplog.records] == [
+        f"control.webhook_url: messages are not delivered: {problem}"
+    ]
+    assert not taken

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from oobleck.errors import ConfigError, ResourceLost, UnbuiltModel
-from oobleck.host.places import is_url, may_be_of_hub
+from oobleck.host.places import is_url, may_be_of_hub, place_of
 from oobleck.host.script import SCRIPT_WAITS, has_job
 from oobleck.host.user_path import expand_user
-from oobleck.job import DataSpec, JobSpec
+from oobleck.job import CheckpointSpec, DataSpec, JobSpec
 from oobleck.runtime.files import read_input
 
 from .environment import apply_environment
@@ -79,8 +79,13 @@ def open_job(
     return job, None
 
 
-def check_local_files(data: DataSpec) -> None:
-    """Raise ConfigError for files of a job's data that this machine, and so its virtual nodes, do not have."""
+def check_local_files(data: DataSpec, checkpoint: CheckpointSpec) -> None:
+    """Raise ConfigError for files of a job's data that this machine, and so its virtual nodes, do not have.
+
+    So does a URL of its checkpoints that they cannot read.
+    """
+    if checkpoint.enabled and checkpoint.directory is not None:
+        place_of(checkpoint.directory, "checkpoint.directory")
     named = [("data.paths", path) for path in data.paths]
     # Only a node finds out what the hub has, or its cache.
     if data.tokenizer is not None and not may_be_of_hub(data.tokenizer):

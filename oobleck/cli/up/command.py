@@ -74,7 +74,7 @@ def up(options: UpOptions) -> None:
         return
     # Under --workdir, virtual nodes look for relative paths there.
     if options.nodes.local is not None and workdir is None:
-        inputs.check_local_files(job.data)
+        inputs.check_local_files(job.data, job.checkpoint)
     _check_weights(options, job, trainer)
     _check_trackers(job, trainer)
     if options.until_eof:

@@ -262,9 +262,11 @@ class RecoveryDone(Entry):
         what = f"{names} {self.cause.happened}" if names else "regrouped"
         if self.unfinished:
             return f"{what}; this recovery was not completed: {self.unfinished}"
-        copied = f"{self.layers_moved} layers copied" if self.layers_moved else "nothing copied"
+        copied = (
+            f"{self.layers_moved} layers copied in {self.transfer_s:.2f} s" if self.layers_moved else "nothing copied"
+        )
         steps = {0: "no step", 1: "1 step"}.get(self.steps_lost, f"{self.steps_lost} steps")
-        return f"{what}; {self.action.words}; {copied} in {self.transfer_s:.2f} s; {steps} lost"
+        return f"{what}; {self.action.words}; {copied}; {steps} lost"
 
 
 PlanEntry = PlanAdopted | PipelinesFormed | HangExplained | RecoveryStarted | LayersArriving | RecoveryDone

@@ -229,7 +229,7 @@ class Reconfiguration:
         turn.record(_plan_adopted(self._job, choice, update, turn.now_s, oldest=self.generations.oldest))
         if not decision.redundant:
             threshold = self._job.fault_threshold
-            what = "failure domains" if self._members.domains else "more nodes"
+            what = ("failure domain" if self._members.domains else "more node") + ("" if threshold == 1 else "s")
             text = f"redundancy is below f = {threshold}: losing {threshold} {what} may cost the model's state"
             turn.note("warning", text)
         self._saving.plan_adopted(turn, update.ordered, redundant=decision.redundant, saves=saves)

@@ -90,7 +90,7 @@ def _spread(documents: Sequence[str]) -> list[str]:
 
 def tokenizer_file(path: str) -> Path:
     """Return the file of a tokenizer, given that file or its directory. Raises ConfigError if there is none."""
-    named = model_directory(path, "data.tokenizer")
+    named = model_directory(path, "data.tokenizer (by default model.path)")
     file = named / "tokenizer.json" if named.is_dir() else named
     if not file.is_file():
         raise ConfigError(f"data.tokenizer: there is no {file} on this node; name a tokenizer.json, or its directory")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from oobleck.cli.inputs import JobSource, read_job, read_variables
 from oobleck.control.journal import JobStarted
 from oobleck.errors import ConfigError, UsageError
+from oobleck.job.secrets import Hiding
 from oobleck.wire import encode_json
 from tests.examples import examples
 
@@ -119,3 +120,9 @@ def test_no_journal_has_a_value(secrets: dict[str, str]) -> None:
     assert set(secrets) <= set(job.env)
     assert secrets.items() <= os.environ.items()
     assert "s3cret" not in text
+
+
+def test_paths_in_variables_that_are_named_like_secrets_are_shown() -> None:
+    hide = Hiding(None, {"PWD": "/home/me/runs", "SSH_AUTH_SOCK": "/tmp/ssh-1/agent.2", "DB_PWD": "hunter22"})
+    text = "try `ssh -F /home/me/runs/config n1`, and see /tmp/ssh-1/agent.2"
+    assert hide(f"{text}: hunter22") == f"{text}: …"

@@ -47,6 +47,10 @@ SPEC = NodeSpec(name="n9", host="n9")
             "n9 taken in; new pipelines; 2 layers copied in 0.21 s; no step lost",
         ),
         (recovered(1.0, 2, steps_lost=1), "regrouped; new pipelines; 2 layers copied in 0.21 s; 1 step lost"),
+        (
+            replace(recovered(1.0, 2, "n9"), layers_moved=0),
+            "n9 lost; new pipelines; nothing copied; no step lost",
+        ),
     ],
 )
 def test_entries_are_sentences(entry, text: str):
