@@ -19,7 +19,7 @@ from .test_trainer import OURS, THEIRS
 SCRIPT = Path(__file__).with_name("whole_script.py")
 CUT = (
     *("t5", "bart", "whisper", "vit", "wav2vec2", "llava", "qwen2_vl", "gemma3", "regression", "multilabel", "qa"),
-    *("choice", "reward", "llama", "module", "weighted", "contrastive"),
+    *("choice", "reward", "llama", "module", "weighted", "contrastive", "tied_head", "pads_left", "flattens"),
 )
 
 

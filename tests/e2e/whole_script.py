@@ -67,6 +67,12 @@ def padded(rows, name, value):
     return torch.tensor([[*row[name], *[value] * (longest - len(row[name]))] for row in rows])
 
 
+def pad_left(rows):
+    """Pads at the beginning of rows, where it shifts positions."""
+    batch = {name: padded([{name: row[name][::-1]} for row in rows], name, PADDED[name]).flip(1) for name in rows[0]}
+    return {**batch, "attention_mask": (batch["input_ids"] != PAD).long()}
+
+
 def collate(rows):
     """Pads what has lengths, and stacks the rest."""
     batch = {}
@@ -223,11 +229,18 @@ def whisper():
     return hf.WhisperForConditionalGeneration(config)
 
 
-def adapted(kind, **values):
-    """A Llama with PEFT's adapters of some kind."""
+def gpt2():
+    config = hf.GPT2Config(
+        **TINY, n_embd=16, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    return hf.GPT2LMHeadModel(config)
+
+
+def adapted(kind, base=None, **values):
+    """A model, or else a Llama, with PEFT's adapters of some kind."""
     import peft
 
-    model = hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA))
+    model = base or hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA))
     torch.manual_seed(6)
     return peft.get_peft_model(model, getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", **values))
 
@@ -310,6 +323,9 @@ CASES = {
     "ia3": (lambda: adapted("IA3", feedforward_modules=["down_proj"], target_modules=["k_proj", "down_proj"]), words),
     "dora": (lambda: adapted("Lora", r=2, use_dora=True, init_lora_weights="gaussian"), words),
     "vera": (lambda: adapted("Vera", r=4, target_modules=["q_proj", "v_proj"]), words),
+    "tied_head": (lambda: adapted("Lora", gpt2(), r=2, fan_in_fan_out=True, modules_to_save=["lm_head"]), words),
+    "pads_left": (gpt2, words),
+    "flattens": (lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA)), words),
     "trainable tokens": (lambda: adapted("TrainableTokens", token_indices=[3, 5, 7]), words),
     "prompt": (lambda: adapted("PromptTuning", num_virtual_tokens=3), words),
     "prefix": (lambda: adapted("PrefixTuning", num_virtual_tokens=3), words),
@@ -330,6 +346,8 @@ CASES = {
         Contrastive,
     ),
 }
+COLLATORS = {"pads_left": pad_left, "flattens": hf.DataCollatorWithFlattening()}
+"""Where it is not `collate`."""
 
 
 def measured(predicted):
@@ -351,7 +369,7 @@ def make_trainer(case, output, *, pause_s=PAUSE_S, metrics=False, **arguments):
         args=hf.TrainingArguments(**{**ARGUMENTS, "output_dir": str(Path(output).with_suffix("")), **arguments}),
         train_dataset=rows[:-4],
         eval_dataset=rows[-4:],
-        data_collator=collate,
+        data_collator=COLLATORS.get(case, collate),
         compute_metrics=measured if metrics else None,
     )
 
