@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -223,6 +223,14 @@ class TrainerJob(Job):
                 try_padding(structure, rows, place=place)
         try_layers(structure, sizes)
         return with_tried_loss(structure, sizes)
+
+    def batches_of(self, step: int) -> Iterator[Mapping[str, Any]]:
+        """Yield what the collator makes of each batch of a step."""
+        return map(self._whole().collated, self._read_order.batches(step))
+
+    @functools.cached_property
+    def _read_order(self) -> EpochOrder | StreamOrder:
+        return self._order()
 
     def _order(self) -> EpochOrder | StreamOrder:
         if isinstance(self.epochs, StreamEpochs):

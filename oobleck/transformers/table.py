@@ -109,7 +109,7 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     "log_level_replica": _unused("the script runs once for its logs"),
     "log_on_each_node": _unused("the script runs once for its logs"),
     "disable_tqdm": _honoured("progress goes to `script.log` in the run's directory"),
-    "include_num_input_tokens_seen": _refused("leave it out: `oobleck status` counts tokens", "no", False),
+    "include_num_input_tokens_seen": _honoured("the script's own process reads the batches, too, to count"),
     "report_to": _honoured(),
     "run_name": _mapped("`tag`, if it is given; else the script's name is"),
     **dict.fromkeys(("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), _honoured()),
@@ -137,7 +137,7 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     "save_on_each_node": _unused("each node saves its own layers"),
     "enable_jit_checkpoint": _refused("leave it out: runs save when a node has notice"),
     "ignore_data_skip": _refused("leave it out: the samples of a step follow from its number"),
-    "restore_callback_states_from_checkpoint": _refused("leave it out: callbacks start afresh"),
+    "restore_callback_states_from_checkpoint": _honoured("states are in `trainer.json` in each checkpoint"),
     # Data.
     "remove_unused_columns": _honoured(),
     "train_sampling_strategy": _refused("leave it out, or group_by_length", "random", "sequential", "group_by_length"),
