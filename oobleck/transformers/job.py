@@ -34,6 +34,7 @@ from oobleck.training.padding_trial import try_padding
 from .brought import brought_optimizer, brought_schedule, let_create
 from .checks import evaluates, evaluates_here, gathers, overrider_of
 from .epochs import EpochOrder, Epochs
+from .loader import training_loader
 from .streams import StreamEpochs, StreamOrder, is_stream, opened_stream
 from .whole import TrainerLoss, find_counting, why_whole
 
@@ -56,10 +57,10 @@ class TrainerJob(Job):
     def __init__(self, trainer: Any, *, tag: str) -> None:
         """`tag` names the run where the arguments do not. Raises ConfigError for a trainer that cannot be trained."""
         self._trainer = trainer
-        self._loader = trainer.get_train_dataloader()  # now: its order depends on the seed of this moment
+        self._loader, self.batch_size = training_loader(trainer)  # now: its order depends on the seed of this moment
         self.epochs: Epochs
         if is_stream(self._loader.dataset):
-            self._loader, self.epochs = opened_stream(self._loader, trainer.args)
+            self._loader, self.epochs = opened_stream(self._loader, trainer.args, self.batch_size)
         else:
             self.epochs = epochs_of(trainer, self._loader)
         self._tag = tag
@@ -78,7 +79,9 @@ class TrainerJob(Job):
     def settings(self) -> Mapping[str, Any]:  # type: ignore[override]  # computed only where they are used
         """The contents of an equivalent job file. Raises as `check`."""
         self.check()
-        given = partial(_settings, self._trainer, self.epochs, max_steps=self.max_steps, tag=self._tag)
+        given = partial(
+            _settings, self._trainer, self.epochs, batch=self.batch_size, max_steps=self.max_steps, tag=self._tag
+        )
         if self._structure is not None:
             return given(self._length)
         stages = {} if self.flow is not None else {"num_stages": 1}
@@ -133,7 +136,7 @@ class TrainerJob(Job):
         if self._structure is not None:
             self._tried(microbatch=size)
             return
-        batch, counting = self._trainer.args.per_device_train_batch_size, self._counting
+        batch, counting = self.batch_size, self._counting
         if counting == "batch" and size != batch:
             raise ConfigError(
                 f"microbatch_size is {size}, and the loss is that of a batch of {batch} as a whole, of which no parts "
@@ -186,7 +189,7 @@ class TrainerJob(Job):
             try_repeats(samples, collate, place=place)
         model, loss = unwrapped(trainer.model), self._whole()
         ModelStructure.with_its_loss(LiveModel.skeleton_of(model, is_whole=True), loss, sequence_length=_TRIED_LENGTH)
-        sizes = _sizes(trainer, _TRIED_LENGTH)
+        sizes = _sizes(trainer, self.batch_size, _TRIED_LENGTH)
         loss.require_one_backward(model)
         return find_counting(loss, model, batch=sizes.batch, microbatch=sizes.microbatch)
 
@@ -212,9 +215,9 @@ class TrainerJob(Job):
         padded = []
         for name in sorted(self.made.keys() & {"data", "eval_data"}):
             samples, collate, place = self.made[name]()
-            size = trainer.args.per_device_train_batch_size if name == "data" else trainer.args.eval_batch_size
+            size = self.batch_size if name == "data" else trainer.args.eval_batch_size
             padded.append((try_collator(samples, collate, place=place, batch_size=size), size, place))
-        sizes = _sizes(trainer, self._length)
+        sizes = _sizes(trainer, self.batch_size, self._length)
         if microbatch is not None:
             sizes = replace(sizes, microbatch=microbatch)
         for rows, size, place in padded:
@@ -276,13 +279,20 @@ def epochs_of(trainer: Any, loader: Any) -> Epochs:
 
 
 def _settings(
-    trainer: Any, epochs: Epochs, length: int, counting: LossCounting | None = None, *, max_steps: int, tag: str
+    trainer: Any,
+    epochs: Epochs,
+    length: int,
+    counting: LossCounting | None = None,
+    *,
+    batch: int,
+    max_steps: int,
+    tag: str,
 ) -> dict[str, Any]:
     """With `counting`, the model computes its own loss."""
     args = trainer.args
     state = TrainerState()
     state.compute_steps(args, max_steps)  # type: ignore[no-untyped-call]  # transformers' own
-    sizes, brought = _sizes(trainer, length), brought_optimizer(trainer)
+    sizes, brought = _sizes(trainer, batch, length), brought_optimizer(trainer)
     peak = args.learning_rate if brought is None else brought.options["lr"]
     embedding = trainer.model.get_input_embeddings() if counting is None else None
     asked = (getattr(args, name, None) for name in ("activation_checkpointing", "gradient_checkpointing"))
@@ -346,8 +356,7 @@ def _tokens_of(item: Any) -> Any:
     return item.get(_TOKENS) if isinstance(item, Mapping) or hasattr(item, "keys") else None
 
 
-def _sizes(trainer: Any, length: int) -> BatchSizes:
-    batch = trainer.args.per_device_train_batch_size
+def _sizes(trainer: Any, batch: int, length: int) -> BatchSizes:
     microbatch = microbatch_size_of(batch, batch * trainer.args.gradient_accumulation_steps, length)
     return BatchSizes(batch=batch, microbatch=microbatch, length=length)
 

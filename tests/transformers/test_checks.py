@@ -39,7 +39,7 @@ def checked(made: transformers.Trainer) -> None:
         {"average_tokens_across_devices": False},
         {"torch_compile_mode": "max-autotune"},
         {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch", "eval_dataset": rows(3)},
-        {"accelerator_config": {"split_batches": True}},
+        {"accelerator_config": {"dispatch_batches": True}},
         {"ignore_data_skip": True},
     ],
 )
