@@ -318,6 +318,7 @@ def _settings(
         "seed": args.seed,
         "recompute": "all" if recomputes else "none",
         "compile": args.torch_compile,
+        "compile_mode": args.torch_compile_mode or "default",
         "checkpoint": {},
         "control": {"start_timeout_s": _START_TIMEOUT_S},
     }

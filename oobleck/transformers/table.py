@@ -96,7 +96,7 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     "gradient_checkpointing_kwargs": _unused("but `every_n_layers` and `offload`, which are refused"),
     "torch_compile": _mapped("`compile`"),
     "torch_compile_backend": _refused("leave it out: blocks are compiled by inductor", "inductor"),
-    "torch_compile_mode": _refused("leave it out: blocks are compiled in the default mode"),
+    "torch_compile_mode": _mapped("`compile_mode`"),
     "use_liger_kernel": _refused("leave it out: layers compute as the model's own code does"),
     "liger_kernel_config": _refused("leave it out: layers compute as the model's own code does"),
     "use_cache": _unused("training keeps no cache"),

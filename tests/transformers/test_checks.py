@@ -37,7 +37,6 @@ def checked(made: transformers.Trainer) -> None:
         {"train_sampling_strategy": "batch_rebalance"},
         {"label_names": ["start_positions"]},
         {"average_tokens_across_devices": False},
-        {"torch_compile_mode": "max-autotune"},
         {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch", "eval_dataset": rows(3)},
         {"accelerator_config": {"dispatch_batches": True}},
         {"ignore_data_skip": True},

@@ -182,7 +182,10 @@ def test_a_loader_of_the_scripts_own_is_read_as_transformers_reads_it(tmp_path: 
         (lambda data: [[data[0]], [data[1]]], "list, which is no DataLoader"),
         (lambda data: DataLoader(data, batch_size=None), "which makes no batches"),
         (lambda data: DataLoader(data, batch_sampler=[[0, 1], [2]]), "whose list has no batch_size"),
-        (lambda data: type("Twice", (DataLoader,), {"__iter__": lambda self: iter(())})(data), "an __iter__ of its own"),
+        (
+            lambda data: type("Twice", (DataLoader,), {"__iter__": lambda self: iter(())})(data),
+            "an __iter__ of its own",
+        ),
     ],
 )
 def test_a_loader_that_does_more_than_its_parts_is_refused_by_name(tmp_path: Path, loader: Any, words: str):
