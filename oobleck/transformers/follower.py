@@ -26,7 +26,7 @@ from oobleck.training.checkpoint import newest_checkpoint, newest_weights
 from oobleck.training.model import unwrapped
 
 from .best import BestCheckpoint
-from .checks import asks_for_best, evaluates_here
+from .checks import asks_for_best
 from .elsewhere import OnNodes, WeightsElsewhere
 from .gathered import GatheredWeights, evaluate, fitted
 from .handed_over import handed_over
@@ -156,7 +156,7 @@ class RunFollower:
         trainer, step = self._trainer, self._trainer.state.global_step
         args, every = trainer.args, trainer.state.eval_steps
         is_due = args.eval_strategy == IntervalStrategy.STEPS and every and step % every and step >= args.eval_delay
-        if not is_due or step != self._max_steps or self._first_step is None or not evaluates_here(trainer):
+        if not is_due or step != self._max_steps or self._first_step is None or not self._job.evaluates_here:
             return False
         metrics = self._evaluate_here()
         is_best = metrics is not None and self._is_best(metrics)

@@ -191,7 +191,12 @@ class TrainerJob(Job):
         ModelStructure.with_its_loss(LiveModel.skeleton_of(model, is_whole=True), loss, sequence_length=_TRIED_LENGTH)
         sizes = _sizes(trainer, self.batch_size, _TRIED_LENGTH)
         loss.require_one_backward(model)
-        return find_counting(loss, model, batch=sizes.batch, microbatch=sizes.microbatch)
+        counting = find_counting(loss, model, batch=sizes.batch, microbatch=sizes.microbatch)
+        if counting == "batch" and _workers_evaluate(trainer) and trainer.args.eval_batch_size != sizes.batch:
+            # Workers would evaluate other batches than the script by itself, with other losses.
+            self.made = {name: make for name, make in self.made.items() if name != "eval_data"}
+            self.made = {**self.made, GATHERS: lambda: None}
+        return counting
 
     def _say_why(self, counted: LossCounting) -> None:
         if SCRIPT_WAITS in os.environ:
@@ -226,6 +231,11 @@ class TrainerJob(Job):
                 try_padding(structure, rows, place=place)
         try_layers(structure, sizes)
         return with_tried_loss(structure, sizes)
+
+    @property
+    def evaluates_here(self) -> bool:
+        """Whether the script's own process evaluates, rather than workers, once it is known how losses are counted."""
+        return GATHERS in self.made and "eval_data" not in self.made
 
     def batches_of(self, step: int) -> Iterator[Mapping[str, Any]]:
         """Yield what the collator makes of each batch of a step."""

@@ -53,6 +53,11 @@ def test_a_model_cut_as_it_was_traced_survives_the_loss_of_a_node(runner: Runner
 
 
 @pytest.mark.slow
+def test_a_loader_of_the_scripts_own_gives_its_batches(runner: Runner, tmp_path: Path) -> None:
+    run(runner, tmp_path, SCRIPT, "4", "loads", settings=("num_stages=2",))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["sft", "dpo", "reward"])
 def test_a_trainer_of_trl_survives_the_loss_of_a_node(runner: Runner, tmp_path: Path, case: str) -> None:
     run(runner, tmp_path, SCRIPT.with_name("trl_script.py"), "2", case)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import transformers as hf
 from torch import nn
+from torch.utils.data import DataLoader
 
 from oobleck.transformers import Trainer
 
@@ -144,6 +145,16 @@ class Through(Trainer):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
+class Loading(Trainer):
+    """Makes a loader of its own, with a generator that goes on from epoch to epoch."""
+
+    def get_train_dataloader(self):
+        generator = torch.Generator().manual_seed(11)
+        return DataLoader(
+            self.train_dataset, batch_size=3, shuffle=True, generator=generator, collate_fn=self.data_collator
+        )
+
+
 class Contrastive(Trainer):
     """A loss of the samples of a batch together."""
 
@@ -256,7 +267,7 @@ def labels_of(n):
 
 
 def words():
-    return [{**row, "labels": row["input_ids"]} for row in text()]
+    return [{"input_ids": labels_of(n), "labels": labels_of(n)} for n in range(NUM_SAMPLES)]
 
 
 CASES = {
@@ -320,6 +331,7 @@ CASES = {
         words,
         Through,
     ),
+    "loads": (lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA)), words, Loading),
     "ia3": (lambda: adapted("IA3", feedforward_modules=["down_proj"], target_modules=["k_proj", "down_proj"]), words),
     "dora": (lambda: adapted("Lora", r=2, use_dora=True, init_lora_weights="gaussian"), words),
     "vera": (lambda: adapted("Vera", r=4, target_modules=["q_proj", "v_proj"]), words),
@@ -362,7 +374,8 @@ def make_trainer(case, output, *, pause_s=PAUSE_S, metrics=False, **arguments):
     torch.manual_seed(5)
     model = make_model()
     if pause_s:
-        model.register_forward_pre_hook(lambda *_: time.sleep(pause_s))
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        inner.register_forward_pre_hook(lambda *_: time.sleep(pause_s))
     rows = make_rows()
     return (*kind, Trainer)[0](
         model=model,

@@ -41,7 +41,7 @@ def test_on_gpus_a_c_compiler_and_pythons_headers_are_needed(monkeypatch: pytest
 
 def test_modes_that_make_graphs_of_gpus_are_refused_there():
     assert JobSpec(compile=True, compile_mode="reduce-overhead").compiles == "reduce-overhead"
-    with pytest.raises(ConfigError, match="compile_mode: .*default or max-autotune-no-cudagraphs on GPUs"):
+    with pytest.raises(ConfigError, match=r"compile_mode: .*default or max-autotune-no-cudagraphs on GPUs"):
         JobSpec(compile=True, compile_mode="reduce-overhead", device="cuda")
 
 
