@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from accelerate.data_loader import SeedableRandomSampler
+from accelerate.data_loader import SeedableRandomSampler  # type: ignore[import-untyped]  # it has no types
 
 from oobleck.errors import ConfigError
 from oobleck.training.randomness import derive_seed, drawing_alike

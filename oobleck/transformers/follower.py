@@ -246,9 +246,10 @@ class RunFollower:
             self._log(record)
 
     def _count_tokens(self, step: int) -> None:
-        if self._trainer.args.include_num_input_tokens_seen != "no":
+        trainer: Any = self._trainer
+        if trainer.args.include_num_input_tokens_seen != "no":
             for inputs in self._job.batches_of(step):
-                self._trainer._track_num_input_tokens(inputs)
+                trainer._track_num_input_tokens(inputs)
 
     def _recount_tokens(self, last_step: int) -> None:
         known = self._states.tokens_after(last_step)
