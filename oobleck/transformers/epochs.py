@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from accelerate.data_loader import SeedableRandomSampler  # type: ignore[import-untyped]  # it has no types
 
 from oobleck.errors import ConfigError
 from oobleck.training.randomness import derive_seed, drawing_alike
@@ -138,7 +137,8 @@ class EpochOrder:
 
 
 def _reseeds(sampler: Any) -> bool:
-    return isinstance(getattr(sampler, "sampler", None), SeedableRandomSampler)
+    # Accelerate's, which transformers has in place of torch's own, seeds its generator by the epoch.
+    return type(getattr(sampler, "sampler", None)).__name__ == "SeedableRandomSampler"
 
 
 def _generators_of(sampler: Any) -> Iterator[torch.Generator]:

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 
-from oobleck.storage import CheckpointDirectory
+from oobleck.training.checkpoint import attach, attached
 
 # Not transformers' name, by which a directory is one of its own checkpoints.
 _FILE = "trainer.json"
@@ -59,12 +59,12 @@ class KeptStates:
         state = dataclasses.replace(self._trainer.state, **of_step, global_step=step, log_history=logs)
         # A full disk, or a callback's value that is no JSON, costs a later script its state, and nothing else.
         with suppress(OSError, TypeError):
-            CheckpointDirectory(checkpoints).attach(name, _FILE, json.dumps(dataclasses.asdict(state)).encode())
+            attach(checkpoints / name, _FILE, json.dumps(dataclasses.asdict(state)).encode())
 
     def read(self, place: Path) -> bool:
         """Give the trainer the state in a checkpoint, and its callbacks theirs; returns whether there is one."""
         with suppress(OSError, ValueError, LookupError, TypeError):
-            kept = json.loads(CheckpointDirectory(place.parent).attached(place.name, _FILE))
+            kept = json.loads(attached(place, _FILE))
             for each in _RESTORED:
                 setattr(self._trainer.state, each, kept[each])
             self._trainer._load_callback_state()
@@ -75,5 +75,4 @@ class KeptStates:
 def adopt_state(checkpoint: Path, converted: Path) -> None:
     """Take over the state in a checkpoint of transformers for one that was made of it. Raises OSError."""
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    content = json.dumps(dataclasses.asdict(state)).encode()
-    CheckpointDirectory(converted.parent).attach(converted.name, _FILE, content)
+    attach(converted, _FILE, json.dumps(dataclasses.asdict(state)).encode())
