@@ -67,6 +67,8 @@ class TrainerJob(Job):
         let_create(trainer, max_steps=self.max_steps)
         self.made = self._parts()
         self.callbacks = ()
+        self._has_whole_batches = False
+        """Whether samples are computed, or collated, otherwise with others in their batch."""
         self._why_whole = ""
         """Why the model cannot be cut, once that is known."""
 
@@ -192,6 +194,8 @@ class TrainerJob(Job):
         sizes = _sizes(trainer, self.batch_size, _TRIED_LENGTH)
         loss.require_one_backward(model)
         counting = find_counting(loss, model, batch=sizes.batch, microbatch=sizes.microbatch)
+        if self._has_whole_batches:
+            counting = "batch"  # whatever the samples that were tried show
         if counting == "batch" and _workers_evaluate(trainer) and trainer.args.eval_batch_size != sizes.batch:
             # Workers would evaluate other batches than the script by itself, with other losses.
             self.made = {name: make for name, make in self.made.items() if name != "eval_data"}
@@ -218,6 +222,7 @@ class TrainerJob(Job):
         live, replaced = LiveModel.skeleton_of(trainer.model), _loss(trainer)
         structure = ModelStructure.from_live(live, compute_loss=replaced, sequence_length=_TRIED_LENGTH)
         padded = []
+        self._has_whole_batches = True  # if a trial raises UncutModel
         for name in sorted(self.made.keys() & {"data", "eval_data"}):
             samples, collate, place = self.made[name]()
             size = self.batch_size if name == "data" else trainer.args.eval_batch_size
@@ -229,6 +234,7 @@ class TrainerJob(Job):
             # Where microbatches are batches, each is padded as by the script itself.
             if sizes.microbatch != size:
                 try_padding(structure, rows, place=place)
+        self._has_whole_batches = False
         try_layers(structure, sizes)
         return with_tried_loss(structure, sizes)
 

@@ -61,8 +61,7 @@ def try_collator(samples: Any, collate: script.Collate, *, place: str, batch_siz
     with suppress(LookupError, TypeError, ValueError, RuntimeError, ArithmeticError, AttributeError):
         if (fault := _fault_of_samples(samples, numbers)) is None:
             trial = _Trial(samples, collate, numbers, together=batch_size > 1)
-            trial.require_a_row_each(place)
-            if (fault := trial.fault_of_rows() or trial.fault_of_later_rows()) is None:
+            if (fault := trial.fault_of_rows(place) or trial.fault_of_later_rows()) is None:
                 padded = tuple(trial.padded_rows())
         if fault is not None:
             raise ConfigError(f"{place}: {fault}")
@@ -126,18 +125,15 @@ class _Trial:
         else:
             self._make = lambda some: collate([self._items[each] for each in some])
 
-    def require_a_row_each(self, place: str) -> None:
+    def fault_of_rows(self, place: str) -> str | None:
         count = len(self._numbers)
-        if (made := len(self._rows(range(count))[0])) != count:
+        together, drawn = self._rows(range(count))
+        if (made := len(together)) != count:
             raise UncutModel(
                 f"{place}: {self._who()} makes {made} rows of {count} samples; it must keep one row for each sample: "
                 "leave samples out, or pack them, in the dataset itself",
                 reason=f"the rows of its batches are not one for each sample, but {made} for {count}",
             )
-
-    def fault_of_rows(self) -> str | None:
-        count = len(self._numbers)
-        together, drawn = self._rows(range(count))
         alone = [self._rows([each]) for each in range(count)]
         again, _ = self._rows(range(count))
         if not all(map(_are_equal, together, again)):
