@@ -238,7 +238,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "compute_metrics": lambda predicted: {"one": 1.0},
         "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
     },
-    "model_init": {"model_init": model},
+    "model_init": {"model_init": lambda: model()},
 }
 MODELS: dict[str, tuple[Callable[[], Any], Any, Any]] = {
     "collator of Seq2Seq": (model, rows(16), hf.DataCollatorForSeq2Seq(tokenizer())),
