@@ -24,6 +24,7 @@ Tracker = Literal["clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensor
 """Places that transformers' own callbacks report to, by its names."""
 Sharding = Literal["none", "optimizer", "gradients", "all"]
 Recompute = Literal["none", "selective", "all", "auto"]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zero-bubble", "auto"]
 
 MAX_NODES = 16_384  # so that a typing error in a hostfile's range does not fill the memory
@@ -343,6 +344,8 @@ class JobSpec:
     attention; all. With `auto`, each plan chooses for each block what its stage has memory for."""
     compile: bool = False
     """torch compiles blocks when they first run."""
+    compile_mode: CompileMode = "default"
+    """How much torch tries where it compiles, by its own names."""
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"] | None = None
     """The implementation of attention, by transformers' name; None leaves the choice to transformers."""
     dropout: bool = True
@@ -419,6 +422,9 @@ class JobSpec:
             not self.compile or (is_alone and not is_split),
             "false where devices share stages (tensor_parallel, sharding) or backward passes are split (zero-bubble)",
         )
+        # Pipelines keep the results of several microbatches, and a CUDA graph writes all into the same memory.
+        is_graph = self.device == "cuda" and self.compile_mode in ("reduce-overhead", "max-autotune")
+        must("compile_mode", not is_graph, "default or max-autotune-no-cudagraphs on GPUs")
         self._check_sharding(must)
         is_simple = self.tensor_parallel == 1 and not self.compile
         must(
@@ -473,6 +479,11 @@ class JobSpec:
     def text(self) -> DataSpec:
         """The data, with the tokenizer of the model's directory unless another is named."""
         return self.data if self.data.tokenizer else replace(self.data, tokenizer=self.model.path)
+
+    @property
+    def compiles(self) -> CompileMode | None:
+        """The mode in which torch compiles blocks; None where it does not."""
+        return self.compile_mode if self.compile else None
 
     @property
     def may_split_backward(self) -> bool:

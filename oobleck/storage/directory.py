@@ -110,6 +110,10 @@ class CheckpointDirectory:
         if remote.is_here(self.path):
             fsync_directory(self.path)  # it has the checkpoint's own name, which `write_file` has not synced
 
+    def attach(self, name: str, file: str, content: bytes) -> None:
+        """Put a file beside the layers of a checkpoint, which goes where the checkpoint goes. Raises OSError."""
+        write_file(self.path / name / file, [memoryview(content)])
+
     def remove(self, names: Iterable[str]) -> None:
         """Remove checkpoints. Raises OSError."""
         for name in names:
@@ -170,7 +174,7 @@ class CheckpointDirectory:
         """Read a checkpoint's manifest. Raises CorruptCheckpoint, which names the file, and StoreError."""
         path = self.path / name / MANIFEST_NAME
         try:
-            raw = load_json(path.read_bytes() if remote.is_here(path) else bytes(remote.read(path)))
+            raw = load_json(self.attached(name, MANIFEST_NAME))
             # Before the fields, because other versions have others, and the error must name the version.
             if not isinstance(raw, dict) or raw.get("version") != MANIFEST_VERSION:
                 raise CorruptCheckpoint(f"{path}: not a manifest of version {MANIFEST_VERSION}")
@@ -186,6 +190,11 @@ class CheckpointDirectory:
         if (wrong := what_is_wrong(manifest)) is not None:
             raise CorruptCheckpoint(f"{path}: damaged: {wrong}")
         return manifest
+
+    def attached(self, name: str, file: str) -> bytes:
+        """Return what a file beside the layers of a checkpoint has. Raises OSError and StoreError."""
+        path = self.path / name / file
+        return path.read_bytes() if remote.is_here(path) else bytes(remote.read(path))
 
     def layers_here(self, manifest: Manifest) -> tuple[int, ...]:
         """Return the layers whose files are all here with the right sizes; does not read their bytes."""

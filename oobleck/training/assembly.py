@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from oobleck.errors import ConfigError, DataError
-from oobleck.host.script import SCRIPT_STREAM, run_script
+from oobleck.host.script import GATHERS, SCRIPT_STREAM, run_script
 from oobleck.job import JobSpec
 from oobleck.training import model
 from oobleck.training.data import CollatedSamples, Dataset, ModelInputs, ScriptSamples, ScriptStream, open_source
@@ -83,9 +83,12 @@ def _assemble_live(job: JobSpec, made: _Made, cache_dir: Path) -> Assembly:
     if job.model.whole_loss is not None:
         whole = made["whole"]().inputs(job.model.whole_loss)
         inputs, kept = ModelInputs(whole=whole), ModelInputs(whole=whole.for_evaluation())
+    provides = () if job.script is None else job.script.provides
+    # The script's own process may have found that it has to evaluate, with the weights that workers gather.
+    evaluates = "eval_data" in made and (GATHERS not in provides or "eval_data" in provides)
     with _blaming_the_data():
         train = replace(_collated(job, made["data"]), order=made["order"]()).with_inputs(inputs)
-        validation = _collated(job, made["eval_data"]).with_inputs(kept) if "eval_data" in made else None
+        validation = _collated(job, made["eval_data"]).with_inputs(kept) if evaluates else None
     optimizer = _optimizer(job, made, structure, decayed=decayed)
     return Assembly(job=job, train=train, validation=validation, structure=structure, optimizer=optimizer)
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from oobleck.errors import ConfigError
+from oobleck.errors import UncutModel
 from oobleck.training.data import Batch, PaddedRow
 from oobleck.training.model import CapturedHead, ModelStructure, StageModel, made_up_weights
 from oobleck.training.randomness import MicrobatchKey, drawing_alike
@@ -34,7 +34,7 @@ _IDS, _MASK = "input_ids", "attention_mask"
 
 
 def try_padding(structure: ModelStructure, rows: Sequence[PaddedRow], *, place: str) -> None:
-    """Raise ConfigError if the model computes a sample differently with the padding that others cause.
+    """Raise UncutModel if the model computes a sample differently with the padding that others cause.
 
     `place` names the source of the rows. Runs a layer of each kind, with made-up weights, on a few tokens of the rows;
     what does not run is not tried.
@@ -52,7 +52,10 @@ def try_padding(structure: ModelStructure, rows: Sequence[PaddedRow], *, place: 
             if stage is None:
                 stage = captured.stage_of(replace(structure, drops=False, draws_at_random=False, weights=None))
             if (layer := _layer_that_differs(stage, captured, row, is_left=is_left)) is not None:
-                raise ConfigError(f"{place}: {_fault(stage, row, layer, is_left=is_left)}")
+                raise UncutModel(
+                    f"{place}: {_fault(stage, row, layer, is_left=is_left)}",
+                    reason="samples are computed differently with more padding",
+                )
 
 
 def _fault(stage: StageModel, row: PaddedRow, layer: int, *, is_left: bool) -> str:

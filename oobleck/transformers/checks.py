@@ -11,6 +11,7 @@ from typing import Any
 import transformers
 from transformers import TrainerCallback, TrainingArguments
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType, has_length
 
 from oobleck.errors import ConfigError
@@ -122,6 +123,13 @@ def _check_values(args: TrainingArguments) -> None:
     if schedule in _EVALUATION_SCHEDULES or schedule not in TYPE_TO_SCHEDULER_FUNCTION:
         name = getattr(schedule, "value", schedule)
         raise ConfigError(f"TrainingArguments(lr_scheduler_type={name!r}): choose one that follows steps alone")
+    for field in dataclasses.fields(AcceleratorConfig):
+        value = getattr(args.accelerator_config, field.name)
+        if field.name != "split_batches" and value != field.default:
+            raise ConfigError(
+                f"TrainingArguments(accelerator_config={{{field.name!r}: {value!r}}}): leave it out: workers are not "
+                "accelerate's"
+            )
     for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
         for key in getattr(args, name, None) or {}:
             if key in _OTHER_RECOMPUTATION:

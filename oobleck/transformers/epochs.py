@@ -60,7 +60,10 @@ class EpochOrder:
         self._loader = loader
         self._epochs = epochs
         self._seed = seed
-        self._own = tuple((each, each.get_state()) for each in _generators_of(loader.batch_sampler))
+        own = [] if _reseeds(loader.batch_sampler) else list(_generators_of(loader.batch_sampler))
+        self._own = tuple(own)
+        self._states = [[each.get_state() for each in own]]
+        """Those of its own generators before each epoch, as the script's own loop would have them."""
         self._kept: tuple[int, npt.NDArray[np.int64], Sequence[int]] | None = None
 
     def __call__(self, step: int) -> tuple[int, ...]:
@@ -108,19 +111,34 @@ class EpochOrder:
 
     def _batches_of(self, epoch: int) -> tuple[npt.NDArray[np.int64], Sequence[int]]:
         """Return an epoch's samples, and the position in them where each batch begins, and the last one ends."""
-        self._loader.set_epoch(epoch)
+        while len(self._states) <= epoch and self._own:
+            self._draw(len(self._states) - 1)
+        return self._draw(epoch)
+
+    def _draw(self, epoch: int) -> tuple[npt.NDArray[np.int64], Sequence[int]]:
+        if hasattr(self._loader, "set_epoch"):
+            self._loader.set_epoch(epoch)
         batches: Iterable[Sequence[int]] = self._loader.batch_sampler
         starts, numbers = [0], []
         # A sampler must draw from the run's seed and the epoch alone: workers have run different layers, and a newcomer
-        # has seen no earlier epoch. A sampler's own generator begins the first epoch as the script left it;
-        # transformers' samplers seed themselves.
-        with drawing_alike(derive_seed(self._seed, "order", epoch), beside=[each for each, _ in self._own]):
-            for generator, state in self._own if epoch == 0 else ():
+        # has seen no earlier epoch. A sampler's own generator goes on from epoch to epoch, from where the script left
+        # it; transformers' samplers seed themselves.
+        with drawing_alike(derive_seed(self._seed, "order", epoch), beside=self._own):
+            for generator, state in zip(self._own, self._states[epoch] if self._own else (), strict=True):
                 generator.set_state(state)
+            if (of_loader := getattr(self._loader, "generator", None)) is not None and of_loader in self._own:
+                torch.empty((), dtype=torch.int64).random_(generator=of_loader)  # as torch's loader before an epoch
             for batch in batches:
                 numbers.append(np.asarray(batch, dtype=np.int64))
                 starts.append(starts[-1] + len(batch))
+            if len(self._states) == epoch + 1:
+                self._states.append([each.get_state() for each in self._own])
         return np.concatenate(numbers), starts
+
+
+def _reseeds(sampler: Any) -> bool:
+    # Accelerate's, which transformers has in place of torch's own, seeds its generator by the epoch.
+    return type(getattr(sampler, "sampler", None)).__name__ == "SeedableRandomSampler"
 
 
 def _generators_of(sampler: Any) -> Iterator[torch.Generator]:

@@ -5,8 +5,6 @@ Events follow the journal, so callbacks see each committed step once, whatever f
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 import sys
 import time
@@ -14,34 +12,36 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 import transformers
 from transformers import TrainerState
-from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainOutput, speed_metrics
 
 from oobleck.control import journal
 from oobleck.control.protocol import CommitRecord
 from oobleck.errors import ConfigError, CorruptCheckpoint
-from oobleck.host.writing import write_whole
 from oobleck.training.checkpoint import newest_checkpoint, newest_weights
 from oobleck.training.model import unwrapped
 
 from .best import BestCheckpoint
-from .checks import asks_for_best, evaluates_here
+from .checks import asks_for_best
 from .elsewhere import OnNodes, WeightsElsewhere
-from .epochs import Epochs
 from .gathered import GatheredWeights, evaluate, fitted
 from .handed_over import handed_over
+from .kept_state import KeptStates, new_state
+
+if TYPE_CHECKING:
+    from .job import TrainerJob
 
 
 class RunFollower:
-    def __init__(self, trainer: Any, epochs: Epochs, *, max_steps: int) -> None:
+    def __init__(self, trainer: Any, job: TrainerJob) -> None:
         self._trainer: transformers.Trainer = trainer
-        self._epochs = epochs
-        self._max_steps = max_steps
+        self._job = job
+        self._epochs = job.epochs
+        self._max_steps = job.max_steps
         self._started_s = time.time()
         self._has_begun = False
         self._first_step: int | None = None
@@ -52,6 +52,7 @@ class RunFollower:
         """What a callback changed without the workers' knowledge, or used although only workers have it."""
         self._weights = GatheredWeights(trainer.model)
         self._elsewhere = WeightsElsewhere(unwrapped(trainer.model), self._refusal_of_use)
+        self._checkpoints: Path | None = None
         self._saved_step: int | None = None
         """The step of the newest checkpoint that callbacks know."""
         self._stopped_at: int | None = None
@@ -59,6 +60,8 @@ class RunFollower:
         self._epoch_stopped_in = ""
         """The event in which a callback asked for the end of the epoch."""
         self._best: BestCheckpoint | None = None
+        self._unwritten: tuple[str, int] | None = None
+        """The checkpoint of the present step, whose state is not final."""
         self._remarked: set[str] = set()
         """Wishes of callbacks that stderr has been told to be without effect."""
         handler = trainer.callback_handler
@@ -66,12 +69,13 @@ class RunFollower:
         handler.lr_scheduler = OnNodes("the learning rate's scheduler", self._refuse_use)
         trainer.is_in_train = True
         trainer.state = self._new_state()
+        self._states = KeptStates(trainer)
+        self._places = [trainer.resumes_from.parent] if trainer.resumes_from is not None else []
+        """Where the checkpoint that the run begins from may be."""
 
     def _new_state(self) -> TrainerState:
         trainer = self._trainer
-        handled = [*trainer.callback_handler.callbacks, trainer.control]
-        stateful: list[Any] = [each for each in handled if isinstance(each, ExportableState)]
-        state = TrainerState(stateful_callbacks=stateful)
+        state = new_state(trainer)
         state.train_batch_size = trainer.args.train_batch_size
         state.compute_steps(trainer.args, self._max_steps)  # type: ignore[no-untyped-call]  # transformers' own
         state.max_steps = self._max_steps
@@ -81,6 +85,8 @@ class RunFollower:
     def saves_in(self, checkpoints: Path) -> None:
         """Say where the run's checkpoints are, before its first entry."""
         self._weights.look_in(checkpoints)
+        self._places.append(checkpoints)
+        self._checkpoints = checkpoints
         if asks_for_best(self._trainer.args):
             self._best = BestCheckpoint(checkpoints)
 
@@ -118,7 +124,8 @@ class RunFollower:
                 f"{trainer.args.metric_for_best_model} ({trainer.state.best_metric:g})\n"
             )
         if self._first_step is None:  # an earlier run did all steps
-            self._restore_state(checkpoints)
+            self._places.append(checkpoints)
+            self._restore(*newest_checkpoint(checkpoints))
         if not self._has_begun:
             self._begin(has_start_weights=False)
         first = self._first_step or trainer.state.global_step + 1
@@ -149,7 +156,7 @@ class RunFollower:
         trainer, step = self._trainer, self._trainer.state.global_step
         args, every = trainer.args, trainer.state.eval_steps
         is_due = args.eval_strategy == IntervalStrategy.STEPS and every and step % every and step >= args.eval_delay
-        if not is_due or step != self._max_steps or self._first_step is None or not evaluates_here(trainer):
+        if not is_due or step != self._max_steps or self._first_step is None or not self._job.evaluates_here:
             return False
         metrics = self._evaluate_here()
         is_best = metrics is not None and self._is_best(metrics)
@@ -166,42 +173,44 @@ class RunFollower:
         after = model.state_dict(keep_vars=True)
         assert all(after[name] is tensor for name, tensor in known.items()), "values are set, tensors stay"
 
-    def _restore_state(self, checkpoints: Path) -> None:
-        """Restore the state that an earlier run saved, or else its step alone."""
-        state = self._trainer.state
-        name, step = newest_checkpoint(checkpoints)
-        state.global_step, state.epoch = step, self._epochs.progress(step) if step else 0
-        with suppress(OSError, ValueError, LookupError, TypeError):
-            kept = json.loads(_state_file(checkpoints).read_text(encoding="utf-8"))
-            if kept["checkpoint"] == name:
-                for each in ("global_step", "epoch", "log_history", "best_metric", "best_global_step"):
-                    setattr(state, each, kept["state"][each])
+    def _restore(self, restored: str | None, step: int) -> None:
+        """Restore the state of a step from the checkpoint `restored`, or else the step alone."""
+        trainer = self._trainer
+        trainer.state.global_step, trainer.state.epoch = step, self._epochs.progress(step) if step else 0
+        if restored is not None and any(self._states.read(place / restored) for place in self._places):
+            return
+        if trainer.args.restore_callback_states_from_checkpoint:
+            sys.stderr.write("oobleck: the checkpoint has no states of callbacks, which start afresh\n")
+        self._recount_tokens(step)
 
     def _save_state(self, checkpoints: Path) -> None:
         # A script that runs again after the last step trains nothing, and finds its state here.
-        kept = {"checkpoint": newest_checkpoint(checkpoints)[0], "state": dataclasses.asdict(self._trainer.state)}
-        with suppress(OSError, TypeError):  # a full disk costs a later script its state, and nothing else
-            write_whole(_state_file(checkpoints), json.dumps(kept))
+        self._states.note()
+        self._states.write(checkpoints, newest_checkpoint(checkpoints)[0], self._trainer.state.global_step)
 
     def _take(self, entry: journal.JournalEntry) -> None:
         match entry:
             case journal.PlanAdopted() if not self._has_begun:
                 # A run that resumes begins with other weights than the script's model.
-                self._begin(has_start_weights=not entry.boundary and not entry.restored_step)
+                if begins_after := max(entry.boundary, entry.restored_step or 0):
+                    self._restore(entry.restored, begins_after)
+                self._begin(has_start_weights=begins_after == 0)
             case journal.StepDone():
                 self._step(entry.record)
             case journal.Evaluated():
                 self._evaluated(entry)
-            case journal.CheckpointSaved(step=step) if self._trainer.args.save_strategy != SaveStrategy.BEST:
-                with self._weights.saved(entry.name):
-                    self._saved(step)
+            case journal.CheckpointSaved():
+                self._checkpoint_saved(entry)
             case journal.RecoveryDone():
                 self._recovered(entry)
 
     def _begin(self, *, has_start_weights: bool) -> None:
         self._has_begun = True
+        trainer: Any = self._trainer
         if not has_start_weights:
             self._weights.are_gone()
+        trainer._initial_num_input_tokens_seen = trainer.state.num_input_tokens_seen
+        self._note_state()
         if self._best is not None and has_start_weights:
             self._best.forget()
         elif self._best is not None and (kept := self._best.restore()) is not None:
@@ -216,10 +225,14 @@ class RunFollower:
         trainer, step = self._trainer, record.step
         if self._first_step is None:
             self._first_step = step
+        self._note_state()  # of the step before, which may have been evaluated
         _, within = self._epochs.epoch_of(step)
         if within == 0:
             self._call("on_epoch_begin")
         self._call("on_step_begin")
+        if step <= trainer.state.global_step:  # the run has gone back
+            self._recount_tokens(step - 1)
+        self._count_tokens(step)
         trainer.state.global_step, trainer.state.epoch = step, self._epochs.progress(step)
         self._weights.are_gone()
         self._note_loss(record.loss)
@@ -231,6 +244,38 @@ class RunFollower:
             self._call("on_epoch_end")
             # transformers asks for logs by epoch only in on_epoch_end. What has been logged is not logged twice.
             self._log(record)
+
+    def _count_tokens(self, step: int) -> None:
+        trainer: Any = self._trainer
+        if trainer.args.include_num_input_tokens_seen != "no":
+            for inputs in self._job.batches_of(step):
+                trainer._track_num_input_tokens(inputs)
+
+    def _recount_tokens(self, last_step: int) -> None:
+        known = self._states.tokens_after(last_step)
+        self._trainer.state.num_input_tokens_seen = known or 0
+        for step in range(1, last_step + 1) if known is None else ():
+            self._count_tokens(step)
+
+    def _note_state(self) -> None:
+        with _reported():
+            self._states.note()
+        if self._unwritten is not None and self._unwritten[1] == self._trainer.state.global_step:
+            self._write_state(*self._unwritten)
+        self._unwritten = None
+
+    def _write_state(self, name: str, step: int) -> None:
+        if self._checkpoints is not None:
+            self._states.write(self._checkpoints, name, step)
+
+    def _checkpoint_saved(self, entry: journal.CheckpointSaved) -> None:
+        if entry.step == self._trainer.state.global_step:
+            self._note_state()
+            self._unwritten = entry.name, entry.step  # again, as its evaluation may still come
+        self._write_state(entry.name, entry.step)
+        if self._trainer.args.save_strategy != SaveStrategy.BEST:
+            with self._weights.saved(entry.name):
+                self._saved(entry.step)
 
     def _saved(self, step: int) -> None:
         """Report a checkpoint once, with the state as it was at its step."""
@@ -436,11 +481,6 @@ class RunFollower:
                 return f"{type(owner).__name__}.{at.f_code.co_name}"
             frame = at
         return "a callback"
-
-
-def _state_file(checkpoints: Path) -> Path:
-    """Return the file of a trainer's state, next to the checkpoints of its run."""
-    return checkpoints.parent / "trainer_state.json"
 
 
 def _text_of(error: Exception) -> str:

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ from oobleck.training.padding_trial import try_padding
 from .brought import brought_optimizer, brought_schedule, let_create
 from .checks import evaluates, evaluates_here, gathers, overrider_of
 from .epochs import EpochOrder, Epochs
+from .loader import training_loader
 from .streams import StreamEpochs, StreamOrder, is_stream, opened_stream
 from .whole import TrainerLoss, find_counting, why_whole
 
@@ -56,16 +57,18 @@ class TrainerJob(Job):
     def __init__(self, trainer: Any, *, tag: str) -> None:
         """`tag` names the run where the arguments do not. Raises ConfigError for a trainer that cannot be trained."""
         self._trainer = trainer
-        self._loader = trainer.get_train_dataloader()  # now: its order depends on the seed of this moment
+        self._loader, self.batch_size = training_loader(trainer)  # now: its order depends on the seed of this moment
         self.epochs: Epochs
         if is_stream(self._loader.dataset):
-            self._loader, self.epochs = opened_stream(self._loader, trainer.args)
+            self._loader, self.epochs = opened_stream(self._loader, trainer.args, self.batch_size)
         else:
             self.epochs = epochs_of(trainer, self._loader)
         self._tag = tag
         let_create(trainer, max_steps=self.max_steps)
         self.made = self._parts()
         self.callbacks = ()
+        self._has_whole_batches = False
+        """Whether samples are computed, or collated, otherwise with others in their batch."""
         self._why_whole = ""
         """Why the model cannot be cut, once that is known."""
 
@@ -78,7 +81,9 @@ class TrainerJob(Job):
     def settings(self) -> Mapping[str, Any]:  # type: ignore[override]  # computed only where they are used
         """The contents of an equivalent job file. Raises as `check`."""
         self.check()
-        given = partial(_settings, self._trainer, self.epochs, max_steps=self.max_steps, tag=self._tag)
+        given = partial(
+            _settings, self._trainer, self.epochs, batch=self.batch_size, max_steps=self.max_steps, tag=self._tag
+        )
         if self._structure is not None:
             return given(self._length)
         stages = {} if self.flow is not None else {"num_stages": 1}
@@ -133,7 +138,7 @@ class TrainerJob(Job):
         if self._structure is not None:
             self._tried(microbatch=size)
             return
-        batch, counting = self._trainer.args.per_device_train_batch_size, self._counting
+        batch, counting = self.batch_size, self._counting
         if counting == "batch" and size != batch:
             raise ConfigError(
                 f"microbatch_size is {size}, and the loss is that of a batch of {batch} as a whole, of which no parts "
@@ -186,9 +191,16 @@ class TrainerJob(Job):
             try_repeats(samples, collate, place=place)
         model, loss = unwrapped(trainer.model), self._whole()
         ModelStructure.with_its_loss(LiveModel.skeleton_of(model, is_whole=True), loss, sequence_length=_TRIED_LENGTH)
-        sizes = _sizes(trainer, _TRIED_LENGTH)
+        sizes = _sizes(trainer, self.batch_size, _TRIED_LENGTH)
         loss.require_one_backward(model)
-        return find_counting(loss, model, batch=sizes.batch, microbatch=sizes.microbatch)
+        counting = find_counting(loss, model, batch=sizes.batch, microbatch=sizes.microbatch)
+        if self._has_whole_batches:
+            counting = "batch"  # whatever the samples that were tried show
+        if counting == "batch" and _workers_evaluate(trainer) and trainer.args.eval_batch_size != sizes.batch:
+            # Workers would evaluate other batches than the script by itself, with other losses.
+            self.made = {name: make for name, make in self.made.items() if name != "eval_data"}
+            self.made = {**self.made, GATHERS: lambda: None}
+        return counting
 
     def _say_why(self, counted: LossCounting) -> None:
         if SCRIPT_WAITS in os.environ:
@@ -210,19 +222,34 @@ class TrainerJob(Job):
         live, replaced = LiveModel.skeleton_of(trainer.model), _loss(trainer)
         structure = ModelStructure.from_live(live, compute_loss=replaced, sequence_length=_TRIED_LENGTH)
         padded = []
+        self._has_whole_batches = True  # if a trial raises UncutModel
         for name in sorted(self.made.keys() & {"data", "eval_data"}):
             samples, collate, place = self.made[name]()
-            size = trainer.args.per_device_train_batch_size if name == "data" else trainer.args.eval_batch_size
+            size = self.batch_size if name == "data" else trainer.args.eval_batch_size
             padded.append((try_collator(samples, collate, place=place, batch_size=size), size, place))
-        sizes = _sizes(trainer, self._length)
+        sizes = _sizes(trainer, self.batch_size, self._length)
         if microbatch is not None:
             sizes = replace(sizes, microbatch=microbatch)
         for rows, size, place in padded:
             # Where microbatches are batches, each is padded as by the script itself.
             if sizes.microbatch != size:
                 try_padding(structure, rows, place=place)
+        self._has_whole_batches = False
         try_layers(structure, sizes)
         return with_tried_loss(structure, sizes)
+
+    @property
+    def evaluates_here(self) -> bool:
+        """Whether the script's own process evaluates, rather than workers, once it is known how losses are counted."""
+        return GATHERS in self.made and "eval_data" not in self.made
+
+    def batches_of(self, step: int) -> Iterator[Mapping[str, Any]]:
+        """Yield what the collator makes of each batch of a step."""
+        return map(self._whole().collated, self._read_order.batches(step))
+
+    @functools.cached_property
+    def _read_order(self) -> EpochOrder | StreamOrder:
+        return self._order()
 
     def _order(self) -> EpochOrder | StreamOrder:
         if isinstance(self.epochs, StreamEpochs):
@@ -268,13 +295,20 @@ def epochs_of(trainer: Any, loader: Any) -> Epochs:
 
 
 def _settings(
-    trainer: Any, epochs: Epochs, length: int, counting: LossCounting | None = None, *, max_steps: int, tag: str
+    trainer: Any,
+    epochs: Epochs,
+    length: int,
+    counting: LossCounting | None = None,
+    *,
+    batch: int,
+    max_steps: int,
+    tag: str,
 ) -> dict[str, Any]:
     """With `counting`, the model computes its own loss."""
     args = trainer.args
     state = TrainerState()
     state.compute_steps(args, max_steps)  # type: ignore[no-untyped-call]  # transformers' own
-    sizes, brought = _sizes(trainer, length), brought_optimizer(trainer)
+    sizes, brought = _sizes(trainer, batch, length), brought_optimizer(trainer)
     peak = args.learning_rate if brought is None else brought.options["lr"]
     embedding = trainer.model.get_input_embeddings() if counting is None else None
     asked = (getattr(args, name, None) for name in ("activation_checkpointing", "gradient_checkpointing"))
@@ -300,6 +334,7 @@ def _settings(
         "seed": args.seed,
         "recompute": "all" if recomputes else "none",
         "compile": args.torch_compile,
+        "compile_mode": args.torch_compile_mode or "default",
         "checkpoint": {},
         "control": {"start_timeout_s": _START_TIMEOUT_S},
     }
@@ -338,8 +373,7 @@ def _tokens_of(item: Any) -> Any:
     return item.get(_TOKENS) if isinstance(item, Mapping) or hasattr(item, "keys") else None
 
 
-def _sizes(trainer: Any, length: int) -> BatchSizes:
-    batch = trainer.args.per_device_train_batch_size
+def _sizes(trainer: Any, batch: int, length: int) -> BatchSizes:
     microbatch = microbatch_size_of(batch, batch * trainer.args.gradient_accumulation_steps, length)
     return BatchSizes(batch=batch, microbatch=microbatch, length=length)
 

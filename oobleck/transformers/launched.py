@@ -52,7 +52,7 @@ def train_here(trainer: Any, script: Path) -> TrainOutput:
     _launched.append(job)
     num_nodes, set_keys = _num_nodes(), {}
     if num_nodes == 1:  # there is no pipeline to keep busy
-        set_keys["microbatch_size"] = trainer.args.per_device_train_batch_size
+        set_keys["microbatch_size"] = job.batch_size
     wanted = trainer.resume(job)
     source = "auto" if wanted is True else wanted or "never"
     os.environ[SCRIPT_WAITS] = "1"  # the run finds its script waiting here, and does not start it once more

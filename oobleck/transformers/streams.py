@@ -175,8 +175,8 @@ class StreamEpochs(Epochs):
         return self.epoch_of(step + 1)[1] == 0
 
 
-def opened_stream(loader: Any, args: TrainingArguments) -> tuple[StreamLoader, StreamEpochs]:
-    """Return the samples and the epochs of a loader over a stream.
+def opened_stream(loader: Any, args: TrainingArguments, size: int) -> tuple[StreamLoader, StreamEpochs]:
+    """Return the samples and the epochs of a loader over a stream, with batches of a size.
 
     Raises ConfigError for arguments by which transformers would read or count another way.
     """
@@ -191,7 +191,6 @@ def opened_stream(loader: Any, args: TrainingArguments) -> tuple[StreamLoader, S
             raise ConfigError(
                 f"TrainingArguments({name}='epoch'): the stream of train_dataset has no length; give it in steps"
             )
-    size = args.per_device_train_batch_size
     stream = NumberedStream(loader, samples_per_step=size * accumulated)
     order = StreamOrder(stream, batch_size=size, batches_per_step=accumulated)
     num_batches = args.max_steps * accumulated if num_batches is None else num_batches

@@ -96,7 +96,7 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     "gradient_checkpointing_kwargs": _unused("but `every_n_layers` and `offload`, which are refused"),
     "torch_compile": _mapped("`compile`"),
     "torch_compile_backend": _refused("leave it out: blocks are compiled by inductor", "inductor"),
-    "torch_compile_mode": _refused("leave it out: blocks are compiled in the default mode"),
+    "torch_compile_mode": _mapped("`compile_mode`"),
     "use_liger_kernel": _refused("leave it out: layers compute as the model's own code does"),
     "liger_kernel_config": _refused("leave it out: layers compute as the model's own code does"),
     "use_cache": _unused("training keeps no cache"),
@@ -109,7 +109,7 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     "log_level_replica": _unused("the script runs once for its logs"),
     "log_on_each_node": _unused("the script runs once for its logs"),
     "disable_tqdm": _honoured("progress goes to `script.log` in the run's directory"),
-    "include_num_input_tokens_seen": _refused("leave it out: `oobleck status` counts tokens", "no", False),
+    "include_num_input_tokens_seen": _honoured("the script's own process reads the batches, too, to count"),
     "report_to": _honoured(),
     "run_name": _mapped("`tag`, if it is given; else the script's name is"),
     **dict.fromkeys(("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), _honoured()),
@@ -137,7 +137,7 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     "save_on_each_node": _unused("each node saves its own layers"),
     "enable_jit_checkpoint": _refused("leave it out: runs save when a node has notice"),
     "ignore_data_skip": _refused("leave it out: the samples of a step follow from its number"),
-    "restore_callback_states_from_checkpoint": _refused("leave it out: callbacks start afresh"),
+    "restore_callback_states_from_checkpoint": _honoured("states are in `trainer.json` in each checkpoint"),
     # Data.
     "remove_unused_columns": _honoured(),
     "train_sampling_strategy": _refused("leave it out, or group_by_length", "random", "sequential", "group_by_length"),
@@ -148,7 +148,7 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     **dict.fromkeys(("dataloader_prefetch_factor", "dataloader_multiprocessing_context"), _OF_LOADER),
     **dict.fromkeys(("dataloader_in_order",), _OF_LOADER),
     # Other ways to be distributed.
-    "accelerator_config": _refused("leave it out: workers are not accelerate's"),
+    "accelerator_config": _honoured("`split_batches` alone, as a step's batch is that of all nodes"),
     "parallelism_config": _refused(_OTHER_PARALLELISM),
     "fsdp": _refused(_OTHER_PARALLELISM, []),
     "fsdp_config": _refused(_OTHER_PARALLELISM),
@@ -187,7 +187,7 @@ INIT_ARGUMENTS: Mapping[str, Rule] = {
 }
 
 _LOOP = "is not called: the workers' own loop trains"
-_PARTS = "is called to find out how samples are read; do not override it"
+_PARTS = "workers read the dataset of its loader by its batch_sampler and collate_fn, a microbatch at a time"
 
 METHODS: Mapping[str, Rule] = {
     "train": _honoured("on the nodes; once in a script"),
@@ -222,7 +222,7 @@ METHODS: Mapping[str, Rule] = {
     "get_batch_samples": _refused(f"it {_LOOP}; give data_collator"),
     "compute_loss_context_manager": _honoured(_WHOLE),
     "autocast_smart_context_manager": _refused(f"it {_LOOP}; set bf16 or fp16"),
-    "get_train_dataloader": _refused(f"it {_PARTS}; give train_dataset and data_collator"),
+    "get_train_dataloader": _honoured(_PARTS),
     "create_optimizer": _honoured("as `optimizers`"),
     "create_scheduler": _honoured("as `optimizers`"),
     "create_optimizer_and_scheduler": _honoured("as `optimizers`"),
@@ -241,7 +241,7 @@ _INTERNAL: Mapping[str, Rule] = {
     **dict.fromkeys(("_save", "_load_from_checkpoint", "_issue_warnings_after_load"), _honoured()),
     **dict.fromkeys(("_finish_current_push",), _honoured()),
     **dict.fromkeys(("_get_eval_sampler",), _EVALUATION),
-    "_get_dataloader": _refused(f"it {_PARTS}; give train_dataset and data_collator"),
+    "_get_dataloader": _honoured(_PARTS),
     **dict.fromkeys(("_prepare_inputs", "_prepare_input"), _honoured(_WHOLE)),
     "_save_checkpoint": _refused(f"it {_LOOP}, and saves by `save_strategy`; act in a callback's on_save"),
     "_maybe_log_save_evaluate": _refused(f"it {_LOOP}; act in a callback"),

@@ -21,6 +21,7 @@ from oobleck.training.model import unwrapped
 from .checks import check_trainer, default_arguments
 from .follower import RunFollower
 from .job import TrainerJob, decayed_parameters, optimizer_options
+from .kept_state import adopt_state
 from .launched import TRAINS_ONCE, script_to_launch, show_user_errors_alone, train_here
 from .repeats import second_train
 
@@ -50,6 +51,8 @@ class Trainer(transformers.Trainer):
         self._has_trained = False
         self._script_name = ""
         self._resumes_from: str | bool | None = None
+        self.resumes_from: Path | None = None
+        """The checkpoint of ours that `train()` was given, or what has been made of transformers' own."""
         self.ignored_keys: list[str] | None = None
         """Outputs of the model that evaluations leave out."""
         args = args or self.arguments_kind(output_dir="tmp_trainer")
@@ -120,14 +123,17 @@ class Trainer(transformers.Trainer):
             self._load_from_checkpoint(wanted)
             model, options = unwrapped(self.model), optimizer_options(self)
             decayed, whole = decayed_parameters(self), job.whole_loss
-            return str(
-                import_trainer_checkpoint(Path(wanted), model, decayed, options, whole_loss=whole, flow=job.flow)
+            self.resumes_from = import_trainer_checkpoint(
+                Path(wanted), model, decayed, options, whole_loss=whole, flow=job.flow
             )
+            adopt_state(Path(wanted), self.resumes_from)
+            return str(self.resumes_from)
+        self.resumes_from = Path(wanted)
         return wanted
 
     def follow(self, job: TrainerJob) -> RunFollower:
         """Return the follower that applies the events of the job's run to this trainer."""
-        return RunFollower(self, job.epochs, max_steps=job.max_steps)
+        return RunFollower(self, job)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate in the script's own process, on its own device, as transformers does."""

@@ -56,6 +56,7 @@ def test_losses_and_weights_are_those_of_transformers_trainer(
     for name in ("losses", "rates", "training_loss", "after"):
         assert ours[name] == pytest.approx(theirs[name], rel=0, abs=TOLERANCE), name
     assert ours["losses"] == outcome.losses
+    assert (ours["tokens"], ours["counted"]) == (theirs["tokens"], 24)
     assert ours["steps"] == theirs["steps"]
     assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-5)
     assert len(ours["evaluations"]) == len(theirs["evaluations"])
@@ -86,9 +87,26 @@ def test_a_trainers_own_checkpoint_is_continued_with_its_optimizer(runner: Runne
     outcome = runner.run(*words, *resumed, nodes=("--local", "2", str(SCRIPT)))
     assert outcome.exit_code == 0, outcome.output
     (ours,) = map(json.loads, output.read_text().splitlines())
-    assert ours["losses"] == pytest.approx(theirs["losses"][9:], rel=0, abs=TOLERANCE)
-    assert ours["rates"] == pytest.approx(theirs["rates"][9:])
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=0, abs=TOLERANCE)
+    assert ours["rates"] == pytest.approx(theirs["rates"])
+    assert (ours["tokens"], ours["counted"]) == (theirs["tokens"], 24), "those before the checkpoint, too"
     assert ours["after"] == pytest.approx(theirs["after"], abs=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_a_run_that_resumes_goes_on_with_the_state_of_its_checkpoint(runner: Runner, tmp_path: Path) -> None:
+    output = tmp_path / "ours.json"
+    words = ("--set", "torch_threads=1", "--set", "control.lease_s=10")
+    case, nodes = ("--", "padded", "gpt2", str(output)), ("--local", "2", str(SCRIPT))
+    first = runner.run(*words, "--resume", "never", "--set", "max_steps=10", *case, nodes=nodes)
+    assert first.exit_code == 0, first.output
+    second = runner.run(*words, "--resume", "auto", "--kill", "node1@14", *case, nodes=nodes)
+    assert second.exit_code == 0, second.output
+    assert lost_nodes(second) == ["node1"]
+    _, ours = map(json.loads, output.read_text().splitlines())
+    theirs = plain_losses(tmp_path, "padded", "gpt2")
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=0, abs=TOLERANCE)
+    assert (ours["tokens"], ours["counted"]) == (theirs["tokens"], 24)
 
 
 UNLIKE = """

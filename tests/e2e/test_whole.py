@@ -19,7 +19,7 @@ from .test_trainer import OURS, THEIRS
 SCRIPT = Path(__file__).with_name("whole_script.py")
 CUT = (
     *("t5", "bart", "whisper", "vit", "wav2vec2", "llava", "qwen2_vl", "gemma3", "regression", "multilabel", "qa"),
-    *("choice", "reward", "llama", "module", "weighted", "contrastive"),
+    *("choice", "reward", "llama", "module", "weighted", "contrastive", "tied_head", "pads_left", "flattens"),
 )
 
 
@@ -50,6 +50,11 @@ def test_a_whole_model_survives_the_loss_of_a_node(runner: Runner, tmp_path: Pat
 def test_a_model_cut_as_it_was_traced_survives_the_loss_of_a_node(runner: Runner, tmp_path: Path, case: str) -> None:
     outcome = run(runner, tmp_path, SCRIPT, "4", case, settings=("num_stages=2",))
     assert " is kept whole " not in outcome.output
+
+
+@pytest.mark.slow
+def test_a_loader_of_the_scripts_own_gives_its_batches(runner: Runner, tmp_path: Path) -> None:
+    run(runner, tmp_path, SCRIPT, "4", "loads", settings=("num_stages=2",))
 
 
 @pytest.mark.slow

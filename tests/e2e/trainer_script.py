@@ -20,6 +20,7 @@ from transformers import (
     TrainingArguments,
     default_data_collator,
 )
+from transformers.trainer_callback import ExportableState
 
 from oobleck.transformers import Trainer
 
@@ -38,6 +39,19 @@ CONFIGS = {
         max_position_embeddings=LENGTH, **TOKENS,
     ),
 }  # fmt: skip
+
+
+class Counting(TrainerCallback, ExportableState):
+    """Counts steps, over all runs that continue from a checkpoint."""
+
+    def __init__(self):
+        self.num_steps = 0
+
+    def on_step_end(self, args, state, control, **details):
+        self.num_steps += 1
+
+    def state(self):
+        return {"args": {}, "attributes": {"num_steps": self.num_steps}}
 
 
 class Noting(TrainerCallback):
@@ -112,14 +126,20 @@ def main():
             report_to=[],
             use_cpu=True,
             dataloader_drop_last=False,
+            accelerator_config={"split_batches": True},
+            include_num_input_tokens_seen="non_padding",
+            restore_callback_states_from_checkpoint=True,
         ),
         train_dataset=everything[:NUM_SAMPLES],
         eval_dataset=everything[-NUM_KEPT:],
         data_collator=default_data_collator if case == "packed" else collate,
-        callbacks=[noting],
+        callbacks=[noting, Counting()],
     )
     output_of_train = trainer.train(resume_from_checkpoint=parsed.resume)
+    counting = next(each for each in trainer.callback_handler.callbacks if isinstance(each, Counting))
     found = {
+        "counted": counting.num_steps,
+        "tokens": [entry["num_input_tokens_seen"] for entry in trainer.state.log_history if "loss" in entry],
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "rates": [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry],
         "evaluations": [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry],

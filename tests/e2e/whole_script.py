@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import transformers as hf
 from torch import nn
+from torch.utils.data import DataLoader
 
 from oobleck.transformers import Trainer
 
@@ -65,6 +66,12 @@ def tokens(number, count):
 def padded(rows, name, value):
     longest = max(len(row[name]) for row in rows)
     return torch.tensor([[*row[name], *[value] * (longest - len(row[name]))] for row in rows])
+
+
+def pad_left(rows):
+    """Pads at the beginning of rows, where it shifts positions."""
+    batch = {name: padded([{name: row[name][::-1]} for row in rows], name, PADDED[name]).flip(1) for name in rows[0]}
+    return {**batch, "attention_mask": (batch["input_ids"] != PAD).long()}
 
 
 def collate(rows):
@@ -136,6 +143,16 @@ class Through(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+class Loading(Trainer):
+    """Makes a loader of its own, with a generator that goes on from epoch to epoch."""
+
+    def get_train_dataloader(self):
+        generator = torch.Generator().manual_seed(11)
+        return DataLoader(
+            self.train_dataset, batch_size=3, shuffle=True, generator=generator, collate_fn=self.data_collator
+        )
 
 
 class Contrastive(Trainer):
@@ -223,11 +240,18 @@ def whisper():
     return hf.WhisperForConditionalGeneration(config)
 
 
-def adapted(kind, **values):
-    """A Llama with PEFT's adapters of some kind."""
+def gpt2():
+    config = hf.GPT2Config(
+        **TINY, n_embd=16, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    return hf.GPT2LMHeadModel(config)
+
+
+def adapted(kind, base=None, **values):
+    """A model, or else a Llama, with PEFT's adapters of some kind."""
     import peft
 
-    model = hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA))
+    model = base or hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA))
     torch.manual_seed(6)
     return peft.get_peft_model(model, getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", **values))
 
@@ -243,7 +267,7 @@ def labels_of(n):
 
 
 def words():
-    return [{**row, "labels": row["input_ids"]} for row in text()]
+    return [{"input_ids": labels_of(n), "labels": labels_of(n)} for n in range(NUM_SAMPLES)]
 
 
 CASES = {
@@ -307,9 +331,13 @@ CASES = {
         words,
         Through,
     ),
+    "loads": (lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA)), words, Loading),
     "ia3": (lambda: adapted("IA3", feedforward_modules=["down_proj"], target_modules=["k_proj", "down_proj"]), words),
     "dora": (lambda: adapted("Lora", r=2, use_dora=True, init_lora_weights="gaussian"), words),
     "vera": (lambda: adapted("Vera", r=4, target_modules=["q_proj", "v_proj"]), words),
+    "tied_head": (lambda: adapted("Lora", gpt2(), r=2, fan_in_fan_out=True, modules_to_save=["lm_head"]), words),
+    "pads_left": (gpt2, words),
+    "flattens": (lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA)), words),
     "trainable tokens": (lambda: adapted("TrainableTokens", token_indices=[3, 5, 7]), words),
     "prompt": (lambda: adapted("PromptTuning", num_virtual_tokens=3), words),
     "prefix": (lambda: adapted("PrefixTuning", num_virtual_tokens=3), words),
@@ -330,6 +358,8 @@ CASES = {
         Contrastive,
     ),
 }
+COLLATORS = {"pads_left": pad_left, "flattens": hf.DataCollatorWithFlattening()}
+"""Where it is not `collate`."""
 
 
 def measured(predicted):
@@ -344,14 +374,15 @@ def make_trainer(case, output, *, pause_s=PAUSE_S, metrics=False, **arguments):
     torch.manual_seed(5)
     model = make_model()
     if pause_s:
-        model.register_forward_pre_hook(lambda *_: time.sleep(pause_s))
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        inner.register_forward_pre_hook(lambda *_: time.sleep(pause_s))
     rows = make_rows()
     return (*kind, Trainer)[0](
         model=model,
         args=hf.TrainingArguments(**{**ARGUMENTS, "output_dir": str(Path(output).with_suffix("")), **arguments}),
         train_dataset=rows[:-4],
         eval_dataset=rows[-4:],
-        data_collator=collate,
+        data_collator=COLLATORS.get(case, collate),
         compute_metrics=measured if metrics else None,
     )
 

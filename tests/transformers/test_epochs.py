@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from torch.utils.data import Sampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler, WeightedRandomSampler
 
 from oobleck.errors import ConfigError
 from oobleck.transformers import Trainer
@@ -134,9 +134,64 @@ def test_a_sampler_that_draws_gives_all_workers_one_order_for_each_epoch(tmp_pat
     assert orders(tmp_path, kind, (2, 0, 2)) == [third, first, third], "a newcomer, and a step that is run again"
     assert len({first, second, third}) == 3
     others = orders(tmp_path, kind, (0, 1), seed=8)
-    assert others[1] != second
     if name == "of its own":
-        assert others[0] == first == tuple(SAMPLERS[name](12)), "the first epoch begins as the script has it"
+        sampler = SAMPLERS[name](12)
+        assert [first, second, third] == [tuple(sampler) for _ in range(3)], "its generator goes on as in the script"
+        assert others == [first, second]
+    else:
+        assert others[1] != second
+
+
+def loader_of(**values: Any) -> Any:
+    """A trainer's class that makes a loader of the script's own."""
+
+    class Loading:
+        def get_train_dataloader(self: Any) -> Any:
+            values.setdefault("collate_fn", self.data_collator)
+            return DataLoader(self.train_dataset, **values)
+
+    return Loading
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: {"batch_size": 3},
+        lambda: {"batch_size": 3, "shuffle": True, "generator": torch.Generator().manual_seed(3)},
+        lambda: {"batch_size": 3, "drop_last": True, "sampler": range(10, -1, -1)},
+        lambda: {"batch_sampler": BatchSampler(range(1, 9), 3, drop_last=False)},
+        lambda: {"batch_sampler": BatchSampler(SAMPLERS["of its own"](11), 4, drop_last=True)},
+    ],
+)
+def test_a_loader_of_the_scripts_own_is_read_as_transformers_reads_it(tmp_path: Path, make: Any):
+    values = {"count": 11, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 3}
+    theirs = trainer(tmp_path, kind=type("Theirs", (loader_of(**make()), Noting), {}), **values, save_strategy="no")
+    theirs.train()
+    job = trainer(tmp_path, kind=type("Ours", (loader_of(**make()), Trainer), {}), **values).job()
+    job.check()
+    order = job.made["order"]()
+    assert [list(order(step)) for step in range(1, job.max_steps + 1)] == theirs.taken
+    assert list(order(2)) == theirs.taken[1], "a step that is run again"
+    size = 4 if "batch_sampler" in make() and make()["batch_sampler"].drop_last else 3
+    assert job.settings["global_batch_size"] == 2 * size
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        (lambda data: [[data[0]], [data[1]]], "list, which is no DataLoader"),
+        (lambda data: DataLoader(data, batch_size=None), "which makes no batches"),
+        (lambda data: DataLoader(data, batch_sampler=[[0, 1], [2]]), "whose list has no batch_size"),
+        (
+            lambda data: type("Twice", (DataLoader,), {"__iter__": lambda self: iter(())})(data),
+            "an __iter__ of its own",
+        ),
+    ],
+)
+def test_a_loader_that_does_more_than_its_parts_is_refused_by_name(tmp_path: Path, loader: Any, words: str):
+    kind = type("Own", (Trainer,), {"get_train_dataloader": lambda self: loader(self.train_dataset)})
+    with pytest.raises(ConfigError, match=f"Trainer.get_train_dataloader returns .*{words}"):
+        trainer(tmp_path, kind=kind).job()
 
 
 def test_a_sampler_whose_order_depends_on_what_it_did_before_is_refused(tmp_path: Path):

@@ -151,7 +151,7 @@ def test_a_finished_script_that_runs_again_has_its_step_and_its_logs(tmp_path: P
     logged = [entry["loss"] for entry in again.state.log_history if "loss" in entry]
     assert logged == [5.5, 5.25]
     elsewhere = checkpoint(tmp_path / "other", model())
-    (tmp_path / "other" / "trainer_state.json").write_text("torn {")
+    (next((elsewhere).glob("step-*")) / "trainer.json").write_text("torn {")
     torn = trainer(tmp_path, **values)
     told(torn).finish(elsewhere)
     assert [entry for entry in torn.state.log_history if "loss" in entry] == []

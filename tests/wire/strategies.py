@@ -247,6 +247,7 @@ def job_specs(draw: st.DrawFn) -> JobSpec:
             global_batch_size=st.just(microbatch_size * num_microbatches * lanes),
             schedule=st.just(schedule),
             compile=st.just(compiles),
+            compile_mode=st.sampled_from(["default", "max-autotune-no-cudagraphs"]),
             recompute=st.sampled_from(levels),
             tensor_parallel=st.just(degree),
             sharding=st.just("none") if lanes == 1 else st.sampled_from(("optimizer", "gradients", "all")),

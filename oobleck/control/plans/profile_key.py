@@ -38,6 +38,7 @@ def profile_key(
         **({"recompute": job.recompute} if job.recompute not in ("none", "all") else {}),
         # Options that came later are written only where they are set, so the keys of other jobs stay the same.
         **({"compile": True} if job.compile else {}),
+        **({"compile_mode": job.compiles} if job.compiles not in (None, "default") else {}),
         **({"attention": job.attn_implementation} if job.attn_implementation else {}),
         **({"split": True} if job.may_split_backward else {}),
         "optim": [job.optimizer.optim, dict(job.optimizer.optim_args)],

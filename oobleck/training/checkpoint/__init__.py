@@ -6,13 +6,15 @@ from .digests import digest_of
 from .saving import LayerSaver
 from .state import FlashSaver, LayerTensors, StateReader
 from .trainer_checkpoint import import_trainer_checkpoint, is_trainer_checkpoint
-from .weights import gathered_in, gathered_weights, newest_checkpoint, newest_weights, read_weights
+from .weights import attach, attached, gathered_in, gathered_weights, newest_checkpoint, newest_weights, read_weights
 
 __all__ = [
     "FlashSaver",
     "LayerSaver",
     "LayerTensors",
     "StateReader",
+    "attach",
+    "attached",
     "digest_of",
     "gathered_in",
     "gathered_weights",

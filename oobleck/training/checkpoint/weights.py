@@ -35,6 +35,16 @@ def newest_weights(directory: Path) -> dict[str, torch.Tensor]:
         raise CorruptCheckpoint(f"{error}; {_SHARED}") from error
 
 
+def attach(checkpoint: Path, file: str, content: bytes) -> None:
+    """Put a file of a script's into a checkpoint. Raises OSError."""
+    CheckpointDirectory(checkpoint.parent).attach(checkpoint.name, file, content)
+
+
+def attached(checkpoint: Path, file: str) -> bytes:
+    """Return what a script has put into a checkpoint. Raises OSError."""
+    return CheckpointDirectory(checkpoint.parent).attached(checkpoint.name, file)
+
+
 def gathered_in(checkpoints: Path, step: int) -> Path:
     """Return the directory of the weights that workers gather at a step, by the directory of a run's checkpoints."""
     return checkpoints.with_name(f"{checkpoints.name}-gathered") / f"step-{step}"

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from oobleck.errors import ConfigError
+from oobleck.errors import ConfigError, UncutModel
 from oobleck.training.counters import counter_of
 from oobleck.training.randomness import drawing_alike, generator_states
 
@@ -47,7 +47,8 @@ class PaddedRow:
 
 
 def try_collator(samples: Any, collate: script.Collate, *, place: str, batch_size: int) -> tuple[PaddedRow, ...]:
-    """Raise ConfigError if samples or collated rows depend on earlier calls, or rows on other rows except by padding.
+    """Raise ConfigError if samples or collated rows depend on earlier calls, or rows on other rows except by padding,
+    and UncutModel for a collator that puts samples into one row.
 
     Returns the rows that are padded only because of others. `samples` is a sequence, and `place` names it; the script
     by itself collates `batch_size` of them at a time. Reads a few samples a few times.
@@ -60,7 +61,7 @@ def try_collator(samples: Any, collate: script.Collate, *, place: str, batch_siz
     with suppress(LookupError, TypeError, ValueError, RuntimeError, ArithmeticError, AttributeError):
         if (fault := _fault_of_samples(samples, numbers)) is None:
             trial = _Trial(samples, collate, numbers, together=batch_size > 1)
-            if (fault := trial.fault_of_rows() or trial.fault_of_later_rows()) is None:
+            if (fault := trial.fault_of_rows(place) or trial.fault_of_later_rows()) is None:
                 padded = tuple(trial.padded_rows())
         if fault is not None:
             raise ConfigError(f"{place}: {fault}")
@@ -124,13 +125,14 @@ class _Trial:
         else:
             self._make = lambda some: collate([self._items[each] for each in some])
 
-    def fault_of_rows(self) -> str | None:
+    def fault_of_rows(self, place: str) -> str | None:
         count = len(self._numbers)
         together, drawn = self._rows(range(count))
-        if len(together) != count:
-            return (
-                f"{self._who()} makes {len(together)} rows of {count} samples; it must keep one row for each sample: "
-                "leave samples out, or pack them, in the dataset itself"
+        if (made := len(together)) != count:
+            raise UncutModel(
+                f"{place}: {self._who()} makes {made} rows of {count} samples; it must keep one row for each sample: "
+                "leave samples out, or pack them, in the dataset itself",
+                reason=f"the rows of its batches are not one for each sample, but {made} for {count}",
             )
         alone = [self._rows([each]) for each in range(count)]
         again, _ = self._rows(range(count))

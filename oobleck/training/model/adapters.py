@@ -190,13 +190,13 @@ def plain_name(name: str) -> str:
 def tied_parameters(model: PreTrainedModel) -> dict[str, str]:
     """Return the canonical name of each parameter and persistent buffer that is the same object as another.
 
-    Raises ConfigError where one of them is adapted or trained whole.
+    Raises UncutModel where one of them is adapted or trained whole.
     """
     shared = shared_tensors(model, dict(model.all_tied_weights_keys or {}))
     for name in sorted({*shared, *shared.values()}):
         # An adapter on one use of a tied tensor would not change the other.
         if plain_name(name) != name:
-            raise ConfigError(f"model: {plain_name(name)} is tied, so it can have no adapter; name other modules")
+            raise UncutModel(f"model: {plain_name(name)} is tied, so it can have no adapter; name other modules")
     return shared
 
 

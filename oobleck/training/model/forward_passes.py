@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import PreTrainedModel
 
 from oobleck.errors import ConfigError
-from oobleck.job import Recompute
+from oobleck.job import CompileMode, Recompute
 from oobleck.training.data import Batch
 
 _of_thread = threading.local()
@@ -42,7 +42,7 @@ _ATTENTION = tuple(
 )
 
 
-def compile_forward(module: nn.Module) -> None:
+def compile_forward(module: nn.Module, mode: CompileMode) -> None:
     """Have torch compile a block's forward and backward pass when they first run.
 
     Equal blocks share the compiled code, and processes share it through torch's cache on the disk. The process that
@@ -50,7 +50,7 @@ def compile_forward(module: nn.Module) -> None:
     """
     # There is one worker per core already; torch would start several more processes to compile in.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    module.forward = torch.compile(module.forward, dynamic=False)
+    module.forward = torch.compile(module.forward, dynamic=False, mode=mode)
 
 
 def require_compiler(
@@ -100,7 +100,7 @@ def _operations(names: Iterable[str]) -> list[Any]:
     return [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
 
 
-def prepare_whole(model: nn.Module, *, recompute: Recompute, compiles: bool) -> None:
+def prepare_whole(model: nn.Module, *, recompute: Recompute, compiles: CompileMode | None) -> None:
     """Set up a model that is kept whole. Raises ConfigError where it cannot recompute, or is to be compiled."""
     name = type(model).__name__
     if compiles:

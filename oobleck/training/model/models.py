@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from oobleck.errors import ConfigError
-from oobleck.job import Recompute
+from oobleck.job import CompileMode, Recompute
 from oobleck.planner import MAX_LOGITS
 from oobleck.training.data import Batch, WholeBatch, mapped_tensors
 from oobleck.training.dropout import turn_off_dropout
@@ -62,7 +62,7 @@ class StageModel:
         device: torch.device | str,
         autocast: torch.dtype | None = None,
         recompute: Recompute = "none",
-        compiles: bool = False,
+        compiles: CompileMode | None = None,
         attention: str | None = None,
         max_logits: int = MAX_LOGITS,
         cached: Collection[str] = (),
@@ -112,8 +112,8 @@ class StageModel:
         self._recomputing: dict[str, forward_passes.RecomputingBlock] = {}
         for root in () if structure.is_whole else structure.blocks:
             module = self.model.get_submodule(root)
-            if compiles:
-                forward_passes.compile_forward(module)
+            if compiles is not None:
+                forward_passes.compile_forward(module, compiles)
             if recompute != "none":
                 self._recomputing[root] = forward_passes.RecomputingBlock(
                     module, level=recompute, draws_at_random=structure.draws_at_random

@@ -90,14 +90,14 @@ def dissect(model: PreTrainedModel, *, task: Task, sequence_length: int) -> Anat
 
 def taken_with_its_loss(model: nn.Module, flow: Flow | None) -> Anatomy:
     """Return the anatomy of a model that is cut as it has been traced, or, without a trace, kept whole."""
-    tied = tied_parameters(model) if isinstance(model, PreTrainedModel) else shared_tensors(model, {})
+    declared = model.all_tied_weights_keys if isinstance(model, PreTrainedModel) else None
     return Anatomy(
         block_list="",
         num_blocks=0 if flow is None else flow.num_layers,
         prelude=(),
         postlude=(),
         blocks_return_tuples=False,
-        tied=tied,
+        tied=shared_tensors(model, dict(declared or {})),
         hidden_size=0,
         is_whole=flow is None,
         flow=flow,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from oobleck.job import Recompute
+from oobleck.job import CompileMode, Recompute
 from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, SplitBackward
 from oobleck.planner.profiles import ASSUMED_COMMUNICATION_BYTES, LEVELS, LINKS, Recomputed
 from oobleck.training import flow as flows
@@ -63,7 +63,7 @@ def measure_profile(
     device_memory_bytes: int,
     autocast: torch.dtype | None = None,
     recompute: Recompute = "none",
-    compiles: bool = False,
+    compiles: CompileMode | None = None,
     attention: str | None = None,
     splits: bool = False,
     state_tensors: int = 2,
@@ -98,7 +98,7 @@ def measure_profile(
         # Blocks that share class, shapes and kind of attention cost the same.
         kind = structure.layer_kind(layer)
         if kind not in measured:
-            cost = _measure(stage, layer, batch, received, compiles=compiles, splits=splits)
+            cost = _measure(stage, layer, batch, received, compiles=compiles is not None, splits=splits)
             measured[kind] = _with_levels(stage, layer, batch, received, cost, is_auto=recompute == "auto")
         cost = measured[kind]
         elements = _num_elements(structure, structure.layer_parameters(layer))
@@ -153,7 +153,7 @@ def profile_of_job(assembly: Assembly, *, device_memory_bytes: int, owns_device:
         device_memory_bytes=device_memory_bytes,
         autocast=precision.autocast,
         recompute=job.recompute,
-        compiles=job.compile,
+        compiles=job.compiles,
         attention=job.attn_implementation,
         splits=job.may_split_backward,
         state_tensors=optimizer.layout(device).num_tensors,

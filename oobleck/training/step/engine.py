@@ -411,7 +411,7 @@ def _stage_model(job: JobSpec, share: Share, precision: Precision, device: torch
         device=device,
         autocast=precision.autocast,
         recompute=job.recompute,
-        compiles=job.compile,
+        compiles=job.compiles,
         attention=job.attn_implementation,
         cached=share.cached,
         casts_cached=share.sums_in_passes,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from oobleck.errors import ConfigError
-from oobleck.job import JobSpec
+from oobleck.job import CompileMode, JobSpec
 from oobleck.training.model.forward_passes import require_compiler
 from oobleck.training.model.models import StageModel
 from tests.training.zoo import gradients_of, random_batch, run_pipeline, state_of, structure_of, whole_stage
@@ -39,6 +39,12 @@ def test_on_gpus_a_c_compiler_and_pythons_headers_are_needed(monkeypatch: pytest
         require_compiler(gpu, find=lambda name: f"/usr/bin/{name}" if name == "gcc" else None, headers=tmp_path)
 
 
+def test_modes_that_make_graphs_of_gpus_are_refused_there():
+    assert JobSpec(compile=True, compile_mode="reduce-overhead").compiles == "reduce-overhead"
+    with pytest.raises(ConfigError, match=r"compile_mode: .*default or max-autotune-no-cudagraphs on GPUs"):
+        JobSpec(compile=True, compile_mode="reduce-overhead", device="cuda")
+
+
 @pytest.mark.parametrize("other", [{"tensor_parallel": 2}, {"schedule": "zero-bubble"}])
 def test_what_changes_the_insides_of_blocks_does_not_go_with_compiling(other: dict[str, object]):
     with pytest.raises(ConfigError, match="compile"):
@@ -48,10 +54,11 @@ def test_what_changes_the_insides_of_blocks_does_not_go_with_compiling(other: di
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiles with g++")
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
-def test_compiled_blocks_compute_what_others_do():
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_blocks_compute_what_others_do(mode: CompileMode):
     structure = structure_of("llama")
     whole = whole_stage(structure)
-    compiled = [StageModel(structure, dtype=torch.float32, device="cpu", compiles=True) for _ in range(2)]
+    compiled = [StageModel(structure, dtype=torch.float32, device="cpu", compiles=mode) for _ in range(2)]
     for stage, (first, stop) in zip(compiled, [(0, 3), (3, structure.num_layers)], strict=True):
         stage.adopt(first, stop, state_of(whole))
     for seed in (1, 2):

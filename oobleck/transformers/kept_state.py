@@ -1,0 +1,78 @@
+"""A trainer's state as of each step, in the checkpoints of its run, as transformers keeps it in its own."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections import OrderedDict
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerState
+from transformers.trainer_callback import ExportableState
+
+from oobleck.training.checkpoint import attach, attached
+
+# Not transformers' name, by which a directory is one of its own checkpoints.
+_FILE = "trainer.json"
+_MOST_STEPS = 4096
+"""A checkpoint is on the disk some steps after its own, and has no state after more than these."""
+_OF_STEP = ("epoch", "num_input_tokens_seen", "best_metric", "best_global_step")
+_RESTORED = (*_OF_STEP, "global_step", "log_history", "stateful_callbacks")
+
+
+def new_state(trainer: Any) -> TrainerState:
+    """Return a state that has those of the trainer's callbacks."""
+    handled = [*trainer.callback_handler.callbacks, trainer.control]
+    stateful: list[Any] = [each for each in handled if isinstance(each, ExportableState)]
+    return TrainerState(stateful_callbacks=stateful)
+
+
+class KeptStates:
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._steps: OrderedDict[int, dict[str, Any]] = OrderedDict()
+
+    def note(self) -> None:
+        """Note the state of the step that is done."""
+        state = self._trainer.state
+        self._steps[state.global_step] = {
+            **{name: getattr(state, name) for name in _OF_STEP},
+            "stateful_callbacks": copy.deepcopy(new_state(self._trainer).stateful_callbacks),
+            "num_logs": len(state.log_history),
+        }
+        if len(self._steps) > _MOST_STEPS:
+            self._steps.popitem(last=False)
+
+    def tokens_after(self, step: int) -> int | None:
+        """Return how many tokens there were after a step; None for one that is not known."""
+        return self._steps[step]["num_input_tokens_seen"] if step in self._steps else None
+
+    def write(self, checkpoints: Path, name: str, step: int) -> None:
+        """Write the state of a step into its checkpoint."""
+        if (kept := self._steps.get(step)) is None:
+            return
+        of_step = dict(kept)
+        logs = self._trainer.state.log_history[: of_step.pop("num_logs")]
+        state = dataclasses.replace(self._trainer.state, **of_step, global_step=step, log_history=logs)
+        # A full disk, or a callback's value that is no JSON, costs a later script its state, and nothing else.
+        with suppress(OSError, TypeError):
+            attach(checkpoints / name, _FILE, json.dumps(dataclasses.asdict(state)).encode())
+
+    def read(self, place: Path) -> bool:
+        """Give the trainer the state in a checkpoint, and its callbacks theirs; returns whether there is one."""
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            kept = json.loads(attached(place, _FILE))
+            for each in _RESTORED:
+                setattr(self._trainer.state, each, kept[each])
+            self._trainer._load_callback_state()
+            return True
+        return False
+
+
+def adopt_state(checkpoint: Path, converted: Path) -> None:
+    """Take over the state in a checkpoint of transformers for one that was made of it. Raises OSError."""
+    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    attach(converted, _FILE, json.dumps(dataclasses.asdict(state)).encode())
