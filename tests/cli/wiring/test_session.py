@@ -124,3 +124,11 @@ async def test_the_state_of_a_run_has_what_its_nodes_use(nursery: trio.Nursery) 
     nodes = (await session.answer(StatusRequest()))["nodes"]
     assert isinstance(nodes, list)
     assert [node["use"] and node["use"]["cores"] for node in nodes] == [None, 1.5]
+
+
+async def test_a_planned_kill_waits_until_its_node_is_lost(nursery: trio.Nursery) -> None:
+    desk = Desk()
+    session = Session(desk, desk, desk, nursery, kills=(("a", 10), ("b", 12)), past=RunBooks())
+    assert session.waiting_kills == [("a", 10), ("b", 12)]
+    desk.write(lost("a"))
+    assert session.waiting_kills == [("b", 12)]
