@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 _HOST = module_command("oobleck.training.process.script_host")
 _TRIAL_S = 120.0  # nodes try what takes longer
-_PATIENT_S = 60.0
+_PATIENT_S = 20.0
 _ENDS_WITHIN_S = 5.0  # for a script that has returned its job
 _MAX_ENTRIES = 10_000  # callbacks that are further behind miss entries
 _CALLBACKS_END_WITHIN_S = 30.0
@@ -64,7 +64,7 @@ class ScriptProcess:
     """A script that has returned its job, which the same process can then try out."""
 
     def __init__(self, path: Path, arguments: tuple[str, ...]) -> None:
-        """Run it until it returns its job; takes as long as the script does, which is said after a minute.
+        """Run it until it returns its job; takes as long as the script does, which is said after a while.
 
         Its output goes to stderr. Raises UsageError for wrong arguments, ConfigError if the script fails.
         """

@@ -121,7 +121,7 @@ def test_a_script_that_takes_minutes_to_return_its_job_is_waited_for(tmp_path: P
     )
     assert json.loads(describe_script(script, ()).settings)["max_steps"] == 3
     assert [entry.getMessage() for entry in caplog.records] == [
-        f"script {script} has taken 60 s so far; waiting for it"
+        f"script {script} has taken 20 s so far; waiting for it"
     ]
 
 
