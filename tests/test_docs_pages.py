@@ -161,13 +161,27 @@ def test_the_job_and_the_script_of_the_front_page_are_read_as_they_stand():
     assert (of_script.tag, of_script.model.type, of_script.optimizer.learning_rate) == ("my-gpt2", "gpt2", 6e-4)
 
 
+def script_of_the_tutorial() -> str:
+    page = (ROOT / "docs" / "own_model.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    return str(text)
+
+
+def test_the_script_of_the_tutorial_is_read_as_it_stands():
+    script = run_script(
+        ScriptSpec(name="train.py", source=script_of_the_tutorial(), arguments=(), directory="/nowhere")
+    )
+    job = load_job(json.dumps(dict(script.settings)), source="own_model.md")
+    assert (job.tag, job.max_steps, job.data.sequence_length) == ("own", 20, 32)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("language", "file"), [("yaml", "job.yaml"), ("python", "train.py")])
-def test_the_front_page_has_jobs_that_four_nodes_can_run(
+@pytest.mark.parametrize(("language", "file"), [("yaml", "job.yaml"), ("python", "train.py"), ("tutorial", "train.py")])
+def test_the_front_page_and_the_tutorial_have_jobs_that_four_nodes_can_run(
     language: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     path = tmp_path / file
-    path.write_text(shown(language), encoding="utf-8")
+    path.write_text(script_of_the_tutorial() if language == "tutorial" else shown(language), encoding="utf-8")
     named = ["--job", str(path)] if language == "yaml" else [str(path)]
     code = main(["up", "--local", "4", *named, "--dry-run", "--base-dir", str(tmp_path / "runs")])
     said = capsys.readouterr()

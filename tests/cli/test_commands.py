@@ -87,6 +87,7 @@ ELSEWHERE = (
     (r"make test-all", "`make test` is a part of it, and the rest takes half an hour"),
     (r"make docs", "tests/test_docs_site.py builds the site"),
     (r"pip (install|download) .*", "needs an index; tests/test_distribution.py installs the wheel"),
+    (r"oobleck up --local 2 --job job.yaml", "tests/e2e/test_examples.py has a job file on virtual nodes"),
     (r"oobleck up --local 2 --steps 3", "tests/test_distribution.py, from the wheel"),
     (r"oobleck (up|checkpoint) .*s3://.*", "tests/e2e/test_urls.py, on a store of its own"),
     (r"pip install 'oobleck-train\[ray\]'|python -m pytest tests/e2e/test_ray.py", "takes 250 MB"),
