@@ -174,7 +174,7 @@ class Startup:
         self._saving.know(turn, complete, self._restoring.unfinished(candidate, is_private=is_private))
         if others:
             text = f"{len(others)} checkpoints of other runs lie in the same directory and stay, from {others[0]}"
-            advice = f"`oobleck checkpoint list {self._job.tag}` shows them; remove the directories that you do not need"
+            advice = f"`oobleck checkpoint list {self._job.tag}` shows them; remove those that you do not need"
             turn.note("info", f"{text} to {others[-1]}; {advice}")
 
     # --- the first plan ----------------------------------------------------------------------------------------
