@@ -87,8 +87,9 @@ def spares():
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            state, _, group = (path / "stat").read_text().rpartition(")")[2].split()[:3]
-            if int(group) == warmer._pid != int(path.name) and state != "Z":
+            state, parent, group = (path / "stat").read_text().rpartition(")")[2].split()[:3]
+            # What the warm process forks itself ends once it has forked a spare.
+            if int(group) == warmer._pid not in (int(path.name), int(parent)) and state != "Z":
                 found[int(path.name)] = state
     return found
 
