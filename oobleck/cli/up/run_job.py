@@ -238,8 +238,6 @@ async def _run(
                     session.show(output, watching, plain=run.options.plain)
                     callbacks = _start_callbacks(run, master, directory, watching)
                     end = await master.run()
-                    for node, step in session.waiting_kills:
-                        _log.warning("--kill %s@%d was not carried out: the run ended first", node, step)
                     # The callbacks get the last entries before their task is cancelled.
                     if callbacks is not None:
                         await callbacks.finish()

@@ -59,8 +59,7 @@ class Session:
         self._is_replaced = is_replaced
         # An earlier master has carried out the kills up to this step.
         self._due = [kill for kill in kills if kill[1] > past.furthest_step]
-        self.waiting_kills = list(self._due)
-        """Those of planned nodes and steps that have cost no node yet."""
+        self._waiting_kills = list(self._due)  # until their nodes are lost
         self._gone = set(past.gone_nodes)
         self._terminal: Output | None = None
         self._started: journal.JobStarted | None = past.started
@@ -123,7 +122,10 @@ class Session:
                 self._started = entry
             case journal.NodeLost(node=node):
                 self._gone.add(node)
-                self.waiting_kills = [kill for kill in self.waiting_kills if kill[0] != node]
+                self._waiting_kills = [kill for kill in self._waiting_kills if kill[0] != node]
+            case journal.JobEnded():
+                for node, step in self._waiting_kills:
+                    _log.warning("--kill %s@%d was not carried out: the run ended first", node, step)
             case journal.NodeLeft(node=node):
                 self._gone.add(node)
                 # A lost node may return, so only one that has left is given back.

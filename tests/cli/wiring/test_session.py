@@ -12,7 +12,7 @@ import trio.testing
 
 from oobleck.cli.wiring.session import MasterLeaves, Session
 from oobleck.control.events import AddRequested, DrainRequested, Event, MemoryRanOut, Remark, StopRequested
-from oobleck.control.journal import ConnectionLost, JournalEntry, NodeLeft, NodeLost
+from oobleck.control.journal import ConnectionLost, JobEnded, JournalEntry, NodeLeft, NodeLost
 from oobleck.control.protocol import NodeUse
 from oobleck.control.replay import RunBooks
 from oobleck.job import NodeSpec
@@ -126,9 +126,12 @@ async def test_the_state_of_a_run_has_what_its_nodes_use(nursery: trio.Nursery) 
     assert [node["use"] and node["use"]["cores"] for node in nodes] == [None, 1.5]
 
 
-async def test_a_planned_kill_waits_until_its_node_is_lost(nursery: trio.Nursery) -> None:
+async def test_a_planned_kill_whose_node_was_not_lost_is_named_at_the_end(
+    nursery: trio.Nursery, caplog: pytest.LogCaptureFixture
+) -> None:
     desk = Desk()
-    session = Session(desk, desk, desk, nursery, kills=(("a", 10), ("b", 12)), past=RunBooks())
-    assert session.waiting_kills == [("a", 10), ("b", 12)]
+    Session(desk, desk, desk, nursery, kills=(("a", 10), ("b", 12)), past=RunBooks())
     desk.write(lost("a"))
-    assert session.waiting_kills == [("b", 12)]
+    assert not caplog.records
+    desk.write(JobEnded(t_s=9.0, exit_code=0, reason="all steps are committed"))
+    assert [entry.getMessage() for entry in caplog.records] == ["--kill b@12 was not carried out: the run ended first"]
