@@ -176,12 +176,26 @@ def test_the_script_of_the_tutorial_is_read_as_it_stands():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("language", "file"), [("yaml", "job.yaml"), ("python", "train.py"), ("tutorial", "train.py")])
-def test_the_front_page_and_the_tutorial_have_jobs_that_four_nodes_can_run(
+def test_the_script_of_the_tutorial_trains_and_a_plan_without_a_profile_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "train.py"
+    path.write_text(script_of_the_tutorial(), encoding="utf-8")
+    command = ["up", "--local", "2", str(path), "--base-dir", str(tmp_path / "runs")]
+    assert main([*command, "--dry-run"]) == ExitCode.CONFIG
+    assert "no run has measured it: train some steps first" in capsys.readouterr().err
+    assert main([*command, "--plain"]) == ExitCode.DONE
+    assert "all 20 steps are committed" in capsys.readouterr().out
+    assert main([*command, "--dry-run"]) == ExitCode.DONE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("language", "file"), [("yaml", "job.yaml"), ("python", "train.py")])
+def test_the_front_page_has_jobs_that_four_nodes_can_run(
     language: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     path = tmp_path / file
-    path.write_text(script_of_the_tutorial() if language == "tutorial" else shown(language), encoding="utf-8")
+    path.write_text(shown(language), encoding="utf-8")
     named = ["--job", str(path)] if language == "yaml" else [str(path)]
     code = main(["up", "--local", "4", *named, "--dry-run", "--base-dir", str(tmp_path / "runs")])
     said = capsys.readouterr()

@@ -21,7 +21,14 @@ from oobleck.host.machine import this_machine
 from oobleck.host.places import place_of
 from oobleck.job import DEFAULT_KIND, JobSpec, NodeSpec
 from oobleck.planner import KNOWN_DEVICES, LayerProfile, NodeKind, Profile, profile_from_json
-from oobleck.planner.profiles import device_sheet, estimate_profile, in_one_layer, shape_from_config, shape_of_size
+from oobleck.planner.profiles import (
+    ModelShape,
+    device_sheet,
+    estimate_profile,
+    in_one_layer,
+    shape_from_config,
+    shape_of_size,
+)
 from oobleck.runtime.files import MAX_DATA_BYTES, RunDirectory, read_input
 from oobleck.runtime.processes import LayerOutline, ModelOutline, outline_of
 from oobleck.runtime.profile_files import ProfileFiles
@@ -200,7 +207,7 @@ def _estimate(job: JobSpec, outline: ModelOutline, *, num_local: int, sheet: str
     """Estimate times from a data sheet, or from that of a CPU core if there is none; sizes are the model's own."""
     is_whole = len(outline.layers) == 1
     profile = estimate_profile(
-        shape_of_size(outline.layers[0].parameters) if is_whole else shape_from_config(outline.config),
+        shape_of_size(outline.layers[0].parameters) if is_whole else _shape_of(outline),
         device_sheet(sheet if sheet.lower() in KNOWN_DEVICES else "CPU"),
         microbatch_size=job.microbatch_size,
         sequence_length=job.data.sequence_length,
@@ -212,6 +219,16 @@ def _estimate(job: JobSpec, outline: ModelOutline, *, num_local: int, sheet: str
     item_bytes = _ITEM_BYTES[job.dtype]
     layers = (_scaled(layer, other, item_bytes) for layer, other in zip(profile.layers, outline.layers, strict=True))
     return _with_memory(replace(profile, layers=tuple(layers)), job, num_local=num_local)
+
+
+def _shape_of(outline: ModelOutline) -> ModelShape:
+    try:
+        return shape_from_config(outline.config)
+    except ConfigError as error:
+        raise ConfigError(
+            f"this model cannot be estimated ({error}), and no run has measured it: train some steps first, which "
+            "`--steps 3` does"
+        ) from error
 
 
 def _with_memory(profile: Profile, job: JobSpec, *, num_local: int) -> Profile:
