@@ -432,6 +432,18 @@ def test_a_save_is_given_up_whose_first_share_is_heard_of_after_a_loss() -> None
     assert [failed.step for failed in bench.journal(SaveFailed)] == [5]
 
 
+def test_a_share_that_is_heard_of_once_another_plan_is_adopted_leaves_no_save_unasked_for() -> None:
+    bench = training()
+    bench.commit("n0", 5)
+    bench.fail("n1")
+    bench.answer("n0", applied=5, adopted=1, layers=LAYERS, last_record=record(5))
+    bench.wait(0.02)
+    late = SavedState(name=checkpoint_name(RUN, step=5, generation=1), step=5, generation=1, saved_at="2026-02-01")
+    commands = bench.say("n0", StateSaved(device=0, state=late, layers=(0, 1), size_bytes=10, pause_s=0.25))
+    assert [failed.step for failed in bench.journal(SaveFailed)] == [5]
+    assert wanted(commands, bench), "it is made again"
+
+
 def test_the_last_step_is_saved_again_where_a_worker_was_lost_before_it_had_saved() -> None:
     bench = training(CheckpointSpec(save_steps=5), shape=replace(SHAPE, max_steps=1))
     bench.commit("n0", 1)

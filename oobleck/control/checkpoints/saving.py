@@ -403,6 +403,9 @@ class Saving:
         turn.record(entry)
         if soon:
             self._next = _Wanted(self._last_step + 1)
+            # The plan that follows a loss asks its workers. Where it is adopted already, none may follow.
+            if self.is_enabled and self._ordered is not None and save.generation < self._ordered.generation:
+                self._ask(turn, self._next.step)
         else:  # a disk that is full or too slow is not tried again at once
             self._arm(turn, not_before_s=turn.now_s + _RETRY_S)
 
