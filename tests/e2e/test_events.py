@@ -110,10 +110,10 @@ def test_what_goes_wrong_in_the_code_of_users_is_told_from_broken_machines(runne
     assert "the model has a bug" in fatal["root"]["evidence"]
 
 
-def test_data_that_is_not_there_is_told(runner: Runner) -> None:
+def test_data_that_is_not_there_is_told_before_virtual_nodes_start(runner: Runner) -> None:
     outcome = runner.run("--job", str(runner.job_file()), "--set", "data.paths=[/no/such/text]", nodes=("--local", "2"))
     assert outcome.exit_code == 78
-    assert incidents(runner)[-1]["root"]["failure"] == "data_error"
+    assert "data.paths: /no/such/text does not exist on this machine" in outcome.output
 
 
 def test_a_loss_that_is_no_number_is_told(runner: Runner) -> None:
