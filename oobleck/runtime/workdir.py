@@ -97,8 +97,10 @@ class Workdir:
             await stream.send_eof()
             while await stream.receive_some():
                 pass
-            if stream.exit_status != 0:
-                why = stream.errors.splitlines()[-1:] or [f"exit status {stream.exit_status}"]
+            if (status := await stream.wait()) != 0:
+                why = stream.errors.splitlines()[-1:] or [
+                    "the connection was lost" if status is None else f"exit status {status}"
+                ]
                 raise NodeUnreachable(node, f"--workdir cannot be copied there: {why[0]}")
 
 

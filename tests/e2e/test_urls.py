@@ -64,4 +64,3 @@ def test_a_run_that_loses_a_node_and_then_all_goes_on_from_a_store_that_has_fail
     copy = tmp_path / "model.safetensors"
     s3fs.S3FileSystem(skip_instance_cache=True).get("bucket/model/model.safetensors", str(copy))
     assert "transformer.wte.weight" in safetensors.torch.load_file(copy)
-    runner.kill_fork_server()

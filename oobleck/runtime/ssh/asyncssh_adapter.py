@@ -207,6 +207,12 @@ class SSHCommandStream(SSHStream):
         self._errors = bytearray()
         self.preamble = Preamble()
         self.exit_status: int | None = None
+        self._has_exited = trio.Event()
+
+    async def wait(self) -> int | None:
+        """Wait for the command's exit status, which may come after its output; None if the connection is lost."""
+        await self._has_exited.wait()
+        return self.exit_status
 
     @property
     def errors(self) -> str:
@@ -222,11 +228,17 @@ class SSHCommandStream(SSHStream):
         self._errors += data
         del self._errors[:-_KEPT_BYTES]
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._has_exited.set()
+
     def exit_status_received(self, status: int) -> None:
         self.exit_status = status
+        self._has_exited.set()
 
     def exit_signal_received(self, signal: str, core_dumped: bool, msg: str, lang: str) -> None:
         self.exit_status = -1
+        self._has_exited.set()
 
 
 def marked(command: str) -> str:
