@@ -65,8 +65,9 @@ class KeptStates:
         """Give the trainer the state in a checkpoint, and its callbacks theirs; returns whether there is one."""
         with suppress(OSError, ValueError, LookupError, TypeError):
             kept = json.loads(attached(place, _FILE))
-            for each in _RESTORED:
-                setattr(self._trainer.state, each, kept[each])
+            values = {each: kept[each] for each in _RESTORED}  # all, or none
+            for each, value in values.items():
+                setattr(self._trainer.state, each, value)
             self._trainer._load_callback_state()
             return True
         return False
