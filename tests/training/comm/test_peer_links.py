@@ -248,6 +248,7 @@ def test_a_worker_that_was_started_again_is_spoken_to_by_its_new_address(peer: C
     acquainted(a, new)
     a.links.send(B, said(2))
     assert new.hear() == [(A, "2")]
+    assert old.lost.get(timeout=DEADLINE_S) == A  # what it sends before it knows is lost with the link
     old.links.send(A, said(3))  # a process that lives on is heard, and not answered
     assert a.hear() == [(B, "3")]
     a.links.send(B, said(4))
