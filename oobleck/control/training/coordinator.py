@@ -166,7 +166,10 @@ class Coordinator(BaseCoordinator):
         living = {member.spec.name for member in parts.members.living}
         training = [node for node in parts.reconfiguration.generations.plan.nodes if node in living]
         # The run waits for the workers that are started again, unless one error ended them all: it would do so again.
-        if not parts.members.ready and parts.shutdown.is_same_error(training):
+        # A spare has not met it, but where several nodes have, the spare would; a single node's error may be its own.
+        ready = parts.members.ready_names
+        is_everybodys = not ready if len(training) == 1 else ready.isdisjoint(training)
+        if is_everybodys and parts.shutdown.is_same_error(training):
             turn.end("the same error ended all workers")
 
     # --- what is reported --------------------------------------------------------------------------------------

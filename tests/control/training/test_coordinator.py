@@ -721,6 +721,24 @@ def test_the_error_that_ends_every_worker_ends_the_run_with_its_traceback():
     assert end_text(bench.journal(WorkerDown)[0].end) == "ValueError: bad sample"
 
 
+def test_a_spare_that_has_not_met_the_error_of_all_that_train_does_not_hide_it():
+    bench = training(Shape(num_nodes=3, num_layers=1, num_pipelines=2))
+    computing = bench.updates[-1].plan.nodes
+    assert len(computing) == 2
+    bench.say(computing[0], raising("ValueError: bad sample"))
+    assert bench.ended is None
+    bench.say(computing[1], raising("ValueError: bad sample"))
+    assert bench.ended is not None
+    assert (bench.ended.exit_code, "bad sample" in bench.ended.reason) == (ExitCode.FAILED, True)
+
+
+def test_an_error_of_the_only_node_that_trains_may_be_its_own_where_another_is_left():
+    bench = training(Shape(num_nodes=2, num_layers=1, num_pipelines=1, fault_threshold=0))
+    (computing,) = bench.updates[-1].plan.nodes
+    bench.say(computing, raising("ValueError: bad sample"))
+    assert bench.ended is None
+
+
 def test_an_error_that_cost_the_last_copy_is_told_instead_of_the_layers():
     bench = training(PAIRS)
     bench.commit("n0", 1)
