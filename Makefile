@@ -3,7 +3,7 @@
 # Each makes its own .venv first; the demo's has no packages of the tests. PYTHON names the interpreter to make it from.
 # The packages are of the versions in constraints.txt, which the tests have been run with; `make lock` takes the newest
 # that pyproject.toml allows.
-# Three targets run side by side on two processors: what computes all the time first, beside real runs (tests/e2e) and
+# Four targets run side by side on two processors: what computes all the time first, beside real runs (tests/e2e) and
 # tests of processes, which wait for most of theirs. One that fails ends no other. Tests that compare times have the
 # machine to themselves.
 # Byte code is kept whatever the environment says: the tests start some hundred processes, and each would compile all
@@ -26,7 +26,7 @@ ALONE = $(shell grep --recursive --files-with-matches --include='test_*.py' 'mar
 DECISIONS := tests/control tests/planner tests/schedule tests/sim
 RUNTIME := tests/roles tests/runtime tests/storage
 TRAINING := tests/training tests/transformers
-BESIDE := $(MAKE) --no-print-directory --jobs=3 --keep-going --output-sync=target
+BESIDE := $(MAKE) --no-print-directory --jobs=4 --keep-going --output-sync=target
 
 # Seeds of disturbed runs: `make test-cuda-stub SEEDS=200`.
 SEEDS ?= 20
