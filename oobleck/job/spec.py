@@ -381,6 +381,8 @@ class JobSpec:
     weights as well."""
     sharding_devices: int = bounded(1, 1, MAX_DEVICES)
     """The number of a node's devices that hold one stage and take a microbatch each, with `sharding`."""
+    expert_parallel: bool = False
+    """Whether these devices send tokens to each other's experts, instead of putting the experts' weights together."""
     device_memory_bytes: int | None = bounded(None, 1, 2**50)
     """Memory of one device; None asks the nodes."""
     report_to: tuple[Tracker, ...] = ()
@@ -459,6 +461,7 @@ class JobSpec:
             else "1 with sharding: none",
         )
         must("tensor_parallel", not is_on or self.tensor_parallel == 1, f"1 with sharding: {self.sharding}")
+        must("expert_parallel", is_on or not self.expert_parallel, "false without sharding")
         must(
             "global_batch_size",
             self.global_batch_size % (self.microbatch_size * self.num_lanes) == 0,

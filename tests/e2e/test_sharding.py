@@ -17,6 +17,7 @@ from .elastic import (
     Reference,
     assert_all_is_right,
     assert_losses,
+    each_loss,
     run_without_a_kill,
     stopped,
 )
@@ -144,3 +145,24 @@ def test_a_worker_that_ends_in_any_phase_of_a_step_and_a_node_soon_after_cost_no
         up.wait_for_step(len(outcome.losses))
         alone = stopped(runner, up)
     assert_losses(outcome.losses, lambda count: alone.losses[:count])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", LEVELS)
+def test_experts_that_stay_on_their_devices_compute_what_one_process_computes(
+    runner: Runner, tmp_path: Path, sharding: str
+) -> None:
+    """A node of three is killed, and after it a worker of one of the two that are left."""
+    path = runner.job_file(LLAMA.replace("type: llama", "type: mixtral, num_local_experts: 4"))
+    path.write_text(path.read_text(encoding="utf-8").replace("max_steps: 24", f"max_steps: {ENDLESS}"), "utf-8")
+    options = ("--job", str(path), *by(sharding), "--set", "expert_parallel=true")
+    with runner.up(*options, "--kill", f"node2@{KILL_STEP}", nodes=("--local", "3")) as up:
+        up.wait_for_loss("node2")
+        up.wait_for_steps(4)
+        os.kill(worker_pids(runner)["node1"], signal.SIGKILL)
+        up.wait_for("the node's workers are started again")
+        up.wait_for_steps(4)
+        outcome = stopped(runner, up)
+    assert outcome.exit_code == 0, outcome.output
+    assert (outcome.summary["samples_repeated"], outcome.summary["samples_missing"]) == (0, 0)
+    assert_losses(outcome.losses, each_loss(path, tmp_path / "alone"), tolerance=LLAMA_TOLERANCE)

@@ -7,13 +7,13 @@ has a GPU of its own, NCCL carries the sums (`nccl.py`) and the messages between
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, ProcessGroupGloo, Store, Work
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ProcessGroupGloo, Store, Work
 
 from oobleck.control.steps import GroupKey, Interrupted, PeerLost
 from oobleck.planner import WorkerId
@@ -233,6 +233,29 @@ class Group:
                 return Reduction(self, self._nccl.reduce_scatter(own, parts)), own
         whole = parts.clone()
         return self.all_reduce(whole), whole[self.rank]
+
+    def all_to_all(
+        self, rows: torch.Tensor, counts: Sequence[Sequence[int]]
+    ) -> tuple[Reduction, Callable[[], torch.Tensor]]:
+        """Post messages of `rows` [n, ...] to all members, in their order; return also what then returns theirs.
+
+        `counts[i][j]` says how many rows member i sends to member j. Raises as `all_reduce`.
+        """
+        sent, taken = counts[self.rank], [each[self.rank] for each in counts]
+        if self._is_staged(rows) and not self.sums_in_order(rows):
+            # As in `all_gather`: each sees what all send.
+            whole = rows.new_full((len(counts), max(map(sum, counts)), *rows.shape[1:]), -0.0)
+            whole[self.rank, : len(rows)] = rows
+            firsts = [sum(each[: self.rank]) for each in counts]
+            return self.all_reduce(whole), lambda: torch.cat(
+                [each[first : first + count] for each, first, count in zip(whole, firsts, taken, strict=True)]
+            )
+        own = rows.new_empty((sum(taken), *rows.shape[1:]))
+        with blaming_peers(f"all-to-all in {self.key.name}"):
+            if self._nccl is not None and self.sums_in_order(rows):
+                return Reduction(self, self._nccl.all_to_all(own, rows, taken, sent)), lambda: own
+            work = self._process_group.alltoall_base(own, rows, taken, [*sent], AllToAllOptions())
+            return Reduction(self, staging.GlooSum(work, self.waiter.announce)), lambda: own
 
     def order(self, work: NcclWork) -> None:
         """Have this thread's next launches come after what NCCL carries. Raises RuntimeError or Interrupted."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions, Store, Work
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions, Store, Work
 
 from oobleck.control.steps import Interrupted
 from oobleck.planner import WorkerId
@@ -108,6 +108,10 @@ class NcclGroup:
     def reduce_scatter(self, own: torch.Tensor, parts: torch.Tensor) -> NcclWork:
         """Post a sum over all members' `parts`, of which `own` becomes this member's row; otherwise as `all_reduce`."""
         return self._post(lambda group: group._reduce_scatter_base(own, parts, ReduceScatterOptions()), own)
+
+    def all_to_all(self, own: torch.Tensor, rows: torch.Tensor, taken: Sequence[int], sent: Sequence[int]) -> NcclWork:
+        """Post messages of `rows` to all members, `sent` to each, and theirs into `own`; otherwise as `all_reduce`."""
+        return self._post(lambda group: group.alltoall_base(own, rows, [*taken], [*sent], AllToAllOptions()), own)
 
     def order(self, work: NcclWork) -> None:
         """Have this thread's next launches come after a collective, the oldest not ordered yet; the host does not wait.

@@ -9,8 +9,9 @@ stages need no such care, as a pipeline's communicators are given up together, b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -58,6 +59,24 @@ class StageSums:
             posted, own = group.reduce_scatter(parts)
         self.join(posted)
         return own.clone() if posted.is_waited_for else own  # without the rows of others
+
+    def exchange(self, rows: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Send rows to each device, in the order of devices, and return those that all send here, in the same order.
+
+        `counts[i][j]` says how many rows device i sends to device j. Raises Interrupted or PeerLost.
+        """
+        with self._posting() as group:
+            posted, taken = group.all_to_all(rows, counts)
+        self.join(posted)
+        return taken()
+
+    def read(self, tensor: torch.Tensor) -> Any:
+        """Return a tensor's numbers, as nested lists, once the device has them. Raises Interrupted."""
+        numbers = tensor.tolist()  # an abort ends the wait, and leaves a part of them
+        with self._posting() as group:
+            if group.is_harmed:
+                raise Interrupted
+        return numbers
 
     def post_sum(self, tensor: torch.Tensor) -> Reduction:
         """Post a sum, in place. Raises as the sum itself."""

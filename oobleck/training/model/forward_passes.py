@@ -143,6 +143,13 @@ def use_attention(model: nn.Module, name: str) -> None:
         raise _cannot(model, name, f"transformers would take {', '.join(map(str, sorted(used - {name})))}")
 
 
+def use_plain_experts(model: nn.Module) -> None:
+    """Have a mixture compute expert by expert, in every type of numbers."""
+    # By default transformers takes torch's `grouped_mm`, which has no float64.
+    if isinstance(model, PreTrainedModel) and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+
+
 def check_attention(name: str | None, batch: Batch) -> None:
     """Raise ConfigError for a batch whose masks an implementation would ignore."""
     if name is None or not name.startswith("flash"):

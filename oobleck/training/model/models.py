@@ -29,7 +29,7 @@ from . import forward_passes, losses
 from .brought import full_name
 from .buffers import StageBuffers
 from .configuration import CAUSAL_LM_LOSS, CLASSIFICATION
-from .forward_passes import check_attention, keep_casts, prepare_whole, use_attention
+from .forward_passes import check_attention, keep_casts, prepare_whole, use_attention, use_plain_experts
 from .initialization import initialize_adapters, initialize_module, materialize_buffers, move_buffers, unset
 from .layered_model import LayeredModel, arguments_of
 from .live_model import LiveWeights
@@ -88,6 +88,8 @@ class StageModel:
         if dtype == torch.float64 and not has_own_loss and self.model.loss_type == CAUSAL_LM_LOSS:
             # The models' own loss converts the logits to float32, which would lose half of the digits.
             self.model.loss_function = losses.causal_lm_loss
+        if dtype == torch.float64:
+            use_plain_experts(self.model)
         self._max_logits = max_logits
         self._cached = dict.fromkeys(cached, dtype)
         self._chunked: tuple[losses.ChunkedLoss | None] | None = None  # once it is known whether there is one

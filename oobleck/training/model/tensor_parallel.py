@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,10 +27,17 @@ from torch.nn import functional
 from oobleck.errors import ConfigError
 from oobleck.job import JobSpec, Sharding
 
-from . import losses
+from . import losses, token_shares
+from .experts import Collectives as ExpertCollectives
+from .experts import experts_of, place_experts
 from .models import StageModel
 from .structure import ModelStructure
-from .token_shares import Collectives, TokenShare, can_cut_tokens, hidden_in, with_hidden
+from .token_shares import TokenShare, can_cut_tokens, hidden_in, with_hidden
+
+
+class Collectives(token_shares.Collectives, ExpertCollectives, Protocol):
+    """Those of the devices of a stage."""
+
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over the devices of the stage, in place, and returns it."""
@@ -71,6 +78,8 @@ class Share:
     """Whole parameters with partial gradients."""
     cuts_tokens: bool = False
     """Whether each device has its share of the tokens' hidden states before and after each block."""
+    experts: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """The parameters of each module whose experts stay on the devices that hold them, keyed by module."""
 
     @property
     def is_sharded(self) -> bool:
@@ -79,7 +88,20 @@ class Share:
     @property
     def cached(self) -> frozenset[str]:
         """The parameters whose whole values follow from shares."""
-        return frozenset(self.cut_dimensions if self.is_sharded else ())
+        return frozenset(self.cut_dimensions if self.is_sharded else ()) - self._placed
+
+    @property
+    def computed(self) -> ModelStructure:
+        """The model with the shapes of the parameters that modules compute with."""
+        shapes = self.structure.shapes
+        if not self.is_sharded:
+            return self.structure
+        return replace(self.whole, shapes={**self.whole.shapes, **{name: shapes[name] for name in self._placed}})
+
+    @property
+    def _placed(self) -> frozenset[str]:
+        """The parameters of experts that stay where they are."""
+        return frozenset().union(*self.experts.values())
 
     @property
     def sums_in_passes(self) -> bool:
@@ -139,12 +161,15 @@ def share_of(structure: ModelStructure, *, rank: int, degree: int) -> Share:
     )
 
 
-def sharded(structure: ModelStructure, *, rank: int, degree: int, sharding: Sharding) -> Share:
+def sharded(
+    structure: ModelStructure, *, rank: int, degree: int, sharding: Sharding, expert_parallel: bool = False
+) -> Share:
     """Cut the state of parameters by their first dimension, for a stage that is sharded.
 
     Buffers stay whole, and so do single numbers: if they are trained, each device has a gradient of its own
-    microbatches. Frozen parameters, which have no optimizer state, are cut where all weights are. Raises ConfigError
-    for a model that is kept whole, and for a traced one of whose layers' passes nothing is known.
+    microbatches. Frozen parameters, which have no optimizer state, are cut where all weights are, and those of experts
+    with `expert_parallel`. Raises ConfigError for a model that is kept whole, for a traced one of whose layers' passes
+    nothing is known, and as `experts_of`.
     """
     if structure.is_whole:
         raise ConfigError("sharding: devices cannot share out a model that is kept whole; leave it out")
@@ -153,7 +178,8 @@ def sharded(structure: ModelStructure, *, rank: int, degree: int, sharding: Shar
             f"sharding: {sharding} needs a model whose layers run one after the other, and this one computes its loss "
             "itself; choose optimizer"
         )
-    fixed = structure.buffers if sharding == "all" else structure.frozen
+    experts = experts_of(structure, degree=degree) if expert_parallel else {}
+    fixed = structure.buffers.keys() if sharding == "all" else structure.frozen.difference(*experts.values())
     cut = {
         name: torch.Size([len(rows_of(shape[0], rank=rank, degree=degree)), *shape[1:]])
         for name, shape in structure.shapes.items()
@@ -168,6 +194,7 @@ def sharded(structure: ModelStructure, *, rank: int, degree: int, sharding: Shar
         styles={},
         cut_dimensions=dict.fromkeys(cut, 0),
         summed=frozenset(structure.shapes.keys() - cut.keys() - structure.frozen),
+        experts=experts,
     )
 
 
@@ -175,7 +202,13 @@ def share_for(job: JobSpec, structure: ModelStructure, *, rank: int) -> Share:
     """Cut a model as a job asks for, for one of the devices of a stage. Raises ConfigError as the cuts do."""
     if job.sharding == "none":
         return share_of(structure, rank=rank, degree=job.tensor_parallel)
-    return sharded(structure, rank=rank, degree=job.sharding_devices, sharding=job.sharding)
+    return sharded(
+        structure,
+        rank=rank,
+        degree=job.sharding_devices,
+        sharding=job.sharding,
+        expert_parallel=job.expert_parallel,
+    )
 
 
 def install(stage: StageModel, share: Share, sum_up: Collectives) -> None:
@@ -189,6 +222,8 @@ def install(stage: StageModel, share: Share, sum_up: Collectives) -> None:
             named = dict(module.named_modules(prefix=root))
             entrances: dict[str, _Entrance] = {}
             for name, inner in named.items():
+                if name in share.experts:
+                    place_experts(inner, rank=share.rank, degree=share.degree, collectives=sum_up)
                 match share.styles.get(name):
                     case Style.COLUMNS:
                         parent = name.rpartition(".")[0]

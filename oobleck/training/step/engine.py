@@ -406,7 +406,7 @@ class Engine:
 
 def _stage_model(job: JobSpec, share: Share, precision: Precision, device: torch.device) -> StageModel:
     return StageModel(
-        share.whole if share.is_sharded else share.structure,
+        share.computed,
         dtype=precision.parameters,
         device=device,
         autocast=precision.autocast,

@@ -41,7 +41,7 @@ class StageState:
         if not share.is_sharded:
             self.model.adopt_chunks(chunks, state)
             return
-        cut = share.cut_dimensions.keys()
+        cut = share.cached
         self.model.adopt_chunks(chunks, {name: value for name, value in state.items() if name not in cut})
         self._parameters = {}
         wholes = self.model.parameters

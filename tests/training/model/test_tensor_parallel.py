@@ -62,6 +62,13 @@ class DeviceSums:
     def scatter(self, parts: torch.Tensor) -> torch.Tensor:
         return reduce(torch.add, self._sums.exchange(self._rank, parts))[self._rank]
 
+    def exchange(self, rows: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
+        sent = self._sums.exchange(self._rank, rows)
+        return torch.cat([each.split(list(of))[self._rank] for each, of in zip(sent, counts, strict=True)])
+
+    def read(self, tensor: torch.Tensor) -> Any:
+        return tensor.tolist()
+
 
 def gradients(stage: StageModel, batch: Batch | None = None) -> tuple[float, dict[str, torch.Tensor]]:
     batch = batch or random_batch(3)

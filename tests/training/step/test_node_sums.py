@@ -13,7 +13,7 @@ from torch import nn
 
 from oobleck.control.steps import Interrupted
 from oobleck.control.steps.groups import Committee
-from oobleck.job import JobSpec, LoraSpec, OptimizerSpec, Sharding
+from oobleck.job import JobSpec, LoraSpec, OptimizerSpec, Recompute, Sharding
 from oobleck.planner import (
     DeviceProfile,
     ExecutionPlan,
@@ -33,7 +33,7 @@ from oobleck.training.data.batches import Batch
 from oobleck.training.model.forward_passes import Precision
 from oobleck.training.model.models import StageModel
 from oobleck.training.model.structure import ModelStructure
-from oobleck.training.model.tensor_parallel import sharded
+from oobleck.training.model.tensor_parallel import install, sharded
 from oobleck.training.optim import Optimizer
 from oobleck.training.randomness import MicrobatchKey
 from oobleck.training.step.layer_store import LayerStore
@@ -42,7 +42,7 @@ from oobleck.training.step.reduction import make_buckets
 from oobleck.training.step.stage_state import StageState
 from tests.training.model.test_adapters import adapted
 from tests.training.model.test_frozen import frozen_structure
-from tests.training.model.test_tensor_parallel import Sums
+from tests.training.model.test_tensor_parallel import DeviceSums, Sums
 from tests.training.step.test_step import RECORD
 from tests.training.zoo import random_batch, structure_of, whole_stage
 
@@ -57,11 +57,16 @@ EXACT, SHORT = Precision.of("float64"), Precision.of("bfloat16")
 class Together:
     """Collectives among threads of this process, each of which is a device."""
 
-    def __init__(self, sums: Callable[[torch.Tensor], torch.Tensor], rank: int) -> None:
-        self.sums, self.rank = sums, rank
+    def __init__(self, sums: DeviceSums, rank: int) -> None:
+        self.sums: Callable[[torch.Tensor], torch.Tensor] = sums
+        self.rank = rank
+        self.gather, self.scatter, self.exchange, self.read = sums.gather, sums.scatter, sums.exchange, sums.read
         self.posted: list[tuple[str, int]] = []
         self.under_way: list[torch.Tensor] = []
         self.fails_at: int | None = None
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.sums(tensor)
 
     def post_sum(self, tensor: torch.Tensor, what: str = "sum") -> Reduction:
         self.posted.append((what, tensor.numel()))
@@ -91,18 +96,23 @@ class Device:
         sharding: Sharding = "optimizer",
         precision: Precision = EXACT,
         max_elements: int = 5000,
+        degree: int = DEGREE,
+        expert_parallel: bool = False,
+        recompute: Recompute = "none",
     ) -> None:
-        share = sharded(structure, rank=rank, degree=DEGREE, sharding=sharding)
+        share = sharded(structure, rank=rank, degree=degree, sharding=sharding, expert_parallel=expert_parallel)
         model = StageModel(
-            structure,
+            share.computed,
             dtype=precision.parameters,
             autocast=precision.autocast,
             device="cpu",
             cached=share.cached,
             casts_cached=share.sums_in_passes,
+            recompute=recompute,
         )
         self.state = StageState(model, share)
         self.collectives = Together(sums.of(rank), rank)
+        install(model, share, self.collectives)
         self.node_sums = NodeSums(self.state, self.collectives, max_elements=max_elements)
         self.optimizer = Optimizer(OptimizerSpec(), max_steps=10, frozen=structure.frozen, is_sharded=True)
         self.store = LayerStore(JobSpec(), WorkerId("a", rank), state=self.state, optimizer=self.optimizer)
@@ -117,15 +127,15 @@ class Device:
         """Compute a microbatch forward and back; returns its loss."""
         model = self.state.model
         with self.node_sums.forward(0):
-            loss = model.forward(batch, None, num_items=DEGREE * batch.num_items, key=KEY)
+            loss = model.forward(batch, None, num_items=self.state.share.degree * batch.num_items, key=KEY)
         with self.node_sums.backward(0):
             loss.backward()
         return float(loss.detach())
 
 
-def devices_of(structure: ModelStructure, **options: Any) -> list[Device]:
-    sums = Sums(DEGREE)
-    return [Device(structure, rank, sums, **options) for rank in range(DEGREE)]
+def devices_of(structure: ModelStructure, *, degree: int = DEGREE, **options: Any) -> list[Device]:
+    sums = Sums(degree)
+    return [Device(structure, rank, sums, degree=degree, **options) for rank in range(degree)]
 
 
 def on_all(devices: list[Device], work: Callable[[Device], object]) -> None:
