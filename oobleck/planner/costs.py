@@ -123,7 +123,7 @@ def exchange_s(profile: Profile, chunks: Sequence[StageTemplate]) -> float:
     if not profile.exchange_s_per_byte:
         return 0.0
     return profile.exchange_s_per_byte * sum(
-        profile.layers[layer].trained_bytes for chunk in chunks for layer in chunk.layers
+        profile.layers[layer].exchanged_bytes for chunk in chunks for layer in chunk.layers
     )
 
 
@@ -181,6 +181,7 @@ class StageCosts:
         # The first stage exchanges nothing to its left, and the last one nothing to its right.
         self._messages = np.array([0, *(layer.message_bytes for layer in layers[:-1]), 0], dtype=np.float64)
         self._trained = prefix_sums([layer.trained_bytes for layer in layers])
+        self._exchanged = prefix_sums([layer.exchanged_bytes for layer in layers])
         self._empty = np.tri(self.num_layers + 1, dtype=bool)
         self._cuts = {}
         for same_node in (False, True):
@@ -371,7 +372,7 @@ class StageCosts:
 
     def exchanges_s(self, stops: NDArray[np.int64]) -> Floats:
         """Return what `exchange_s` would be for each of many cuts, [candidate, S + 1]."""
-        largest: Floats = self.profile.exchange_s_per_byte * np.diff(self._trained[stops], axis=1).max(axis=1)
+        largest: Floats = self.profile.exchange_s_per_byte * np.diff(self._exchanged[stops], axis=1).max(axis=1)
         return largest
 
     def most_reduced(self, template: PipelineTemplate, stops: NDArray[np.int64]) -> Floats:

@@ -4,7 +4,7 @@ An all-gather puts whole weights together from the devices' rows, and sends (d -
 sum of gradients sends twice as much, as a ring does (Patarasuk and Yuan 2009). With `optimizer`, both follow the last
 pass of a step, and nothing overlaps. With `gradients`, a layer's gradients are summed while the one before it computes
 its backward pass, in each microbatch. With `all`, a layer's weights come while the one before it computes, in both
-passes, as well.
+passes, as well. Where experts stay on their devices, a pass waits for tokens on their way there and back.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ def with_exchanges(profile: Profile, degree: int, sharding: Sharding) -> Profile
     network, each_pass = profile.network, sharding in ("gradients", "all")
     gather_s, sum_s = _s_per_byte(network, degree, 1), _s_per_byte(network, degree, 2)
     per_step_s = (0.0 if sharding == "all" else gather_s) + (0.0 if each_pass else sum_s)
+    layers = tuple(_with_experts(layer, network, degree) for layer in profile.layers)
     if not each_pass:
-        return replace(profile, exchange_s_per_byte=per_step_s)
+        return replace(profile, layers=layers, exchange_s_per_byte=per_step_s)
 
     def exchanging(layer: LayerProfile) -> LayerProfile:
         latency_s = network.intra_node_latency_s
-        weights_s = latency_s + layer.param_bytes * gather_s if sharding == "all" and layer.param_bytes else 0.0
-        gradients_s = latency_s + layer.trained_bytes * sum_s if layer.trained_bytes else 0.0
+        gathered, summed = layer.gathered_bytes, layer.exchanged_bytes
+        weights_s = latency_s + gathered * gather_s if sharding == "all" and gathered else 0.0
+        gradients_s = latency_s + summed * sum_s if summed else 0.0
         return replace(
             layer,
             # What a layer does not hide behind its own pass of the same length, the pass waits for.
@@ -38,7 +40,21 @@ def with_exchanges(profile: Profile, degree: int, sharding: Sharding) -> Profile
             backward_s=_at_least(layer.backward_s, weights_s + gradients_s),
         )
 
-    return replace(profile, layers=tuple(map(exchanging, profile.layers)), exchange_s_per_byte=per_step_s)
+    return replace(profile, layers=tuple(map(exchanging, layers)), exchange_s_per_byte=per_step_s)
+
+
+def _with_experts(layer: LayerProfile, network: NetworkProfile, degree: int) -> LayerProfile:
+    """Return a layer with the seconds in which its tokens travel to experts, and back, in each pass."""
+    if not layer.expert_message_bytes:
+        return layer
+    both_ways_s = 2 * (network.intra_node_latency_s + layer.expert_message_bytes * _s_per_byte(network, degree, 1))
+
+    def longer(seconds: Mapping[int, float]) -> Mapping[int, float]:
+        return {count: own_s + both_ways_s for count, own_s in seconds.items()}
+
+    # What is computed again sends its tokens again.
+    again = layer.with_recomputed(lambda each: replace(each, more_s=longer(each.more_s)))
+    return replace(again, forward_s=longer(layer.forward_s), backward_s=longer(layer.backward_s))
 
 
 def _s_per_byte(network: NetworkProfile, degree: int, times: int) -> float:

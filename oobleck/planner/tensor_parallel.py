@@ -53,18 +53,19 @@ def with_shares(profile: Profile, degree: int, sharding: Sharding, *, is_cast: b
     layers = profile.layers
     frees_weights, frees_gradients = sharding == "all", sharding != "optimizer"
     saved = [
-        layer.param_bytes // 2 if is_cast and frees_gradients and 0 < index < len(layers) - 1 else 0
+        layer.gathered_bytes // 2 if is_cast and frees_gradients and 0 < index < len(layers) - 1 else 0
         for index, layer in enumerate(layers)
     ]
-    weights = [layer.param_bytes - less for layer, less in zip(layers, saved, strict=True)]
+    weights = [layer.gathered_bytes - less for layer, less in zip(layers, saved, strict=True)]
 
     def shared(index: int) -> LayerProfile:
         layer = layers[index]
         # `StageCosts` counts weights, gradients and optimizer state once: for these, the shares.
-        whole = 0 if frees_weights else degree * weights[index] - layer.frozen_bytes
-        whole += 0 if frees_gradients else degree * layer.trained_bytes
+        frozen = layer.gathered_bytes - layer.exchanged_bytes
+        whole = 0 if frees_weights else degree * weights[index] - frozen
+        whole += 0 if frees_gradients else degree * layer.exchanged_bytes
         # A layer's gradients, and their copy that is summed; its weights, and those of the layer that comes next.
-        unit = 2 * layer.trained_bytes - saved[index] if frees_gradients else 0
+        unit = 2 * layer.exchanged_bytes - saved[index] if frees_gradients else 0
         if frees_weights:
             unit += weights[index] + max(
                 (weights[at] for at in (index - 1, index + 1) if 0 <= at < len(layers)), default=0
@@ -81,11 +82,18 @@ def with_shares(profile: Profile, degree: int, sharding: Sharding, *, is_cast: b
                 )
                 for level, each in layer.recomputed.items()
             },
-            # Such weights need no cast.
-            copy_bytes=degree * max(0, layer.copy_bytes - saved[index]) + whole,
+            # Such weights need no cast, and experts one on their own device.
+            copy_bytes=_copies(layer, degree, without=saved[index]) + whole,
         )
 
     return replace(profile, layers=tuple(map(shared, range(len(layers)))))
+
+
+def _copies(layer: LayerProfile, degree: int, *, without: int) -> int:
+    """Return the bytes of casts and of copies of gradients on all devices; each has those of its own experts alone."""
+    copies = max(0, layer.copy_bytes - without)
+    of_experts = min(copies, layer.copy_bytes * layer.expert_bytes // max(1, layer.param_bytes))
+    return degree * (copies - of_experts) + of_experts
 
 
 def with_times_of_groups(profile: Profile, degree: int) -> Profile:

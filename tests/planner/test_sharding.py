@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from oobleck.job import Sharding
-from oobleck.planner import Planner, PlannerSettings
+from oobleck.planner import Planner, PlannerSettings, StageTemplate
+from oobleck.planner.costs import exchange_s
 from oobleck.planner.sharding import with_exchanges
 from oobleck.schedule.forecast import forecast
 
@@ -62,3 +63,26 @@ def test_plans_and_timelines_know_the_exchanges() -> None:
 
     for sharded_s, alone_s in zip(step_s("optimizer"), step_s("none"), strict=True):
         assert sharded_s - alone_s == pytest.approx(2 * 800 * 3 * PER_BYTE)
+
+
+def test_tokens_travel_to_experts_in_each_pass_and_their_weights_stay() -> None:
+    mixture = profile()
+    layer = replace(mixture.layers[0], expert_bytes=600, expert_message_bytes=40)
+    mixture = replace(mixture, layers=(layer,) * 2)
+    both_ways_s = 2 * (LATENCY + 40 * PER_BYTE)
+    found = with_exchanges(mixture, D, "optimizer")
+    assert found.layers[0].forward_s[1] == pytest.approx(1.0 + both_ways_s)
+    assert found.layers[0].backward_s[1] == pytest.approx(2.0 + both_ways_s)
+    stage = StageTemplate(first_layer=0, stop_layer=2, node_index=0)
+    assert exchange_s(found, [stage]) == pytest.approx(3 * PER_BYTE * 2 * 200)  # of 800 trained bytes, 600 are experts'
+    short = replace(layer, forward_s={1: 1e-6}, backward_s={1: 2e-6}, expert_message_bytes=0)
+    short = with_exchanges(replace(mixture, layers=(short,) * 2), D, "all").layers[0]
+    gather_s = LATENCY + 400 * PER_BYTE
+    assert short.forward_s[1] == pytest.approx(gather_s)
+    assert short.backward_s[1] == pytest.approx(gather_s + LATENCY + 2 * 200 * PER_BYTE)
+
+
+def test_frozen_experts_have_no_gradients_to_sum() -> None:
+    layer = replace(profile().layers[0], frozen_bytes=600, expert_bytes=600)
+    assert (layer.exchanged_bytes, layer.gathered_bytes) == (400, 400)
+    assert replace(layer, frozen_bytes=100).exchanged_bytes == 300

@@ -41,6 +41,7 @@ def profile_key(
         **({"compile_mode": job.compiles} if job.compiles not in (None, "default") else {}),
         **({"attention": job.attn_implementation} if job.attn_implementation else {}),
         **({"split": True} if job.may_split_backward else {}),
+        **({"experts": job.sharding_devices} if job.expert_parallel else {}),
         "optim": [job.optimizer.optim, dict(job.optimizer.optim_args)],
         "device": [job.device, *device],
         "versions": [__version__, *versions, _MEASURES],

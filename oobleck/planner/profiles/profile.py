@@ -22,7 +22,8 @@ PROFILE_VERSION = 1
 _SPLIT_KEYS = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes")
 _GPU_KEYS = ("copy_bytes", "transient_bytes", "message_bytes")
 _BYTES_KEYS = ("param_bytes", "optimizer_bytes", "activation_bytes", "output_bytes")
-_OPTIONAL_KEYS = ("frozen_bytes", *_GPU_KEYS)
+_EXPERT_KEYS = ("expert_bytes", "expert_message_bytes")
+_OPTIONAL_KEYS = ("frozen_bytes", *_GPU_KEYS, *_EXPERT_KEYS)
 _RECOMPUTED_KEYS = ("activation_bytes", "transient_bytes")
 LEVELS = ("selective", "all")
 """What a layer may recompute: all but matrix products and attention, or all. The second keeps the least."""
@@ -96,6 +97,10 @@ class LayerProfile:
     """Bytes of the output in the memory of the sending or receiving device; the gradient has as many."""
     frozen_bytes: int = 0
     """The share of `param_bytes` that is not trained: without gradients and optimizer state."""
+    expert_bytes: int = 0
+    """The share of `param_bytes` that belongs to experts which stay on the devices of a sharded stage."""
+    expert_message_bytes: int = 0
+    """Bytes of the tokens that a device sends to such experts, and of the outputs that come back."""
     recomputed: Mapping[str, Recomputed] = field(default_factory=dict)
     """Keyed by `LEVELS`: both, where a planner chooses what a layer recomputes; all else is then without."""
 
@@ -122,6 +127,7 @@ class LayerProfile:
         for field_name in (*_BYTES_KEYS, *_OPTIONAL_KEYS):
             _check_number(f"{where}: {field_name}", getattr(self, field_name), most=_MAX_BYTES)
         _check_number(f"{where}: frozen_bytes", self.frozen_bytes, most=self.param_bytes)
+        _check_number(f"{where}: expert_bytes", self.expert_bytes, most=self.param_bytes)
 
     def at(self, level: Recomputed) -> LayerProfile:
         """Return the layer as it is at one of its levels."""
@@ -141,6 +147,18 @@ class LayerProfile:
     def trained_bytes(self) -> int:
         """Bytes of trained parameters, and so of the gradients that are summed."""
         return self.param_bytes - self.frozen_bytes
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """Bytes of trained parameters whose gradients the devices of a sharded stage sum: of all but experts."""
+        # A layer's experts are trained, or frozen, together.
+        are_frozen = self.frozen_bytes >= self.expert_bytes
+        return self.trained_bytes - (0 if are_frozen else min(self.trained_bytes, self.expert_bytes))
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of parameters that are put together where devices share out weights: of all but experts."""
+        return self.param_bytes - self.expert_bytes
 
     @property
     def state_bytes(self) -> int:

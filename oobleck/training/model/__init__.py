@@ -6,6 +6,7 @@ from oobleck.training.randomness import MicrobatchKey
 
 from .adapters import Adapters, add_adapters, plain_name, save_adapters, tied_parameters, unwrapped
 from .configuration import build_model
+from .experts import experts_per_token
 from .forward_passes import Precision, check_attention, require_compiler, use_attention
 from .layer_trial import try_layers
 from .live_model import LiveModel
@@ -31,6 +32,7 @@ __all__ = [
     "add_adapters",
     "build_model",
     "check_attention",
+    "experts_per_token",
     "initialize_share",
     "install",
     "made_up_weights",

@@ -80,6 +80,12 @@ def experts_of(structure: ModelStructure, *, degree: int) -> dict[str, frozenset
     return {name: frozenset(each) for name, each in parameters.items()}
 
 
+def experts_per_token(structure: ModelStructure) -> int:
+    """Return to how many experts a token goes, by the model's configuration; 1 where that does not say."""
+    found = (getattr(structure.config, key, None) for key in ("num_experts_per_tok", "experts_per_token", "top_k"))
+    return next((number for number in found if isinstance(number, int)), 1)
+
+
 def place_experts(module: Any, *, rank: int, degree: int, collectives: Collectives) -> None:
     """Have a module of experts, which holds those of one device, compute for the tokens of all devices."""
     own, compute = module.num_experts // degree, module.forward

@@ -381,17 +381,19 @@ def test_only_trained_parameters_are_shared_out_unless_all_weights_are(sharding:
 
 
 @pytest.mark.parametrize("sharding", LEVELS)
-def test_planned_bytes_are_those_that_devices_hold(sharding: Sharding) -> None:
-    """Weights, gradients and state, at their most in a backward pass."""
-    structure = structure_of("llama")
-    devices = devices_of(structure, sharding=sharding, max_elements=1 << 30)
-    most = [0] * DEGREE
+@pytest.mark.parametrize(("family", "degree"), [("llama", DEGREE), ("mixtral", 2)])
+def test_planned_bytes_are_those_that_devices_hold(family: str, degree: int, sharding: Sharding) -> None:
+    """Weights, gradients and state, at their most in a backward pass; experts stay on their devices."""
+    structure, has_experts = structure_of(family), family == "mixtral"
+    devices = devices_of(structure, degree=degree, sharding=sharding, max_elements=1 << 30, expert_parallel=has_experts)
+    most = [0] * degree
 
     def watch(device: Device) -> None:
         shares, rank = device.state.parameters.values(), device.state.share.rank
         gradients = [each.grad.nbytes for each in (*device.state.wholes.values(), *shares) if each.grad is not None]
         rows = sum(each.nbytes for each in device.collectives.under_way)
-        weights = sum(each.nbytes for each in device.held().values())
+        # The device's own experts are its shares.
+        weights = sum(each.nbytes for name, each in device.held().items() if name in device.state.wholes)
         most[rank] = max(most[rank], weights + rows + sum(gradients) + sum(each.nbytes for each in shares))
 
     def run(device: Device) -> None:
@@ -408,26 +410,26 @@ def test_planned_bytes_are_those_that_devices_hold(sharding: Sharding) -> None:
         for layer in range(structure.num_layers):
             state = device.store.named_state(layer)
             held += sum(each.nbytes for name, each in state.items() if name.startswith("optimizer.") and each.ndim)
-    sizes = [
-        sum(8 * structure.shapes[name].numel() for name in structure.layer_parameters(layer))
-        for layer in range(structure.num_layers)
-    ]
-    layers = tuple(
-        LayerProfile(
-            name=str(layer), forward_s={1: 1.0}, backward_s={1: 2.0}, param_bytes=size, optimizer_bytes=2 * size,
-            activation_bytes=1, output_bytes=1,
-        )
-        for layer, size in enumerate(sizes)
-    )  # fmt: skip
+    layers = []
+    for layer in range(structure.num_layers):
+        sizes = {name: 8 * structure.shapes[name].numel() for name in structure.layer_parameters(layer)}
+        size = sum(sizes.values())
+        of_experts = sum(bytes_ for name, bytes_ in sizes.items() if has_experts and "experts" in name)
+        layers.append(
+            LayerProfile(
+                name=str(layer), forward_s={1: 1.0}, backward_s={1: 2.0}, param_bytes=size, optimizer_bytes=2 * size,
+                activation_bytes=1, output_bytes=1, expert_bytes=of_experts,
+            )
+        )  # fmt: skip
     network = NetworkProfile(
         inter_node_bytes_per_s=1e9, inter_node_latency_s=0.0, intra_node_bytes_per_s=1e9, intra_node_latency_s=0.0
     )
     device_profile = DeviceProfile(name="x", memory_bytes=1 << 30)
     profile = Profile(
-        model="m", microbatch_size=1, sequence_length=8, layers=layers, device=device_profile, network=network
+        model="m", microbatch_size=1, sequence_length=8, layers=tuple(layers), device=device_profile, network=network
     )
-    settings = PlannerSettings(num_microbatches=1, devices_per_node=DEGREE)
-    planned, _ = grouped(with_shares(profile, DEGREE, sharding), settings, DEGREE)
+    settings = PlannerSettings(num_microbatches=1, devices_per_node=degree)
+    planned, _ = grouped(with_shares(profile, degree, sharding), settings, degree)
     found = footprint(planned, 0, structure.num_layers, num_devices=1)
     state = found.weight_bytes + found.gradient_bytes + found.optimizer_bytes + found.copy_bytes
     assert state + found.transient_bytes == pytest.approx(held, rel=0.05)
