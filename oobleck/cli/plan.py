@@ -10,7 +10,7 @@ from oobleck.job import MAX_DEVICES, MAX_NODES, Sharding
 
 from . import inputs
 from .common_options import JsonOption
-from .option_fields import option, takes_options
+from .option_fields import flag, option, takes_options
 from .pictures import PictureOptions
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ class PlanOptions:
         "N",
         "How many devices hold a stage together; all of a node's by default.",
         parser=inputs.whole(2, MAX_DEVICES),
+    )
+    expert_parallel: bool = flag(
+        "--expert-parallel", "Have these devices send tokens to each other's experts, as a job's expert_parallel."
     )
     prices: str | None = option(
         "--prices",
@@ -98,7 +101,9 @@ def _report(options: PlanOptions, counts: int | tuple[inputs.KindCount, ...]) ->
     from .plan_profile import check_batch, kinds_of, utilisation_of
 
     planning = options.planning
-    kinds, kind_of = kinds_of(counts, planning)
+    if options.expert_parallel and _sharding(options) == "none":
+        raise UsageError("--expert-parallel was given without --sharding; experts are those of sharded stages")
+    kinds, kind_of = kinds_of(counts, planning, expert_parallel=options.expert_parallel)
     if isinstance(counts, int) and options.prices is not None:
         raise UsageError("--prices is for nodes of several kinds; name them, as in --nodes A100:16,A40:16")
     if len(kinds) > 1 and options.schedule == "interleaved":

@@ -28,17 +28,23 @@ def check_batch(global_batch: int, microbatch: int) -> None:
         raise UsageError(f"--global-batch is {global_batch}; it must be at most {most}")
 
 
-def profile_of(options: inputs.PlanningOptions) -> Profile:
+def profile_of(options: inputs.PlanningOptions, *, expert_parallel: bool = False) -> Profile:
     """Read or estimate the profile. Raises UsageError that names the options that do not go together."""
     if options.precision not in _PRECISIONS:
         raise UsageError(f"--precision is {options.precision!r}; it must be {' or '.join(_PRECISIONS)}")
     if options.profile_file is not None:
+        if expert_parallel:
+            raise UsageError(
+                "--expert-parallel and --profile were both given; a profile has been made with it or without"
+            )
         return _read(options.profile_file, options)
     if options.model is None or options.device is None:
         raise UsageError("nothing to plan with: pass --profile FILE, or --model NAME and --device NAME")
     if options.microbatch is None:
         raise UsageError("--microbatch is missing: an estimate needs the samples of a microbatch")
     shape = _shape(options.model)
+    if expert_parallel and not shape.num_experts:
+        raise UsageError(f"--expert-parallel: {shape.name} has no experts that tokens choose from; leave it out")
     recompute = "all" if options.recomputes_all else options.recompute
     if recompute not in get_args(Recompute):
         raise UsageError(f"--recompute is {recompute!r}; it must be one of {', '.join(get_args(Recompute))}")
@@ -50,11 +56,12 @@ def profile_of(options: inputs.PlanningOptions) -> Profile:
         precision="bfloat16" if options.precision == "bfloat16" else "float32",
         recompute=cast("Recompute", recompute),
         device_counts=tuple(1 << exponent for exponent in range(options.devices_per_node.bit_length())),
+        expert_parallel=expert_parallel,
     )
 
 
 def kinds_of(
-    counts: int | Sequence[inputs.KindCount], options: inputs.PlanningOptions
+    counts: int | Sequence[inputs.KindCount], options: inputs.PlanningOptions, *, expert_parallel: bool = False
 ) -> tuple[tuple[NodeKind, ...], dict[str, str]]:
     """Read or estimate the profile of each kind of nodes, and return the kind of each node.
 
@@ -64,7 +71,7 @@ def kinds_of(
     if isinstance(counts, int):
         if options.profiles is not None:
             raise UsageError("--profiles is for nodes of several kinds; name them, as in --nodes A100:16,A40:16")
-        profile = profile_of(options)
+        profile = profile_of(options, expert_parallel=expert_parallel)
         alike = NodeKind(name=profile.device.name, profile=profile, devices_per_node=options.devices_per_node)
         return (alike,), {f"node{number}": alike.name for number in range(counts)}
     names = [count.kind for count in counts]
@@ -79,7 +86,11 @@ def kinds_of(
         # Stages have several devices only where all nodes are of one kind.
         own = replace(options, devices_per_node=devices if len(counts) == 1 else 1)
         own = replace(own, device=count.kind) if files is None else replace(own, profile_file=files[count.kind])
-        kinds.append(NodeKind(name=count.kind, profile=profile_of(own), devices_per_node=devices))
+        kinds.append(
+            NodeKind(
+                name=count.kind, profile=profile_of(own, expert_parallel=expert_parallel), devices_per_node=devices
+            )
+        )
     return tuple(kinds), {node: count.kind for count in counts for node in count.names}
 
 

@@ -70,6 +70,8 @@ def with_shares(profile: Profile, degree: int, sharding: Sharding, *, is_cast: b
             unit += weights[index] + max(
                 (weights[at] for at in (index - 1, index + 1) if 0 <= at < len(layers)), default=0
             )
+        # Each device has the gradient of its own experts alone, of which two thirds come at once.
+        unit -= min(layer.transient_bytes, 2 * layer.expert_bytes // 3) * (degree - 1) // degree
         return replace(
             layer,
             activation_bytes=degree * layer.activation_bytes,

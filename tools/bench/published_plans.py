@@ -25,6 +25,32 @@ _LLAMA_3: Mapping[str, int | str | bool] = {
     "num_key_value_heads": 8,
     "tie_word_embeddings": False,
 }
+_MIXTRAL: Mapping[str, int | str | bool] = {
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+}
+_QWEN3: Mapping[str, int | str | bool] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "tie_word_embeddings": False,
+}
 _LENGTH = 8192
 _DEVICES = 8
 
@@ -35,6 +61,7 @@ class Case:
     config: Mapping[str, int | str | bool]
     num_nodes: int
     batch: int
+    expert_parallel: bool = False
 
 
 CASES = (
@@ -62,17 +89,30 @@ CASES = (
         num_nodes=16,
         batch=256,
     ),
+    *(
+        Case(name=name, config=config, num_nodes=num_nodes, batch=256, expert_parallel=expert_parallel)
+        for name, config, num_nodes in (("Mixtral 8x7B", _MIXTRAL, 16), ("Qwen3 30B-A3B", _QWEN3, 8))
+        for expert_parallel in (False, True)
+    ),
 )
 
 
 def row(case: Case, sharding: Sharding, recompute: Recompute) -> str:
     """Plan a case, on stages of one device or on sharded ones of all of a node's; return a row of the table."""
     shape, sheet = shape_from_config(case.config), device_sheet("H100")
-    profile = estimate_profile(shape, sheet, microbatch_size=1, sequence_length=_LENGTH, recompute=recompute)
+    profile = estimate_profile(
+        shape,
+        sheet,
+        microbatch_size=1,
+        sequence_length=_LENGTH,
+        recompute=recompute,
+        expert_parallel=case.expert_parallel,
+    )
     num_lanes = 1 if sharding == "none" else _DEVICES
     settings = PlannerSettings(num_microbatches=case.batch // num_lanes, devices_per_node=_DEVICES)
     planner = Planner(profile, settings, tensor_parallel=num_lanes, sharding=sharding, is_cast=True)
-    cells = [case.name, f"{case.num_nodes} × {_DEVICES}", sharding, recompute]
+    name = f"{case.name}, experts stay" if case.expert_parallel else case.name
+    cells = [name, f"{case.num_nodes} × {_DEVICES}", sharding, recompute]
     try:
         decision = planner.initial_plan([f"node{index}" for index in range(case.num_nodes)])
     except PlanningError:
@@ -101,7 +141,7 @@ def main() -> None:
     print("| model | nodes | sharding | recompute | pipelines × stages | blocks: some / all | step | waiting | MFU |")
     print("|---|---|---|---|---|---|---|---|---|")
     for case in cases:
-        for sharding in get_args(Sharding):
+        for sharding in get_args(Sharding)[1 if case.expert_parallel else 0 :]:
             for recompute in get_args(Recompute):
                 print(row(case, cast("Sharding", sharding), cast("Recompute", recompute)))
 

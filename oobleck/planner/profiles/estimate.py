@@ -43,6 +43,7 @@ class _Setting:
     recompute: Recompute
     device_counts: tuple[int, ...]
     max_logits: int
+    expert_parallel: bool
 
     @property
     def tokens(self) -> int:
@@ -78,10 +79,12 @@ def estimate_profile(
     device_counts: Sequence[int] = (1,),
     network: NetworkProfile | None = None,
     max_logits: int = MAX_LOGITS,
+    expert_parallel: bool = False,
 ) -> Profile:
     """Return an estimated profile, labelled as such; `network` overrides the data sheet's usual links.
 
-    The standard loss of language models has at most `max_logits` at once.
+    The standard loss of language models has at most `max_logits` at once. With `expert_parallel`, experts stay on the
+    devices of a sharded stage. Tokens are taken to be spread evenly over experts.
     """
     if precision not in ("float32", "bfloat16"):
         raise ConfigError(f"precision {precision!r} is not possible; it must be 'float32' or 'bfloat16'")
@@ -99,6 +102,7 @@ def estimate_profile(
         recompute=recompute,
         device_counts=tuple(device_counts),
         max_logits=max_logits,
+        expert_parallel=expert_parallel,
     )
     block = _block(setting)
     blocks = [replace(block, name=f"block.{index}") for index in range(shape.num_blocks)]
@@ -133,7 +137,7 @@ def _block(setting: _Setting) -> LayerProfile:
     shape, tokens = setting.shape, setting.tokens
     # Matrix products take 2 operations for each parameter and token, and attention 4 · length · hidden for each token
     # (Narayanan et al. 2021, appendix; causal masks are not exploited).
-    flops = 2 * shape.block_params * tokens + 4 * tokens * setting.sequence_length * shape.hidden_size
+    flops = 2 * shape.active_params * tokens + 4 * tokens * setting.sequence_length * shape.attention_size
     kept = tokens * _kept_of_token(setting)
     forward, backward = {}, {}
     more_s: dict[str, dict[int, float]] = {level: {} for level in LEVELS}
@@ -146,7 +150,10 @@ def _block(setting: _Setting) -> LayerProfile:
         backward[count] = 2 * compute + reduced
         more_s["selective"][count] = _seconds(setting, 0.0, _repeated_bytes(setting) / count)
         more_s["all"][count] = compute + reduced
-    gradients = setting.gradient_bytes * (tokens + shape.hidden_size) * max(shape.feed_forward_size, shape.hidden_size)
+    widest = max(shape.feed_forward_size, shape.hidden_size)
+    # A mixture keeps the matrices of all its experts in one parameter, whose gradient comes whole.
+    largest = max(shape.hidden_size * widest, 2 * shape.expert_params // 3)
+    gradients = setting.gradient_bytes * (tokens * widest + largest)
     block = _layer(setting, "block", forward, backward, shape.block_params, kept, transient_bytes=gradients)
     kept_at = {"selective": tokens * _kept_of_products(setting), "all": setting.hidden_bytes}
     recomputed = {
@@ -158,6 +165,12 @@ def _block(setting: _Setting) -> LayerProfile:
         )
         for level in LEVELS
     }
+    if setting.expert_parallel:
+        block = replace(
+            block,
+            expert_bytes=_PARAM_BYTES * shape.expert_params,
+            expert_message_bytes=shape.experts_per_token * setting.output_bytes,
+        )
     if setting.recompute == "auto":
         return replace(block, recomputed=recomputed)
     return block if setting.recompute == "none" else block.at(recomputed[setting.recompute])
@@ -167,7 +180,10 @@ def _kept_of_products(setting: _Setting) -> int:
     """Return the bytes that a block keeps of one token where it recomputes all but matrix products and attention."""
     shape = setting.shape
     # Queries, keys and values, attention, the outputs of both parts, and what goes through the feed-forward part.
-    outputs = 4 * shape.hidden_size + 2 * shape.kv_size + (2 if shape.is_gated else 1) * shape.feed_forward_size
+    outputs = 2 * (
+        shape.hidden_size + shape.attention_size + shape.kv_size + shape.experts_per_token * shape.hidden_size
+    )
+    outputs += (2 if shape.is_gated else 1) * shape.feed_forward_size
     return _PARAM_BYTES * shape.hidden_size + setting.value_bytes * outputs
 
 
@@ -186,7 +202,9 @@ def _kept_of_token(setting: _Setting) -> int:
     masks = 0 if shape.is_gated else 2 * (setting.value_bytes if setting.device.is_host else 1)
     # Autocast casts a norm's output for each matrix that reads it: queries, keys, values, gate and up, or two matrices.
     inputs = 5 if shape.is_gated and setting.is_half else 2
-    attention = 2 * shape.hidden_size + 2 * shape.kv_size
+    attention = 2 * shape.attention_size + 2 * shape.kv_size
+    # What is sent to a token's experts, and what they return.
+    attention += 2 * shape.experts_per_token * shape.hidden_size
     wide = (4 if shape.is_gated else 5) * shape.feed_forward_size
     kept = (norms + masks) * shape.hidden_size
     kept += setting.value_bytes * (inputs * shape.hidden_size + attention + wide)

@@ -10,12 +10,13 @@ from difflib import get_close_matches
 from oobleck.errors import ConfigError
 from oobleck.job import Scalar, check_model_numbers
 
+_MAY_BE_0 = ("num_positions", "head_size", "num_experts", "experts_per_token", "expert_size")
 _ON_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A transformer of equal blocks between an embedding and a head."""
+    """A transformer of equal blocks between an embedding and a head; as blocks of a mixture counts the widest."""
 
     name: str
     hidden_size: int
@@ -25,7 +26,15 @@ class ModelShape:
     num_positions: int
     """Rows of a learned position table; 0 where positions are rotary."""
     feed_forward_size: int
+    """The width of what a token passes through: in a mixture, of all experts that it is sent to, and of shared ones."""
     num_kv_heads: int
+    head_size: int = 0
+    """The width of an attention head; 0 where all heads together are as wide as hidden states."""
+    num_experts: int = 0
+    """Of a mixture, of which a token is sent to some; 0 where all of a block computes for each token."""
+    experts_per_token: int = 0
+    expert_size: int = 0
+    """The width of one expert."""
     is_gated: bool = False
     """The feed-forward part has three matrices (Llama and its kin) rather than two."""
     is_tied: bool = True
@@ -36,13 +45,25 @@ class ModelShape:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type == "int" and (value < 0 or (value == 0 and field.name != "num_positions")):
+            if field.type == "int" and (value < 0 or (value == 0 and field.name not in _MAY_BE_0)):
                 raise ConfigError(f"model {self.name!r}: {field.name} is {value!r}; it must be above 0")
 
     @property
     def block_params(self) -> int:
-        """Parameters of one block's matrices, biases and norms."""
-        attention = 2 * self.hidden_size * (self.hidden_size + self.kv_size)
+        """Parameters of one block's matrices, biases and norms, those of all its experts among them."""
+        others = (self.num_experts - self.experts_per_token) * self.expert_params // max(1, self.num_experts)
+        return self.active_params + others
+
+    @property
+    def expert_params(self) -> int:
+        """Parameters of all experts of one block."""
+        return 3 * self.hidden_size * self.num_experts * self.expert_size
+
+    @property
+    def active_params(self) -> int:
+        """Parameters of one block that compute for a token."""
+        attention = 2 * self.hidden_size * (self.attention_size + self.kv_size)
+        attention += self.hidden_size * self.num_experts  # the router
         matrices = attention + (3 if self.is_gated else 2) * self.hidden_size * self.feed_forward_size
         if self.is_gated:
             # Two RMS norms, and no biases.
@@ -54,7 +75,12 @@ class ModelShape:
     @property
     def kv_size(self) -> int:
         """The width of the keys, and of the values."""
-        return self.hidden_size // self.num_heads * self.num_kv_heads
+        return self.attention_size // self.num_heads * self.num_kv_heads
+
+    @property
+    def attention_size(self) -> int:
+        """The width of the queries of all heads."""
+        return self.head_size * self.num_heads or self.hidden_size
 
     @property
     def embedding_params(self) -> int:
@@ -80,7 +106,7 @@ def training_flops(shape: ModelShape, *, num_samples: int, sequence_length: int)
     activations do not count, so a share of a device's peak is a share of useful work.
     """
     tokens = num_samples * sequence_length
-    block = 2 * shape.block_params + 4 * sequence_length * shape.hidden_size
+    block = 2 * shape.active_params + 4 * sequence_length * shape.attention_size
     head = 2 * shape.vocab_size * shape.hidden_size
     return 3.0 * tokens * (shape.num_blocks * block + head)
 
@@ -127,6 +153,12 @@ _ALIASES = {
     "feed_forward_size": ("intermediate_size", "n_inner", "ffn_dim"),
     "vocab_size": ("vocab_size",),
     "num_positions": ("max_position_embeddings", "n_positions"),
+    "head_size": ("head_dim",),
+    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "experts_per_token": ("num_experts_per_tok",),
+    "expert_size": ("moe_intermediate_size",),
+    "num_shared": ("n_shared_experts",),
+    "shared_size": ("shared_expert_intermediate_size",),
 }
 _LEARNED_POSITIONS = ("gpt2", "gpt_neo", "opt", "bert", "roberta", "electra")
 
@@ -152,6 +184,13 @@ def shape_from_config(config: Mapping[str, Scalar]) -> ModelShape:
             raise ConfigError(f"model configuration: {_ALIASES[field][0]} is missing")
     hidden_size, num_heads = numbers["hidden_size"] or 0, numbers["num_heads"] or 0
     has_table = kind in _LEARNED_POSITIONS
+    width = numbers["feed_forward_size"] or 4 * hidden_size
+    mixture: dict[str, int] = {}
+    # One expert for all is none to choose from.
+    if (num_experts := numbers["num_experts"] or 0) > 1:
+        size, chosen = numbers["expert_size"] or width, numbers["experts_per_token"] or 1
+        mixture = {"num_experts": num_experts, "experts_per_token": chosen, "expert_size": size}
+        width = chosen * size + (numbers["num_shared"] or 0) * size + (numbers["shared_size"] or 0)
     return ModelShape(
         name=str(config.get("name_or_path") or config.get("_name_or_path") or kind or "model"),
         hidden_size=hidden_size,
@@ -159,8 +198,10 @@ def shape_from_config(config: Mapping[str, Scalar]) -> ModelShape:
         num_heads=num_heads,
         vocab_size=numbers["vocab_size"] or 0,
         num_positions=(numbers["num_positions"] or 0) if has_table else 0,
-        feed_forward_size=numbers["feed_forward_size"] or 4 * hidden_size,
+        feed_forward_size=width,
         num_kv_heads=numbers["num_kv_heads"] or num_heads,
+        head_size=numbers["head_size"] or 0,
+        **mixture,
         is_gated=not has_table and config.get("hidden_act", "silu") in ("silu", "gelu_pytorch_tanh"),
         is_tied=bool(config.get("tie_word_embeddings", True)),
         changes_logits=any(config.get(key) is not None for key in _ON_LOGITS),

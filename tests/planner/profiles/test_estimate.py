@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -21,7 +22,7 @@ from oobleck.planner import (
     profile_to_json,
     shape_from_config,
 )
-from oobleck.planner.profiles import in_one_layer, shape_of_size
+from oobleck.planner.profiles import in_one_layer, shape_of_size, training_flops
 
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",
@@ -31,6 +32,16 @@ GPT2: dict[str, Any] = {
     "vocab_size": 50257,
     "n_positions": 1024,
 }
+MIXTRAL: dict[str, Any] = {
+    "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN3: dict[str, Any] = {
+    "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "tie_word_embeddings": False,
+}  # fmt: skip
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "name_or_path": "llama-7b",
@@ -83,6 +94,37 @@ def test_llamas_kin_are_gated_rotary_and_untied() -> None:
     assert shape.num_params == 6_738_415_616
     grouped = shape_from_config(LLAMA | {"num_key_value_heads": 8})
     assert grouped.block_params == shape.block_params - 2 * 4096 * (4096 - 1024)
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "active_billions"),
+    [
+        # Jiang et al. 2024 ("Mixtral of Experts", section 2): 47 and 13 billion; Qwen3's report, table 2: 30.5 and 3.3.
+        (MIXTRAL, 46.7, 12.9),
+        (QWEN3, 30.5, 3.3),
+    ],
+)
+def test_of_a_mixture_all_experts_are_held_and_some_compute(
+    config: dict[str, Any], billions: float, active_billions: float
+) -> None:
+    shape = shape_from_config(config)
+    assert shape.num_params / 1e9 == pytest.approx(billions, rel=5e-3)
+    active = shape.num_params - shape.num_blocks * (shape.block_params - shape.active_params)
+    assert active / 1e9 == pytest.approx(active_billions, rel=0.02)
+    flops = training_flops(shape, num_samples=1, sequence_length=1)
+    assert flops < 6.5 * active_billions * 1e9, "by what computes for a token"
+
+
+def test_experts_that_stay_on_their_devices_are_known_to_an_estimate() -> None:
+    shape, sheet = shape_from_config(MIXTRAL), device_sheet("H100")
+    gathered, placed = (
+        estimate_profile(shape, sheet, microbatch_size=1, sequence_length=4096, expert_parallel=each).layers[1]
+        for each in (False, True)
+    )
+    assert (gathered.expert_bytes, gathered.expert_message_bytes) == (0, 0)
+    assert placed.expert_bytes == 4 * 8 * 3 * 4096 * 14336
+    assert placed.expert_message_bytes == 4096 * 2 * 4096 * 2
+    assert replace(placed, expert_bytes=0, expert_message_bytes=0) == gathered
 
 
 @pytest.mark.parametrize(
