@@ -42,6 +42,7 @@ FORGOTTEN = (
 ANSWERS = "tests/control/steps/test_follower.py::test_an_answer_stays_true_wherever_the_worker_is_interrupted"
 CLAIMS = "tests/control/steps/test_follower.py::test_who_has_not_applied_a_step_that_others_have_catches_up_first"
 SECTIONS = "tests/control/test_commit.py::test_sections_of_a_step_break_no_promise"
+EXPERTS = "tests/training/step/test_experts.py"
 SHARED_OUT = "tests/control/test_commit.py::test_devices_that_share_out_a_stage_break_no_promise"
 SHARED_WEIGHTS = "tests/training/step/test_node_sums.py::test_whole_weights_are_those_of_all_shares_to_the_last_bit"
 POSTED = "tests/training/step/test_node_sums.py::test_what_a_device_posts_does_not_depend_on_where_it_was_interrupted"
@@ -703,6 +704,25 @@ MUTATIONS = (
             "            yield from self._node_sums.begin(self.seat.stage_key, record.step)\n"
         ),
         caught_by=SHARED_OUT,
+    ),
+    Mutation(
+        name="idle_experts",
+        what="a device to whose experts no token goes takes no part in the backward pass's exchanges",
+        file="oobleck/training/model/experts.py",
+        old="        taken = _exchanged(rows, counts, collectives)\n",
+        new=(
+            "        taken = _exchanged(rows, counts, collectives)\n"
+            "        taken = taken if len(taken) else taken.detach()\n"
+        ),
+        caught_by=EXPERTS,
+    ),
+    Mutation(
+        name="experts_of_others",
+        what="tokens come back from experts in the order in which they have come there",
+        file="oobleck/training/model/experts.py",
+        old="        placed = torch.empty_like(back).index_copy(0, order, back)",
+        new="        placed = back",
+        caught_by=EXPERTS,
     ),
     Mutation(
         name="full_cache",

@@ -252,6 +252,7 @@ def job_specs(draw: st.DrawFn) -> JobSpec:
             tensor_parallel=st.just(degree),
             sharding=st.just("none") if lanes == 1 else st.sampled_from(("optimizer", "gradients", "all")),
             sharding_devices=st.just(lanes),
+            expert_parallel=st.just(False) if lanes == 1 else st.booleans(),
             initial_loss_scale=_LOSS_SCALES,
             num_pipelines=st.none() | st.integers(1, num_microbatches),
         )

@@ -62,6 +62,7 @@ class Case:
     num_nodes: int
     batch: int
     expert_parallel: bool = False
+    levels: tuple[str, ...] = get_args(Recompute)
 
 
 CASES = (
@@ -90,7 +91,14 @@ CASES = (
         batch=256,
     ),
     *(
-        Case(name=name, config=config, num_nodes=num_nodes, batch=256, expert_parallel=expert_parallel)
+        Case(
+            name=name,
+            config=config,
+            num_nodes=num_nodes,
+            batch=256,
+            expert_parallel=expert_parallel,
+            levels=("auto",),
+        )
         for name, config, num_nodes in (("Mixtral 8x7B", _MIXTRAL, 16), ("Qwen3 30B-A3B", _QWEN3, 8))
         for expert_parallel in (False, True)
     ),
@@ -142,7 +150,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for case in cases:
         for sharding in get_args(Sharding)[1 if case.expert_parallel else 0 :]:
-            for recompute in get_args(Recompute):
+            for recompute in case.levels:
                 print(row(case, cast("Sharding", sharding), cast("Recompute", recompute)))
 
 

@@ -37,7 +37,7 @@ from tests.training.comm.native_lock import NativeLock
 __all__ = ["FakeLibrary", "FakeNccl", "FakeNcclWork"]
 
 _PATIENCE_S = 20.0
-_COLLECTIVES = ("sum", "gather", "scatter")
+_COLLECTIVES = ("sum", "gather", "scatter", "exchange")
 _LONGEST_SLEEP_S = 3.0  # of the watchdog, which torch has sleep a minute
 
 
@@ -76,6 +76,13 @@ class FakeNccl:
     def _reduce_scatter_base(self, own: torch.Tensor, parts: torch.Tensor, _options: object) -> FakeNcclWork:
         return self._post("scatter", [own], parts)
 
+    def alltoall_base(
+        self, own: torch.Tensor, rows: torch.Tensor, taken: list[int], sent: list[int], _options: object
+    ) -> FakeNcclWork:
+        """Post messages to all members, here as many rows to each."""
+        assert len({*taken, *sent}) == 1
+        return self._post("exchange", [own], rows)
+
     def send(self, tensors: list[torch.Tensor], target: int, _tag: int) -> FakeNcclWork:
         """Post a message to the other member."""
         assert target == 1 - self._rank
@@ -109,6 +116,8 @@ class FakeNccl:
         """Return what a collective leaves at this member, of what members have given."""
         if kind == "gather":
             return known
+        if kind == "exchange":
+            return torch.cat([each.chunk(self.world.size)[self._rank] for each in known])
         return known.sum(0)[self._rank] if kind == "scatter" else known.sum(0)
 
     def abort(self) -> None:

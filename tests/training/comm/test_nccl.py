@@ -19,6 +19,7 @@ from oobleck.planner import WorkerId
 from oobleck.training.comm.devices import prepare_nccl
 from oobleck.training.comm.group import Group
 from oobleck.training.comm.nccl import NcclGroup
+from oobleck.training.comm.stage_sums import StageSums
 from oobleck.training.comm.waiter import Waiter
 from oobleck.training.step.reduction import Bucket, GradientReducer
 from tests.training.comm.fake_nccl import FakeNccl
@@ -269,6 +270,19 @@ def test_the_host_goes_on_before_a_sum_in_order_is_there():
     stage.conclude_in_order()
     assert [part.tolist() for part in parts] == [[number + 1.0] * 2 for number in range(3)]
     assert not stage.has_open_sums, "the next plan may keep it"
+
+
+def test_rows_are_sent_in_order_and_numbers_read_of_an_aborted_stage_pass_for_nothing():
+    stage, _, _, (mine, other), _ = stage_and_sum()
+    sums = StageSums(never)
+    sums.adopt(stage)
+    taken = sums.exchange(torch.tensor([[1.0], [2.0]]), [[1, 1], [1, 1]])
+    assert mine.num_spinning == 1, "the host does not wait"
+    other.alltoall_base(torch.zeros(2, 1), torch.tensor([[3.0], [4.0]]), [1, 1], [1, 1], None)
+    assert sums.read(taken) == [[1.0], [3.0]]
+    stage.abort()
+    with pytest.raises(Interrupted):
+        sums.read(taken)
 
 
 def test_of_sums_in_order_only_the_newest_keeps_its_tensor():

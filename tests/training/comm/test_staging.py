@@ -45,6 +45,27 @@ def _both(work: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
         return list(pool.map(work, range(2)))
 
 
+@pytest.mark.parametrize("is_staged", [True, False])
+def test_members_send_each_other_as_many_rows_as_they_say(*, is_staged: bool):
+    """The second sends nothing to the first."""
+    groups = _groups(stages=(is_staged, is_staged))
+    counts = [[1, 2], [0, 3]]
+    rows = [torch.tensor([[-0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]), torch.tensor([[6.0, -0.0], [7.0, 8.0], [9.0, 0.0]])]
+
+    def work(rank: int) -> torch.Tensor:
+        posted, taken = groups[rank].all_to_all(rows[rank], counts)
+        posted.join(lambda: False)
+        return taken()
+
+    expected = [rows[0][:1], torch.cat([rows[0][1:], rows[1]])]
+    for found, each in zip(_both(work), expected, strict=True):
+        assert torch.equal(found, each)
+        assert torch.equal(found.signbit(), each.signbit())
+    unanswered, _ = groups[0].all_to_all(rows[0], counts)
+    with pytest.raises(Interrupted):
+        unanswered.join(lambda: True)
+
+
 @pytest.mark.parametrize("stages", [(True, True), (True, False), (False, True)])
 def test_messages_arrive_as_they_were_when_they_were_sent(stages: tuple[bool, bool]):
     groups = _groups(stages=stages)
