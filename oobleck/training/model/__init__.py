@@ -14,7 +14,6 @@ from .loss_trial import BatchSizes, CapturedHead, made_up_weights, with_tried_lo
 from .models import StageModel, separates_documents
 from .structure import LossOfInputs, ModelStructure
 from .tensor_parallel import AllReduce, Share, initialize_share, install, share_for
-from .weight_gradients import WeightGradients
 
 __all__ = [
     "Adapters",
@@ -28,7 +27,6 @@ __all__ = [
     "Precision",
     "Share",
     "StageModel",
-    "WeightGradients",
     "add_adapters",
     "build_model",
     "check_attention",

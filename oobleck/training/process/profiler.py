@@ -5,6 +5,7 @@ Each layer is measured alone, so that a model much larger than the device can be
 
 from __future__ import annotations
 
+import itertools
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,15 +23,8 @@ from oobleck.planner.profiles import ASSUMED_COMMUNICATION_BYTES, LEVELS, LINKS,
 from oobleck.training import flow as flows
 from oobleck.training.assembly import Assembly
 from oobleck.training.data import Batch
-from oobleck.training.model import (
-    MicrobatchKey,
-    ModelStructure,
-    Precision,
-    StageModel,
-    WeightGradients,
-    experts_per_token,
-    share_for,
-)
+from oobleck.training.model import MicrobatchKey, ModelStructure, Precision, StageModel, experts_per_token, share_for
+from oobleck.training.weight_gradients import WeightGradients
 
 from .allocated import Allocated
 
@@ -77,13 +71,12 @@ def measure_profile(
     state_tensors: int = 2,
     communication_bytes: int = 0,
     whole: Batch | None = None,
-    experts: frozenset[str] = frozenset(),
 ) -> Profile:
     """Measure all layers for microbatches of `microbatch_size` samples: the quickest of five runs after two to warm up.
 
     With `splits`, also measure backward passes in two parts. `state_tensors` is the number of tensors that the
     optimizer keeps for a parameter, each of the parameter's size; `communication_bytes` is what NCCL keeps on the
-    device; `whole` is a microbatch for a model that is kept whole; `experts` are parameters that stay on their devices.
+    device; `whole` is a microbatch for a model that is kept whole.
 
     The memory in use at any time is one layer with its gradients and activations. Changes the state of the device's
     generator.
@@ -112,7 +105,6 @@ def measure_profile(
         cost = measured[kind]
         elements = _num_elements(structure, structure.layer_parameters(layer))
         trained = _num_elements(structure, structure.trained_parameters(layer))
-        placed = _num_elements(structure, experts.intersection(structure.layer_parameters(layer)))
         output_bytes = 0 if layer == structure.num_layers - 1 else hidden_bytes
         if structure.flow is not None:
             received, output_bytes = _passed_on(stage, layer, batch, received)
@@ -132,8 +124,6 @@ def measure_profile(
                 copy_bytes=cost.cast_bytes + (trained * dtype.itemsize if on_gpu else 0),
                 transient_bytes=cost.transient_bytes,
                 message_bytes=output_bytes if on_gpu else 0,
-                expert_bytes=placed * dtype.itemsize,
-                expert_message_bytes=hidden_bytes * experts_per_token(structure) if placed else 0,
             )
         )
     return Profile(
@@ -155,10 +145,9 @@ def _num_elements(structure: ModelStructure, parameters: Iterable[str]) -> int:
 def profile_of_job(assembly: Assembly, *, device_memory_bytes: int, owns_device: bool = True) -> Profile:
     """Measure all layers of a job's model as its workers run them; `owns_device` if no two workers share a device."""
     job, structure, optimizer = assembly.job, assembly.structure, assembly.optimizer
-    experts = share_for(job, structure, rank=0).experts
     precision = Precision.of(job.dtype)
     device = torch.device(job.device)
-    return measure_profile(
+    profile = measure_profile(
         structure,
         microbatch_size=job.microbatch_size,
         dtype=precision.parameters,
@@ -172,8 +161,22 @@ def profile_of_job(assembly: Assembly, *, device_memory_bytes: int, owns_device:
         state_tensors=optimizer.layout(device).num_tensors,
         communication_bytes=bytes_of_nccl(device, owns_device=owns_device),
         whole=assembly.train.largest_batch(job.microbatch_size) if structure.whole_loss is not None else None,
-        experts=frozenset().union(*experts.values()),
     )
+    experts = share_for(job, structure, rank=0).experts
+    return _with_experts(
+        profile, structure, frozenset().union(*experts.values()), itemsize=precision.parameters.itemsize
+    )
+
+
+def _with_experts(profile: Profile, structure: ModelStructure, parameters: frozenset[str], *, itemsize: int) -> Profile:
+    """Return a profile that knows the parameters of experts that stay on the devices of a sharded stage."""
+
+    def with_own(index: int, layer: LayerProfile) -> LayerProfile:
+        elements = _num_elements(structure, parameters.intersection(structure.layer_parameters(index)))
+        messages = layer.output_bytes * experts_per_token(structure) if elements else 0
+        return replace(layer, expert_bytes=elements * itemsize, expert_message_bytes=messages)
+
+    return replace(profile, layers=tuple(itertools.starmap(with_own, enumerate(profile.layers))))
 
 
 def bytes_of_nccl(device: torch.device, *, owns_device: bool) -> int:

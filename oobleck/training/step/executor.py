@@ -16,7 +16,8 @@ from oobleck.schedule import Instruction, Op, Program
 from oobleck.training.comm import DeviceWork, Inbox, Post
 from oobleck.training.data import Batch
 from oobleck.training.flow import Carried, gradients_of, leaf_of, run_backward
-from oobleck.training.model import StageModel, WeightGradients
+from oobleck.training.model import StageModel
+from oobleck.training.weight_gradients import WeightGradients
 
 from .messages import Messages
 from .node_sums import NodeSums

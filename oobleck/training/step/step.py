@@ -14,7 +14,8 @@ from oobleck.job import JobSpec
 from oobleck.schedule import compile_schedule
 from oobleck.training.comm import DeviceWork, StageSums, Waiter
 from oobleck.training.data import Dataset
-from oobleck.training.model import StageModel, WeightGradients
+from oobleck.training.model import StageModel
+from oobleck.training.weight_gradients import WeightGradients
 
 from .executor import Execution
 from .node_sums import NodeSums

@@ -20,12 +20,12 @@ from oobleck.schedule import ScheduleKind
 from oobleck.training.model.models import StageModel
 from oobleck.training.model.structure import ModelStructure
 from oobleck.training.model.tensor_parallel import share_of
-from oobleck.training.model.weight_gradients import WeightGradients
 from oobleck.training.optim.optimizer import Optimizer
 from oobleck.training.process.profiler import measure_profile
 from oobleck.training.step.layer_store import LayerStore
 from oobleck.training.step.reduction import make_buckets
 from oobleck.training.step.stage_state import StageState
+from oobleck.training.weight_gradients import WeightGradients
 from tests.training.table import LinkedTable, acquaint
 from tests.training.zoo import (
     KEY,

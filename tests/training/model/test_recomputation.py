@@ -9,9 +9,10 @@ from oobleck.errors import ConfigError
 from oobleck.job import JobSpec
 from oobleck.plan import StageTemplate
 from oobleck.planner.costs import stage_footprint
-from oobleck.training.model import StageModel, WeightGradients
+from oobleck.training.model import StageModel
 from oobleck.training.process.allocated import Allocated
 from oobleck.training.process.profiler import measure_profile
+from oobleck.training.weight_gradients import WeightGradients
 from tests.training.zoo import KEY, gradients_of, random_batch, run_pipeline, structure_of
 
 LEVELS = ("none", "selective", "all")

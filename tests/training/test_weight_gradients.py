@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from oobleck.training.model.models import StageModel
-from oobleck.training.model.weight_gradients import WeightGradients
 from oobleck.training.randomness import MicrobatchKey
+from oobleck.training.weight_gradients import WeightGradients
 from tests.training.zoo import random_batch, structure_of, whole_stage
 
 pytestmark = pytest.mark.usefixtures("backward_on")
