@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from oobleck.job import ModelSpec
+from oobleck.job import DataSpec, JobSpec, ModelSpec
 from oobleck.planner import Profile, profile_from_json, profile_to_json
+from oobleck.training.assembly import assemble
 from oobleck.training.model.structure import ModelStructure
-from oobleck.training.process.profiler import bytes_of_nccl, measure_profile
+from oobleck.training.process.profiler import bytes_of_nccl, measure_profile, profile_of_job
 from tests.training.zoo import KEY, random_batch, structure_of, whole_stage
 
 
@@ -159,3 +162,26 @@ def test_backward_passes_in_two_parts_are_measured_where_that_is_asked_for():
     embedding = split.layers[0].split
     assert embedding is not None
     assert embedding.kept_bytes == 0, "it has no linear layer"
+
+
+def test_the_profile_of_a_job_knows_which_parameters_are_experts_that_stay_on_their_devices(tmp_path: Path):
+    model = ModelSpec(
+        type="mixtral",
+        config={"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2},
+    )  # fmt: skip
+    job = JobSpec(
+        model=model,
+        data=DataSpec(sequence_length=8, vocab_size=300),
+        microbatch_size=2,
+        global_batch_size=8,
+        sharding="all",
+        sharding_devices=2,
+    )
+    for expert_parallel in (True, False):
+        assembly = assemble(replace(job, expert_parallel=expert_parallel), cache_dir=tmp_path)
+        layers = profile_of_job(assembly, device_memory_bytes=1 << 30).layers
+        experts = 4 * 4 * 3 * 16 * 24 if expert_parallel else 0
+        assert [layer.expert_bytes for layer in layers] == [0, experts, experts, 0]
+        messages = 2 * (2 * 8 * 16 * 4) if expert_parallel else 0
+        assert [layer.expert_message_bytes for layer in layers] == [0, messages, messages, 0]
