@@ -208,12 +208,12 @@ def test_a_slow_node_is_planned_for_where_some_nodes_alone_have_no_memory_for_th
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "num_layers", "activation_bytes", "memory_bytes", "num_microbatches", "change"),
+    ("num_nodes", "num_layers", "activation_bytes", "memory_bytes", "num_microbatches", "slow", "joined"),
     [
-        (4, 4, 10, 80, 4, {"slow": {"node2": 4.0}}),
-        (4, 10, 10, 200, 5, {"slow": {"node2": 2.0}}),
-        (3, 7, 5, 100, 2, {"slow": {"node1": 4.0}}),
-        (3, 4, 20, 120, 5, {"joined": ["node3"]}),
+        (4, 4, 10, 80, 4, {"node2": 4.0}, []),
+        (4, 10, 10, 200, 5, {"node2": 2.0}, []),
+        (3, 7, 5, 100, 2, {"node1": 4.0}, []),
+        (3, 4, 20, 120, 5, {}, ["node3"]),
     ],
 )
 def test_chunks_take_no_more_microbatches_than_they_were_cut_for_where_more_have_no_memory(
@@ -222,14 +222,16 @@ def test_chunks_take_no_more_microbatches_than_they_were_cut_for_where_more_have
     activation_bytes: int,
     memory_bytes: int,
     num_microbatches: int,
-    change: dict[str, object],
+    slow: dict[str, float],
+    joined: list[str],
 ) -> None:
     """Shares that changed once made stages of several chunks larger than their devices."""
     layer = make_layer(param_bytes=5, activation_bytes=activation_bytes, output_bytes=1)
     profile = make_profile([layer] * num_layers, memory_bytes=memory_bytes)
     settings = PlannerSettings(num_microbatches=num_microbatches)
     planner = Planner(profile, settings, make_cutter=make_cutter(ScheduleKind.INTERLEAVED, 2))
-    plan = planner.reconfigure(planner.initial_plan(node_names(num_nodes)).plan, **change).plan
+    before = planner.initial_plan(node_names(num_nodes)).plan
+    plan = planner.reconfigure(before, slow=slow, joined=joined).plan
     found = forecast(profile, plan, kind=ScheduleKind.INTERLEAVED)
     assert all(min(each.headroom_bytes) >= 0 for each in found.pipelines)
 
