@@ -270,7 +270,7 @@ class StageCosts:
 
         `num_microbatches` are the pipeline's own, where they are known.
         """
-        # What a stage recomputes, and so its seconds, are those for as many as a step can bring.
+        # What a stage recomputes, and so its seconds, depend on its pipeline alone and not on the pipeline's share.
         own = self.max_in_flight if num_microbatches is None or self.recomputes else num_microbatches
         return min(stages_to_end, self.max_in_flight, own)
 
@@ -307,15 +307,24 @@ class StageCosts:
     def most_microbatches(self, template: PipelineTemplate) -> float:
         """Return how many microbatches of its own a pipeline has memory for; infinity for any number.
 
-        Pipelines of several chunks, and where stages choose what they recompute, hold those of a whole step or none.
+        Pipelines of several chunks hold those of a whole step or none: whoever cuts chunks knows better.
         """
-        if template.num_chunks > 1 or self.recomputes:
+        if template.num_chunks > 1:
             return math.inf if self.fits(template) else 0.0
         least = math.inf
         for after, stage in enumerate(reversed(template.stages)):
             most = float(self.most_in_flight(stage.num_devices)[stage.first_layer, stage.stop_layer])
             if most < self.in_flight(after + 1):
                 least = min(least, max(0.0, most))
+        return least
+
+    def most_of_cuts(self, template: PipelineTemplate, stops: NDArray[np.int64]) -> Floats:
+        """Return what `most_microbatches` would be for each of many cuts of the template, [candidate, S + 1]."""
+        least = np.full(len(stops), np.inf)
+        for index, stage in enumerate(template.stages):
+            most = self.most_in_flight(stage.num_devices)[stops[:, index], stops[:, index + 1]]
+            limited = most < self.in_flight(template.num_stages - index)
+            least = np.where(limited, np.minimum(least, np.maximum(most, 0.0)), least)
         return least
 
     def least_slowest_s(self, template: PipelineTemplate) -> float:
@@ -359,9 +368,12 @@ class StageCosts:
     def _in_flight_at(self, template: PipelineTemplate, index: int, num_microbatches: int | None = None) -> int:
         after, num_chunks = template.num_stages - 1 - index, template.num_chunks
         if num_chunks == 1:
-            return self.in_flight(after + 1, num_microbatches)
+            in_flight = self.in_flight(after + 1, num_microbatches)
+            # A stage that chooses what it recomputes does so for as many as its pipeline has memory for.
+            return int(max(1, min(in_flight, self.most_microbatches(template)))) if self.recomputes else in_flight
+        own = self.max_in_flight if num_microbatches is None else min(num_microbatches, self.max_in_flight)
         # See `schedule/orders.py` for the order of interleaved passes.
-        return min(2 * after + (num_chunks - 1) * template.num_stages + 1, num_chunks * self.max_in_flight)
+        return min(2 * after + (num_chunks - 1) * template.num_stages + 1, num_chunks * own)
 
     def reduced_bytes(self, template: PipelineTemplate) -> int:
         """Return the most gradient bytes that one node of the pipeline reduces with its peers."""

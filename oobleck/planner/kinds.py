@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 from oobleck.errors import PlanningError
@@ -55,7 +56,29 @@ class KindCosts:
         by_kind = {kind: self.of[kind].stage_seconds(form.template, speeds) for kind in set(form.kinds)}
         seconds = [by_kind[form.kinds[stage.node_index]][index] for index, stage in enumerate(form.template.stages)]
         size = form.template.num_stages  # of several chunks each, in a plan that was made while there was one kind
-        return Timing(first_s=math.fsum(seconds), next_s=max(math.fsum(seconds[stage::size]) for stage in range(size)))
+        return Timing(
+            first_s=math.fsum(seconds),
+            next_s=max(math.fsum(seconds[stage::size]) for stage in range(size)),
+            most_microbatches=self.most_microbatches(form),
+        )
+
+    def with_most_in_flight(self, number: int) -> KindCosts:
+        """Return the costs of pipelines that take at most `number` microbatches in a step."""
+        other = copy(self)
+        other.of = tuple(own.with_most_in_flight(number) for own in self.of)
+        return other
+
+    def most_microbatches(self, form: Form) -> float:
+        """Return how many microbatches of its own a pipeline has memory for; infinity for any number."""
+        template, size, least = form.template, form.template.num_stages, math.inf
+        if template.num_chunks > 1:
+            return math.inf if self.fits(form) else 0.0
+        for index, stage in enumerate(template.stages):
+            own = self.of[form.kinds[stage.node_index]]
+            most = float(own.most_in_flight(stage.num_devices)[stage.first_layer, stage.stop_layer])
+            if most < own.in_flight(size - index):
+                least = min(least, max(0.0, most))
+        return least
 
     def fits(self, form: Form, num_microbatches: int | None = None, *, more_copies: int = 0) -> bool:
         """Return whether every stage fits a device of its node's kind, with more copies of its gradients.

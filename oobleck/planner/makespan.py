@@ -118,13 +118,17 @@ class PassTimes:
     def _passes(self, template: PipelineTemplate, stops: Stops, speeds: Sequence[float]) -> _Passes:
         stages = template.stages
         forward, backward = np.empty((2, len(stages), len(stops)))
+        most = self._costs.most_of_cuts(template, stops) if self._costs.recomputes else None
         for index, stage in enumerate(stages):
             first, stop = stops[:, index], stops[:, index + 1]
             forward[index] = self._forward[stage.num_devices][stop] - self._forward[stage.num_devices][first]
             backward[index] = self._backward[stage.num_devices][stop] - self._backward[stage.num_devices][first]
-            if self._costs.recomputes:
-                in_flight = self._costs.in_flight(len(stages) - index)
-                backward[index] += self._costs.recomputing_s(stage.num_devices, in_flight)[first, stop]
+            if most is not None:
+                in_flight = np.maximum(np.minimum(self._costs.in_flight(len(stages) - index), most), 1)
+                for number in np.unique(in_flight):
+                    own = in_flight == number
+                    more_s = self._costs.recomputing_s(stage.num_devices, int(number))
+                    backward[index, own] += more_s[first[own], stop[own]]
             if speeds:
                 forward[index] /= speeds[stage.node_index]
                 backward[index] /= speeds[stage.node_index]

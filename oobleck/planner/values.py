@@ -100,6 +100,9 @@ class Cutter(Protocol):
     def cut(self, template: PipelineTemplate, num_microbatches: int) -> PipelineTemplate:
         """Return the template cut for these microbatches, or itself; the same object for the same arguments."""
 
+    def most_microbatches(self, template: PipelineTemplate) -> float:
+        """Return how many microbatches of its own a template that is cut has memory for; infinity for any number."""
+
     def step_s(self, template: PipelineTemplate, num_microbatches: int, speeds: Sequence[float] | None = None) -> float:
         """Return the event-exact seconds of a step of a template, cut or not, without the reduction.
 

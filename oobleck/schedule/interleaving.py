@@ -7,6 +7,7 @@ layers over a boundary where that shortens the step's timeline.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,8 +18,9 @@ from oobleck.planner import PipelineTemplate, Profile, with_speed
 from oobleck.planner.zero_bubble import LEAST_GAIN
 
 from .choice import chosen_step_s, kind_for, step_s
+from .cost import StageCost
 from .costs_of_stages import stage_costs
-from .step_flow import step_flow
+from .step_flow import StepFlow, step_flow
 
 # Stops are 0, and the layer at which each chunk stops.
 _Stops = tuple[int, ...]
@@ -53,6 +55,7 @@ class Interleaving:
         self.is_open = not always
         self._known: dict[tuple[object, int], PipelineTemplate] = {}
         self._steps_s: dict[tuple[object, ...], float] = {}
+        self._most: dict[object, float] = {}
         self._of_speed: dict[float, Profile] = {}
 
     def cut(self, template: PipelineTemplate, num_microbatches: int) -> PipelineTemplate:
@@ -61,6 +64,16 @@ class Interleaving:
         if key not in self._known:
             self._known[key] = self._cut(template, num_microbatches)
         return self._known[key]
+
+    def most_microbatches(self, template: PipelineTemplate) -> float:
+        """Return how many microbatches of its own a template that is cut has memory for; infinity for any number."""
+        if template.stages not in self._most:
+            costs, most = stage_costs(self._profile, template), _ROUNDS * template.num_stages
+            holds = partial(self._holds, template, costs)
+            # More microbatches keep more in flight, up to those of a few rounds.
+            found = most if holds(most) else bisect_left(range(1, most), True, key=lambda number: not holds(number))
+            self._most[template.stages] = math.inf if found == most else found
+        return self._most[template.stages]
 
     def step_s(self, template: PipelineTemplate, num_microbatches: int, speeds: Sequence[float] | None = None) -> float:
         """Return the event-exact seconds of a step under the best schedule, see `Cutter`; O(instructions)."""
@@ -99,14 +112,8 @@ class Interleaving:
 
     def _improved(self, template: PipelineTemplate, stops: _Stops, num_microbatches: int) -> PipelineTemplate | None:
         """Return the best cut near the first one; None where that does not fit, as then few around it do."""
-        flow = step_flow(
-            ScheduleKind.INTERLEAVED,
-            num_stages=template.num_stages,
-            # More microbatches would not be in flight at once.
-            num_microbatches=min(num_microbatches, _ROUNDS * template.num_stages),
-            num_chunks=self.num_chunks,
-        )
-        device_bytes = self._profile.device.memory_bytes
+        # More microbatches would not be in flight at once.
+        flow = self._flow(template, min(num_microbatches, _ROUNDS * template.num_stages))
 
         def better(stops: _Stops, than: tuple[float, _Stops]) -> tuple[float, _Stops]:
             """Return a cut with its seconds if it fits and is faster than another, or as fast and sorts first."""
@@ -114,8 +121,7 @@ class Interleaving:
             found = flow.step_s(costs), stops
             if found >= than:
                 return than
-            each = zip(flow.peak_memory_bytes(costs), template.stages, strict=True)
-            return found if all(peak <= stage.num_devices * device_bytes for peak, stage in each) else than
+            return found if self._fits(template, flow, costs) else than
 
         best = better(stops, (math.inf, ()))
         if best[0] == math.inf:
@@ -128,6 +134,22 @@ class Interleaving:
             if best == before:
                 break
         return _with_stops(template, best[1])
+
+    def _holds(self, template: PipelineTemplate, costs: Sequence[StageCost], num_microbatches: int) -> bool:
+        return self._fits(template, self._flow(template, num_microbatches), costs)
+
+    def _flow(self, template: PipelineTemplate, num_microbatches: int) -> StepFlow:
+        return step_flow(
+            ScheduleKind.INTERLEAVED,
+            num_stages=template.num_stages,
+            num_microbatches=num_microbatches,
+            num_chunks=self.num_chunks,
+        )
+
+    def _fits(self, template: PipelineTemplate, flow: StepFlow, costs: Sequence[StageCost]) -> bool:
+        device_bytes = self._profile.device.memory_bytes
+        each = zip(flow.peak_memory_bytes(costs), template.stages, strict=False)
+        return all(peak <= stage.num_devices * device_bytes for peak, stage in each)
 
 
 def _even_stops(profile: Profile, template: PipelineTemplate, count: int) -> _Stops:

@@ -39,6 +39,10 @@ PARTS = {
 
 SMOKES: dict[str, tuple[str, ...]] = {
     "checkpoint.py": ("flash ", "torch.save", "pause against dcp.async_save"),
+    "choices.py": (
+        "| gpt3-medium | 1 × 8 | recomputation | none: ",
+        "| gpt3-medium | 1 × 8 | devices of a stage | 1: ",
+    ),
     "cluster_mode.py": ("recoveries, goodput",),
     "commit.py": ("| 2 | 2 | ", "| 5 | "),
     "control_plane.py": ("| none | steps", "| none | takeover", "| embedded | loss", "| embedded | takeover"),

@@ -40,6 +40,9 @@ class Sizing:
     step_s: float
 
 
+_NO_SIZES = Sizing(sizes=(), num_microbatches=(), step_s=math.inf)
+
+
 def reduction_s(network: NetworkProfile, reduced_bytes: int, num_pipelines: int) -> float:
     """Return the seconds in which `num_pipelines` pipelines reduce their gradients, nothing overlapped.
 
@@ -98,8 +101,11 @@ def choose_sizes(
 
     Exact over all multisets of the options' sizes that take at most `num_nodes` nodes, with whole microbatches, at
     least one for each pipeline. Of equal ones the most even wins; nodes left over are spares. Returns no sizes, and a
-    step without end, where such pipelines have no memory for the batch.
+    step without end, where the nodes form no such pipelines, or these have no memory for the batch.
     """
+    if not options or min(options) * fewest > num_nodes:
+        return _NO_SIZES
+    most = min(most, num_nodes // min(options))
     # Even sizes need no search, and mostly nothing beats the best of them, as one knapsack proves.
     best = _best_even(options, num_nodes, num_microbatches, network, range(fewest, most + 1))
     if best.step_s == math.inf:
@@ -117,7 +123,7 @@ def choose_sizes(
             )
             best = search.improve(best, fewest, min(most, num_nodes // min(timings)))
     if not best.sizes:
-        return Sizing(sizes=(), num_microbatches=(), step_s=math.inf)
+        return _NO_SIZES
     return sizing_of(options, best.sizes, num_microbatches, network)
 
 

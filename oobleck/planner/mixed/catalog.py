@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 
 from oobleck.errors import PlanningError
 from oobleck.plan import PipelineTemplate
@@ -23,6 +25,9 @@ _FEWEST = 8
 # Beyond this many combinations of numbers of nodes, each pipeline has nodes of one kind.
 _MOST_TOGETHER = 2_048
 
+_Reach = tuple[Counts, bool]
+"""The most nodes of each kind in a pipeline, and whether some may have memory for a few microbatches only."""
+
 
 class MixedCatalog(Catalog):
     def __init__(
@@ -32,10 +37,11 @@ class MixedCatalog(Catalog):
         self._mixes = mixes
         self._kind_of = kind_of
         self._numbers = {kind.name: number for number, kind in enumerate(kinds)}
-        self._searches: dict[Counts, dict[Counts, MixedSearch]] = {}
-        self._timings: dict[Counts, dict[Counts, Timing]] = {}
-        self._forms: dict[tuple[Counts, Counts], Form] = {}
-        self._choices: dict[tuple[Counts, int, int, bool, Counts], Choice | None] = {}
+        self._searches: dict[_Reach, dict[Counts, MixedSearch]] = {}
+        self._timings: dict[_Reach, dict[Counts, Timing]] = {}
+        self._forms: dict[tuple[Counts, _Reach], Form] = {}
+        self._choices: dict[tuple[Counts, int, int, bool, _Reach], Choice | None] = {}
+        self._most: dict[Counts, int] = {}
         self._nominal: dict[tuple[int, tuple[int, ...]], tuple[PipelineTemplate, Timing]] = {}
 
     def kind(self, node: str) -> int:
@@ -55,8 +61,10 @@ class MixedCatalog(Catalog):
         """Return the step times of every pipeline that these nodes can form, in a plan of `total` nodes (`nodes`)."""
         reach = self._reach(total or nodes)
         if reach not in self._timings:
+            searches = sorted(self._search(reach).items())
             self._timings[reach] = {
-                counts: search.timing(counts) for counts, search in sorted(self._search(reach).items())
+                counts: replace(search.timing(counts), most_microbatches=search.most_microbatches)
+                for counts, search in searches
             }
         return {
             counts: timing
@@ -92,17 +100,37 @@ class MixedCatalog(Catalog):
         return choice.pipelines, choice.slowest_s + reduction_s(self.costs.network, bytes_of, len(choice.pipelines))
 
     def most_pipelines(self, total: Counts) -> int:
-        timings = self.timings(total)
-        return Chooser(timings, self.settings.num_microbatches).most_pipelines(total) if timings else 0
+        if total not in self._most:
+            timings = self.timings(total)
+            chooser = Chooser(timings, self.settings.num_microbatches) if timings else None
+            self._most[total] = chooser.most_pipelines(total) if chooser else 0
+        return self._most[total]
+
+    def possible_number(self, total: Counts, wanted: int) -> int:
+        timings, most = self.timings(total), self.most_pipelines(total)
+        if all(timing.most_microbatches == math.inf for timing in timings.values()):
+            return wanted
+        chooser = Chooser(timings, self.settings.num_microbatches)
+        for number in chain(range(wanted, 0, -1), range(wanted + 1, most + 1)):
+            if chooser.can_take(total, number, exactly=True):
+                return number
+        raise AssertionError("some number of pipelines takes the batch")
+
+    def can_hold(self, total: Counts) -> bool:
+        return self.most_pipelines(total) > 0
 
     def continued(self, own: Form, total: Counts, num_microbatches: int, speeds: Sequence[float] | None) -> Form | None:
         counts, present = self.counts_of(own), self.timings(total)
         if counts not in present:
             return own
-        if own.template.num_layers == self.costs.num_layers and self.costs.fits(own):
-            own_s = self.timing(own, None, num_microbatches).step_s(num_microbatches)
+        if own.template.num_layers == self.costs.num_layers:
+            timing, usual = self.timing(own, None, num_microbatches), present[counts]
+            holds_as_many = 0 < timing.most_microbatches >= min(usual.most_microbatches, num_microbatches)
             # A pipeline with slow nodes may be cut for them: its speed without them says nothing.
-            if speeds is not None or own_s <= STILL_FAST * present[counts].step_s(num_microbatches):
+            is_fast = speeds is not None or timing.bound_s(num_microbatches) <= STILL_FAST * usual.bound_s(
+                num_microbatches
+            )
+            if holds_as_many and is_fast:
                 return own
         return self.form(counts, total)
 
@@ -155,32 +183,57 @@ class MixedCatalog(Catalog):
     def _most_stages(self) -> int:
         return min(self.costs.num_layers, self.costs.settings.num_stages or self.costs.num_layers)
 
-    def _reach(self, nodes: Counts) -> Counts:
-        """Return the most nodes of each kind in a pipeline."""
+    def _reach(self, nodes: Counts) -> _Reach:
+        """Return what pipelines of a plan of these nodes may be."""
         # Powers of two, so that a few more nodes need no new search.
-        return tuple(
+        most = tuple(
             min(self._most_stages // devices, 1 << (max(number, _FEWEST) - 1).bit_length()) if number else 0
             for number, devices in zip(nodes, self.costs.devices, strict=True)
         )
+        # With a microbatch for each device, some pipeline takes as many as it has stages, so none need be short.
+        return most, self.settings.num_microbatches < self._num_stages(nodes)
 
-    def _search(self, reach: Counts) -> Mapping[Counts, MixedSearch]:
-        """Return the search that covers each pipeline: one for all kinds together, or one for each kind alone."""
+    def _num_stages(self, counts: Counts) -> int:
+        return sum(number * devices for number, devices in zip(counts, self.costs.devices, strict=True))
+
+    def _search(self, reach: _Reach) -> Mapping[Counts, MixedSearch]:
+        """Return the search that covers each pipeline."""
         if reach not in self._searches:
-            limits = [reach]
-            if not self._mixes or math.prod(number + 1 for number in reach) > _MOST_TOGETHER:
-                limits = [
-                    tuple(number if k == kind else 0 for k, number in enumerate(reach)) for kind in range(len(reach))
-                ]
-            searches = [MixedSearch(self.costs, limit) for limit in limits]
-            self._searches[reach] = {
-                counts: search
-                for search in searches
-                for counts in search.counts()
-                # The reach limits each kind, and not all of them together.
-                if sum(number * devices for number, devices in zip(counts, self.costs.devices, strict=True))
-                <= self._most_stages
-            }
+            most, may_be_short = reach
+            if may_be_short:
+                whole = self._search((most, False))
+                self._searches[reach] = {**self._find_short(most, whole), **whole}
+            else:
+                self._searches[reach] = self._find(self.costs, most)
         return self._searches[reach]
+
+    def _find(self, costs: KindCosts, most: Counts) -> dict[Counts, MixedSearch]:
+        """Search pipelines of up to so many nodes: in one search for all kinds together, or one for each kind alone."""
+        limits = [most]
+        if not self._mixes or math.prod(number + 1 for number in most) > _MOST_TOGETHER:
+            limits = [tuple(number if k == kind else 0 for k, number in enumerate(most)) for kind in range(len(most))]
+        searches = [MixedSearch(costs, limit) for limit in limits if any(limit)]
+        return {
+            counts: search
+            for search in searches
+            for counts in search.counts()
+            # The limit is on each kind, and not on all of them together.
+            if self._num_stages(counts) <= self._most_stages
+        }
+
+    def _find_short(self, most: Counts, whole: Mapping[Counts, MixedSearch]) -> dict[Counts, MixedSearch]:
+        """Search the other pipelines, each for the most microbatches in flight that fit its memory."""
+        alone = self._find(self.costs.with_most_in_flight(1), most)
+        left, found = {counts for counts in alone if counts not in whole}, dict[Counts, MixedSearch]()
+        largest = max(map(self._num_stages, left), default=0)
+        for number in range(min(self.settings.num_microbatches, largest) - 1, 1, -1):
+            if not left:
+                break
+            limit = tuple(max(numbers) for numbers in zip(*left, strict=True))
+            searches = self._find(self.costs.with_most_in_flight(number), limit)
+            found |= {counts: search for counts, search in searches.items() if counts in left}
+            left -= found.keys()
+        return found | {counts: alone[counts] for counts in left}
 
     def explain(self, total: Counts) -> str:
         there = listed(
@@ -191,6 +244,11 @@ class MixedCatalog(Catalog):
         for index, layer in enumerate(self.costs.kinds[0].profile.layers):
             if not any(costs.most_in_flight(1)[index, index + 1] >= 1 for costs in self.costs.of):
                 return f"layer {index} ({layer.name}) fits on a device of no kind: more memory is needed than any has"
+        if self.timings(total):
+            return (
+                f"{there} have no memory for a step's {self.settings.num_microbatches} microbatches; add nodes, or "
+                "take fewer or smaller microbatches"
+            )
         if self._most_stages < min(self.costs.devices):
             return (
                 f"{there}: {counted(self._most_stages, 'stage')} cannot be spread over so many devices of a node; name "

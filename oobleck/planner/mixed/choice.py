@@ -8,6 +8,7 @@ pipeline; the reduction of gradients comes on top.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -53,8 +54,16 @@ class Chooser:
 
     def most_pipelines(self, nodes: Counts) -> int:
         """Return how many pipelines the nodes can form, at most one for each microbatch."""
-        most = self._filling(np.ones(len(self._items)), nodes, 1, exactly=False).total
-        return min(self._total, max(0, int(most))) if math.isfinite(most) else 0
+        found = self._filling(np.ones(len(self._items)), nodes, 1, exactly=False).total
+        most = min(self._total, max(0, int(found))) if math.isfinite(found) else 0
+        if (self._most >= self._total).all():
+            return most
+        # Where so many or more pipelines can take the batch, fewer or more can.
+        return bisect_left(range(1, most + 1), 1, key=lambda number: int(not self.can_take(nodes, number)))
+
+    def can_take(self, nodes: Counts, number: int, *, exactly: bool = False) -> bool:
+        """Return whether `number` or more pipelines of these nodes have memory for the batch, or exactly as many."""
+        return self._filling(self._most, nodes, number, exactly=exactly).total >= self._total
 
     def choose(
         self, nodes: Counts, *, fewest: int, exactly: bool = False, least_s: float = 0.0, below_s: float = math.inf

@@ -70,12 +70,12 @@ def _moves(catalog: MixedCatalog, situation: _Situation, continued: Mapping[int,
     if whole and any(pool):
         # Whole pipelines take what they can within the time of the best plan; the others share the rest.
         taken = sum(
-            max(0, int((everything.slowest_s - timing.first_s) / timing.next_s) + 1)
+            max(0, min(timing.most_microbatches, int((everything.slowest_s - timing.first_s) / timing.next_s) + 1))
             for timing in (catalog.timing(continued[index], None, 0) for index in whole)
         )
         fewest = max(1, number - len(whole))
         if not (exactly and number <= len(whole)):
-            share = max(fewest, num_microbatches - taken)
+            share = max(fewest, num_microbatches - int(taken))
             own = catalog.choose(pool, share, fewest, exactly=exactly, total=total)
             if own is not None:
                 kept = [(index, situation.before[index]) for index in whole]
@@ -121,12 +121,13 @@ def _reinstantiate(catalog: MixedCatalog, situation: _Situation, continued: Mapp
 def _best_within(catalog: MixedCatalog, nodes: Counts, total: Counts, before: Form) -> Counts | None:
     """Return the fastest pipeline of some of the nodes, at four microbatches for each stage of the old pipeline."""
     num_microbatches = 4 * before.template.num_stages
-    steps_s = {
-        counts: timing.step_s(num_microbatches)
+    orders = {
+        # Of those with too little memory for that, the one that has memory for most.
+        counts: (timing.step_s(num_microbatches), -timing.most_microbatches, timing.first_s, counts)
         for counts, timing in catalog.timings(total).items()
         if all(number <= limit for number, limit in zip(counts, nodes, strict=True))
     }
-    return min(steps_s, key=lambda counts: (steps_s[counts], counts), default=None)
+    return min(orders, key=orders.__getitem__, default=None)
 
 
 def _place(situation: _Situation, pipelines: Sequence[Counts], *, kept: Collection[int]) -> list[_Pipeline]:

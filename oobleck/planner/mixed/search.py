@@ -8,6 +8,7 @@ and all cuts. A suffix is full, or has j devices of a node of some kind in use.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -62,7 +63,7 @@ class MixedSearch:
             costs, depth, tables, tuple(np.minimum.accumulate(table[:, ::-1], axis=1)[:, ::-1] for table in least)
         )
         per_device = costs.settings.microbatches_per_device
-        self._rounds = np.maximum(np.minimum(per_device * depth, costs.settings.num_microbatches), 1) - 1
+        self._rounds = np.maximum(np.minimum(per_device * depth, costs.of[0].max_in_flight), 1) - 1
         self._best = np.full(self._shape, np.inf)
         self._bound = np.full(self._shape, np.nan)
         self._find()
@@ -70,6 +71,12 @@ class MixedSearch:
     def counts(self) -> list[Counts]:
         """Return the numbers of nodes of each kind that can form a pipeline, sorted."""
         return [tuple(int(number) for number in counts) for counts in np.argwhere(np.isfinite(self._best))]
+
+    @property
+    def most_microbatches(self) -> float:
+        """How many microbatches of its own a pipeline has memory for: any number, if those of a whole step."""
+        most = self._costs.of[0].max_in_flight
+        return math.inf if most == self._costs.settings.num_microbatches else most
 
     def timing(self, counts: Counts) -> Timing:
         bound, rounds = float(self._bound[counts]), int(self._rounds[counts])

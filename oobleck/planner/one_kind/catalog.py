@@ -70,7 +70,10 @@ class OneKindCatalog(Catalog):
         (size,) = counts
         if size not in self._templates:
             self.options(*total)
-        return self._form(self._cut(self._templates[size], self.share(size, *total)))
+        template = self._templates[size]
+        cut, most = self._cut(template, self.share(size, *total)), self._most_of_share(size, *total)
+        # Shares in whole numbers differ, and each pipeline of this size gets these chunks.
+        return self._form(cut if self._exact.most_microbatches(cut) >= most else self._cut(template, most))
 
     def kinds_of(self, nodes: Sequence[str]) -> tuple[int, ...]:
         return (0,) * len(nodes)
@@ -146,9 +149,9 @@ class OneKindCatalog(Catalog):
 
     def least_s(self, pipelines: Sequence[Counts], total: Counts) -> float:
         sizes = [size for (size,) in pipelines]
-        return instantiation.sizing_of(
-            self.options(*total), sizes, self.settings.num_microbatches, self.profile.network
-        ).step_s
+        # Some of the nodes may have so small a share that their pipelines are short, where those of all need not be.
+        options = {**self._short, **self.options(*total)}
+        return instantiation.sizing_of(options, sizes, self.settings.num_microbatches, self.profile.network).step_s
 
     def most_pipelines(self, total: Counts) -> int:
         return max(self._numbers(total), default=0)
@@ -211,8 +214,7 @@ class OneKindCatalog(Catalog):
         per_node, new = self.settings.devices_per_node, range(self._searched_short + 1, limit + 1)
         missing = {size for size in new if size not in self._options}
         self._searched_short = max(self._searched_short, limit)
-        # What stages recompute is chosen for a whole step's microbatches.
-        if not missing or self._costs.recomputes:
+        if not missing:
             return
         alone = self._found(self._costs.with_most_in_flight(1), missing)
         for most in range(min(self.settings.num_microbatches, max(missing) * per_node) - 1, 1, -1):
@@ -264,8 +266,9 @@ class OneKindCatalog(Catalog):
         )
         if not is_possible:
             return present
-        own_most, present_most = map(self._costs.most_microbatches, (template, present.template))
-        if not own_most or own_most < min(present_most, num_microbatches):
+        own_most, present_most = map(self._exact.most_microbatches, (template, present.template))
+        needed = max(num_microbatches, self._most_of_share(size, *total))
+        if not own_most or own_most < min(present_most, needed):
             return present
         if speeds is None:
             own_s, present_s = (self._whole_s(each, share) for each in (template, present.template))
@@ -273,6 +276,10 @@ class OneKindCatalog(Catalog):
             own_s, present_s = (self.timing(each, speeds, share).step_s(share) for each in (own, present))
         # A pipeline that was cut for its microbatches, or for slow nodes, stays as it is while it is fast enough.
         return own if own_s <= STILL_FAST * present_s else present
+
+    def _most_of_share(self, size: int, num_nodes: int) -> int:
+        """Return the microbatches of a pipeline's nodes, rounded up."""
+        return -(-self.settings.num_microbatches * size // num_nodes)
 
     def _best(self, num_nodes: int) -> instantiation.Sizing:
         return self.choose(num_nodes, self.settings.num_microbatches, *self.num_pipelines((num_nodes,)))
@@ -309,6 +316,15 @@ class OneKindCatalog(Catalog):
 
     def timing(self, form: Form, speeds: Sequence[float] | None, share: int, still_fast: float = STILL_FAST) -> Timing:
         template = form.template
+        if template.num_chunks > 1 and self._cutter is not None:
+            slowed = self._costs.timing(template, speeds or ())
+            # The bound knows nothing of interleaving, so it is scaled to the event-exact time.
+            scale = self._cutter.step_s(template, share, speeds) / slowed.step_s(share)
+            return Timing(
+                first_s=scale * slowed.first_s,
+                next_s=scale * slowed.next_s,
+                most_microbatches=self._cutter.most_microbatches(template),
+            )
         if self._searched < template.num_nodes:
             self.options(template.num_nodes)
         if template.num_nodes not in self._options:
@@ -317,11 +333,6 @@ class OneKindCatalog(Catalog):
         bound = self._options[template.num_nodes].timing
         if template is self._templates[template.num_nodes]:
             return bound if speeds is None else self._costs.timing(template, speeds)
-        if template.num_chunks > 1 and self._cutter is not None:
-            slowed = self._costs.timing(template, speeds or ())
-            # The bound knows nothing of interleaving, so it is scaled to the event-exact time.
-            scale = self._cutter.step_s(template, share, speeds) / slowed.step_s(share)
-            return Timing(first_s=scale * slowed.first_s, next_s=scale * slowed.next_s)
         excess = self._excess(template, share)
         own = self._costs.timing(template)
         # A pipeline that was cut by its event-exact time counts with the bound of its size, but for its memory.

@@ -173,9 +173,14 @@ class ExactTimes:
         return Timing(
             first_s=max(next_s, step_s - (num_microbatches - 1) * next_s),
             next_s=next_s,
-            # Whoever cuts chunks judges their memory by a timeline.
-            most_microbatches=self._costs.most_microbatches(template) if template.num_chunks == 1 else math.inf,
+            most_microbatches=self.most_microbatches(template),
         )
+
+    def most_microbatches(self, template: PipelineTemplate) -> float:
+        """Return how many microbatches of its own a pipeline has memory for; infinity for any number."""
+        if template.num_chunks > 1 and self._cutter is not None:
+            return self._cutter.most_microbatches(template)
+        return self._costs.most_microbatches(template)
 
     def _pipelines(self, templates: Mapping[int, PipelineTemplate], sizing: Sizing, *, again: bool) -> FastPipelines:
         """Return the pipelines of a sizing, with their templates as they are or cut again for their microbatches."""

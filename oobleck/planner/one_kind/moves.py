@@ -65,7 +65,7 @@ def propose_moves(
         num_free=num_free,
         sizes=tuple(catalog.options(alive.total() + num_free)),
     )
-    if situation.sizes:
+    if catalog.can_hold((situation.num_nodes,)):
         yield from all_moves(situation, partial(_choose, catalog, situation))
         if living.slow - set_aside:
             yield from _other_numbers(catalog, situation)
@@ -255,8 +255,9 @@ def _other_numbers(catalog: OneKindCatalog, situation: Situation) -> Iterator[Mo
     fewest, most = catalog.num_pipelines((situation.num_nodes,))
     for number in range(fewest, most + 1):
         sizes = catalog.choose(situation.num_nodes, catalog.settings.num_microbatches, number, number).sizes
-        placed = _continue_pipelines(sizes, situation, among=range(len(situation.before)))
-        yield _of_sizes("rebuild", placed, f"all nodes are planned again: {_described(sizes)}")
+        if sizes:
+            placed = _continue_pipelines(sizes, situation, among=range(len(situation.before)))
+            yield _of_sizes("rebuild", placed, f"all nodes are planned again: {_described(sizes)}")
 
 
 def _separate(
@@ -279,8 +280,10 @@ def _separate(
         most_others = min(most - len(apart), rest // smallest, total - share)
         fewest_others = max(1, min(fewest - len(apart), most_others))
         others = catalog.choose(rest, total - share, fewest_others, most_others).sizes
-        placed = _continue_pipelines((*others, *apart), situation, among=range(len(situation.before)))
-        yield _of_sizes("rebuild", placed, f"slow nodes form {_described(apart)}")
+        # Some have no memory for their share.
+        if apart and others:
+            placed = _continue_pipelines((*others, *apart), situation, among=range(len(situation.before)))
+            yield _of_sizes("rebuild", placed, f"slow nodes form {_described(apart)}")
 
 
 def _choose(catalog: OneKindCatalog, situation: Situation, num_nodes: int, num_kept: int) -> tuple[int, ...]:
