@@ -80,7 +80,7 @@ def test_layers_of_a_script_are_refused_with_the_form_that_exports_them(tmp_path
     layers = [nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8)]
     structure = ModelStructure.from_factory(lambda: layers, vocab_size=8, sequence_length=4)
     checkpoint = write_layers(tmp_path / "saved", structure, [layer.state_dict() for layer in layers])
-    with pytest.raises(ConfigError, match="its layers are of a script.*--format dcp") as error:
+    with pytest.raises(ConfigError, match=r"its layers are of a script.*--format dcp") as error:
         export_model(checkpoint, tmp_path / "exported")
     assert len(str(error.value)) < 400  # not a list of all that transformers knows
 
