@@ -168,16 +168,17 @@ class RankHost(Protocol):
     def copy(self, order: protocol.CopyParts) -> None:
         """Begin to send parts of states to other nodes. Raises trio.WouldBlock for far too many."""
 
-    async def next_report(self) -> protocol.StatesHeld | protocol.PartNotCopied:
-        """Wait until the node holds other states, or has failed to copy one; return which."""
+    async def next_report(self) -> protocol.StatesHeld | protocol.PartNotCopied | protocol.PartNotWritten:
+        """Wait until the node holds other states, or has failed to copy or write one; return which."""
 
     def num_saved(self) -> int:
         """Return a number that grows with each state that a rank of this node saves."""
 
-    async def keep_states(self, *, is_planned: bool) -> None:
+    async def keep_states(self, *, is_planned: bool, is_last: bool) -> None:
         """Have states of ranks that are gone written from memory to disk. Waits for it only where others need it.
 
-        `is_planned`: the ranks were asked to end.
+        `is_planned`: the ranks were asked to end. `is_last`: all have ended well, and what cannot be written is
+        reported before this returns.
         """
 
     async def settle(self) -> None:

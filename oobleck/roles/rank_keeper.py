@@ -297,7 +297,7 @@ class RankKeeper:
 
     async def _finish(self, generation: _Generation) -> None:
         # The next generation needs these states, so they are kept before the node reports that it is ready for it.
-        await self._host.keep_states(is_planned=generation.is_asked)
+        await self._host.keep_states(is_planned=generation.is_asked, is_last=not generation.is_ending)
         await self._show_rest(generation)  # before their end is reported, because the run may end over it
         if generation.is_ending:
             self._cleared = max(self._cleared, generation.number)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from oobleck.runtime.files import AgentDir, RunDirectory
+from tests.disks import fill, small_disk
 from tests.e2e.harness import oobleck
 from tests.e2e.ranks import Ranks
 
@@ -43,6 +44,22 @@ def saved_by_all(ranks: Ranks, num_ranks: int, restarts: int) -> int:
 def on_disk(ranks: Ranks) -> list[str]:
     directory = ranks.base_dir / "ranks" / "checkpoints"
     return sorted(path.name for path in directory.iterdir()) if directory.exists() else []
+
+
+def test_a_last_state_that_no_disk_takes_ends_the_run_with_74_and_is_continued_from_memory(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "disk", "256k") as disk:
+        filler = fill(disk)
+        options = ("--nproc-per-node", "2", "--env", f"OOBLECK_CHECKPOINT_DIR={disk}")
+        assert ranks.run(*options, command=[SCRIPT, str(ranks.out), "60"]) == 74, ranks.said()
+        assert ranks.said().count("is in memory alone: node0: ") == 1
+        assert "all ranks have finished, but step 60 is NOT SAVED: node0: " in ranks.said()
+        assert "No space left on device" in ranks.said()
+        filler.unlink()
+        assert ranks.run(*options, command=[SCRIPT, str(ranks.out), "70"]) == 0, ranks.said()
+    for rank in (0, 1):
+        assert steps_of(ranks, rank, 0) == list(range(1, 71))
 
 
 def test_a_killed_rank_takes_no_step_again_that_was_saved_and_states_of_any_shape_take_the_memory_of_two(

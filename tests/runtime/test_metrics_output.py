@@ -86,6 +86,13 @@ def test_tensorboard_reads_what_was_written(tmp_path):
     assert values == {"loss": [2.5], "goodput": [0.75], "large": [-math.inf]}
 
 
+def test_what_a_master_imports_for_tensorboard_holds_it_up_no_longer_than_its_messages_do():
+    """Its plugins come with NumPy and boto3, whose import takes a second in the middle of training."""
+    program = "import oobleck.runtime.tensorboard_file, sys; print('numpy' in sys.modules, 'boto3' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["False", "False"]
+
+
 def test_a_tensorboard_that_cannot_be_imported_ends_no_run(tmp_path):
     """In a process of its own, where a broken package stands before the real one."""
     (tmp_path / "tensorboard").mkdir()

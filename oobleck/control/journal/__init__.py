@@ -59,6 +59,7 @@ from .rank_entries import (
     RanksHung,
     ScriptStarted,
     StatesProtected,
+    StateUnwritten,
     StepRecomputed,
     StepsSaved,
 )
@@ -189,6 +190,7 @@ __all__ = [
     "Silent",
     "StageView",
     "StartupPhases",
+    "StateUnwritten",
     "StatesProtected",
     "StepDone",
     "StepRecomputed",

@@ -15,8 +15,8 @@ earliest finding that no peer caused; the others follow from it.
     StepDone                          a loss that is not a number, or infinite      no
     TerminationNoticed, NodeUnfit,    as they say                                   no
     ForkServerDown, MasterResumed,
-    SaveFailed, JournalGap,
-    ShardQuarantined
+    SaveFailed, StateUnwritten,
+    JournalGap, ShardQuarantined
     JobEnded                          an end that nothing else explains             if a collective did it
 """
 
@@ -149,6 +149,9 @@ class Diagnosis:
             # A save that a loss broke is no failure of its own.
             case SaveFailed() if not entry.is_our_doing:
                 self._find(Failure.NOT_SAVED, entry)
+                self._respond(Measure.TRAINING_CONTINUED)
+            case rank_entries.StateUnwritten():
+                self._find(Failure.NOT_SAVED, entry, entry.node)
                 self._respond(Measure.TRAINING_CONTINUED)
             case JournalGap():
                 self._find_gap(entry)

@@ -27,6 +27,7 @@ class Remedy(Worded):
     NOTHING = "nothing", "Nothing to do."
     NOTHING_HANDED_OVER = "nothing_handed_over", "Nothing to do: the node hands its state over before it goes."
     NOTHING_CONTINUED = "nothing_continued", "Nothing to do: training continued meanwhile."
+    START_AGAIN = "start_again", "Start the run again by the same command: it continues from what is saved."
     READ_TRACEBACK = "read_traceback", "Read the traceback in the agent's log; the same code will fail again."
     READ_LOG = "read_log", "See the end of the agent's log on that node."
     READ_STACKS = "read_stacks", "See the stacks in the agents' logs; a hang that recurs is a bug in the training code."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from oobleck.planner import WorkerId
@@ -10,6 +11,7 @@ from .entry import Entry, Worded
 from .failures import Failure, Remedy
 
 _REPEATED_TIMES = 3
+_NOTHING = (Remedy.NOTHING, Remedy.NOTHING_HANDED_OVER, Remedy.NOTHING_CONTINUED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,8 @@ class Response:
 
     @property
     def text(self) -> str:
-        first_line = next(iter(self.reason.splitlines()), "")
+        # "cannot start:" and the like say nothing without the line after them.
+        first_line = re.sub(r":\n", ": ", self.reason, count=1).partition("\n")[0]
         return self.measure.template.format(
             subject=self.subject, position=self.position, reason=self.reason, first_line=first_line
         )
@@ -118,6 +121,8 @@ class Incident:
     def remedies(self) -> tuple[Remedy, ...]:
         """What a person should do now, the most urgent first."""
         remedy = self.root.failure.remedy
+        if self.is_fatal and remedy in _NOTHING:
+            remedy = Remedy.START_AGAIN
         if self.repeated >= _REPEATED_TIMES and self.root.node:
             return Remedy.CHECK_REPEATED_NODE, remedy
         if self.is_fatal or self.root.is_tried_again is None:

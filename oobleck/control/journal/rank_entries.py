@@ -238,6 +238,21 @@ class StepsSaved(Entry):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateUnwritten(Entry):
+    """A node could not write a script's saved state to disk; recorded once for each start of ranks."""
+
+    level: ClassVar[str] = "error"
+    node: str
+    step: int
+    rank: int
+    reason: str
+
+    @property
+    def sentence(self) -> str:
+        return f"step {self.step} of rank {self.rank} is in memory alone: {self.node}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecomputed(Entry):
     """A step was computed again, with each rank on another node: what had a bad loss before computed it wrongly."""
 
@@ -261,6 +276,7 @@ class StepRecomputed(Entry):
 
 RankEntry = (
     StepRecomputed
+    | StateUnwritten
     | ScriptStarted
     | GenerationFormed
     | GenerationRuns

@@ -15,6 +15,7 @@ agent  ── StatesHeld ──> master         which saved states the node hold
 agent  ── StatesKept ──> master         which it keeps by order, for a master that comes later
 master ── KeepStates ──> agent          which of them to keep
 master ── CopyParts ──> agent ── PartNotCopied ──> master
+agent  ── PartNotWritten ──> master     why a saved state is not on its disk
 """
 
 from __future__ import annotations
@@ -341,6 +342,16 @@ class PartNotCopied(FromRanks):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartNotWritten(FromRanks):
+    """A part of a state could not be written to disk."""
+
+    state: ScriptState
+    rank: int
+    is_sharded: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankOutput(FromRanks):
     """A rank's output, to show where the run was started."""
 
@@ -388,5 +399,6 @@ RanksReport = (
     | StatesHeld
     | StatesKept
     | PartNotCopied
+    | PartNotWritten
     | RankOutput
 )

@@ -36,6 +36,8 @@ _REPORTS_PER_S = 2000  # of all nodes together, to one master
 _MOST_REPORTS = 10_000
 _MOST_SENDERS = 4
 
+_Report = protocol.StatesHeld | protocol.PartNotCopied | protocol.PartNotWritten
+
 _log = logging.getLogger("oobleck.agent")
 
 
@@ -49,6 +51,7 @@ class RankStates:
         self._identity: Mapping[str, str] = {}
         self._is_open = trio.Event()
         self._written: set[tuple[str, int]] = set()
+        self._unwritten: list[protocol.PartNotWritten] = []  # and not reported yet
         self._requested = 0  # requests to write all states in memory
         self._done = 0
         self._finished = trio.Event()
@@ -65,9 +68,7 @@ class RankStates:
         self._has_port = trio.Event()
         self._pace = Pace(math.inf)
         self._senders = trio.CapacityLimiter(_MOST_SENDERS)
-        self._reports, self._next_reports = trio.open_memory_channel[protocol.StatesHeld | protocol.PartNotCopied](
-            _MOST_REPORTS
-        )
+        self._reports, self._next_reports = trio.open_memory_channel[_Report](_MOST_REPORTS)
         self._num_reports = self._num_received = self._num_told = 0
         self._asked = trio.Event()  # for the next report, and so the last one was told
         self._orders, self._next_orders = trio.open_memory_channel[protocol.CopyParts](_MOST_REPORTS)
@@ -121,8 +122,8 @@ class RankStates:
 
     # --- copies on other nodes ---------------------------------------------------------------------------------------
 
-    async def next_report(self) -> protocol.StatesHeld | protocol.PartNotCopied:
-        """Wait until the node holds other parts, or has failed to copy one. Whoever asks again has told the last."""
+    async def next_report(self) -> _Report:
+        """Wait until the node holds other parts, or could not copy or write one. Who asks again has told the last."""
         self._num_told = self._num_received
         self._asked.set()
         self._asked = trio.Event()
@@ -170,7 +171,7 @@ class RankStates:
             self._reported = held
             await self._send_report(held)
 
-    async def _send_report(self, report: protocol.StatesHeld | protocol.PartNotCopied) -> None:
+    async def _send_report(self, report: _Report) -> None:
         self._num_reports += 1
         await self._reports.send(report)
 
@@ -229,13 +230,20 @@ class RankStates:
             for slot, note in slots:
                 if note.is_planned and not scripts.is_taken(slot):
                     await trio.to_thread.run_sync(self._write_planned, slot, note, abandon_on_cancel=True)
+                    await self._report_unwritten()
             if self._requested > self._done:
                 requested = self._requested
                 await trio.to_thread.run_sync(self._write_all, self._slots_to_write(), abandon_on_cancel=True)
+                await self._report_unwritten()
                 self._done = requested
                 self._finished.set()
                 self._finished = trio.Event()
             await trio.sleep(_POLL_S if slots else _POLL_FOR_FILES_S)
+
+    async def _report_unwritten(self) -> None:
+        unwritten, self._unwritten = self._unwritten, []
+        for part in unwritten:
+            await self._send_report(part)
 
     def bad_losses(self, local_rank: int) -> protocol.BadLosses | None:
         """Return the bad losses over which a rank of the newest start has ended; None if it has named none."""
@@ -246,20 +254,28 @@ class RankStates:
         """Return a number that grows with each save."""
         return sum(note.number for _, note in self._slots()) if self._is_open.is_set() else 0
 
-    async def keep(self, *, is_planned: bool) -> None:
-        """Have all states in memory written in the background; the ranks have ended, by request if `is_planned`."""
+    async def keep(self, *, is_planned: bool, is_last: bool) -> None:
+        """Have all states in memory written in the background; the ranks have ended.
+
+        They have by request if `is_planned`, and well if `is_last`.
+        """
         slots = self._slots()
         if slots:
             self._requested += 1
             # The master learns of the last saves before it learns of the ranks' end, over which the run may be.
             await self._report_held(self._heeded)
-            with trio.move_on_after(_TELL_S):
-                while self._num_told < self._num_reports:
-                    await self._asked.wait()
-        if is_planned and any(note.shardings for _, note in slots):
-            # Another node may need these shards, and this one may be about to leave.
+            await self._told()
+        if is_last or (is_planned and any(note.shardings for _, note in slots)):
+            # The master says what could not be written; or another node needs these shards, and this one may leave.
             with trio.move_on_after(_WAIT_S):
                 await self._settled()
+            await self._told()
+
+    async def _told(self) -> None:
+        """Wait until the master has been sent all reports."""
+        with trio.move_on_after(_TELL_S):
+            while self._num_told < self._num_reports:
+                await self._asked.wait()
 
     async def settle(self) -> None:
         self._leaves = True
@@ -339,7 +355,12 @@ class RankStates:
             if not is_planned:
                 scripts.remove_old(self._directory, start=note.start)
         except OSError as error:
-            _log.warning("step %d of rank %d is not on disk: %s", note.step, note.rank, error)
+            reason = f"{self._directory}: {error.strerror or error}"
+            _log.warning("step %d of rank %d is not on disk: %s", note.step, note.rank, reason)
+            is_sharded = bool(note.shardings)
+            self._unwritten.append(
+                protocol.PartNotWritten(state=_state_of(note), rank=note.rank, is_sharded=is_sharded, reason=reason)
+            )
             return False
         self._written.add((note.name, note.rank))
         return True

@@ -209,7 +209,7 @@ class VirtualRankHost:
     def num_saved(self) -> int:
         return 0
 
-    async def keep_states(self, *, is_planned: bool) -> None:
+    async def keep_states(self, *, is_planned: bool, is_last: bool) -> None:
         await trio.lowlevel.checkpoint()
 
     async def settle(self) -> None:

@@ -23,7 +23,7 @@ from typing import Any, cast, get_args
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from oobleck.errors import ConfigError, CorruptCheckpoint, ExitCode
 from oobleck.host.places import place_of
@@ -177,9 +177,15 @@ def _initial_layers(structure: models.ModelStructure) -> Iterator[dict[str, torc
 def _config_of(checkpoint: Path, metadata: dict[str, str]) -> PreTrainedConfig:
     try:
         values = json.loads(metadata["config"])
-        return AutoConfig.for_model(values.pop("model_type"), **values)
+        model_type = values.pop("model_type")
+        if model_type in CONFIG_MAPPING:
+            return AutoConfig.for_model(model_type, **values)
+        why = f"transformers has no model type {model_type!r}" if model_type else "its layers are of a script"
     except (KeyError, ValueError, TypeError) as error:
-        raise ConfigError(f"{checkpoint}: not of a model of transformers ({error})") from error
+        why = str(error)
+    raise ConfigError(
+        f"{checkpoint}: not of a model of transformers ({why}); --format dcp exports the state of any model"
+    )
 
 
 if __name__ == "__main__":

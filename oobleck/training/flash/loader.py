@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,14 +71,31 @@ class _Holdings:
     problems: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Damage:
+    part: scripts.Part
+    problem: str
+
+
+def _damaged(parts: Iterable[scripts.Part]) -> tuple[_Damage, ...]:
+    """Read parts, and return those whose bytes are not what was saved."""
+    damaged = []
+    for part in parts:
+        try:
+            part.read()
+        except CorruptCheckpoint as error:
+            damaged.append(_Damage(part, str(error)))
+    return tuple(damaged)
+
+
 class Loader:
     """Loads once, on all ranks together."""
 
-    def __init__(self, peers: Peers, parts: Sequence[scripts.Part], problems: Sequence[str]) -> None:
-        """`parts` are readable by this rank; `problems` describe those that are not."""
+    def __init__(self, peers: Peers, parts: Sequence[scripts.Part], problems: list[str]) -> None:
+        """`parts` are readable by this rank; `problems` describe those that are not, and get those found damaged."""
         self._peers = peers
         self._parts = list(parts)
-        self._problems = tuple(problems)
+        self._problems = problems
 
     def load(self) -> tuple[object, scripts.Chosen] | None:
         """Return the newest complete state. Raises CorruptCheckpoint and UsageError, on all ranks alike."""
@@ -91,7 +108,7 @@ class Loader:
                 self._peers.close()
                 return state, chosen
             # Some rank has found damage, and all choose again without the damaged parts.
-            self._parts = [part for part in self._parts if not exchange.is_damaged(part)]
+            self._leave_out(exchange.damaged)
         self._peers.close()
         return None
 
@@ -99,21 +116,21 @@ class Loader:
         """Return the newest whole state, of which no part is damaged, unread. Raises as `load` does."""
         while (chosen := self.choose()) is not None:
             found = Found(self._peers, chosen, self._parts)
-            damaged = []
-            for saver in found.served:
-                try:
-                    found.parts[saver].read()
-                except CorruptCheckpoint:
-                    damaged.append(found.parts[saver])
+            damaged = _damaged(found.parts[saver] for saver in found.served)
             if all(answer == b"1" for answer in self._peers.gather(b"0" if damaged else b"1")):
                 return found
-            self._parts = [part for part in self._parts if part not in damaged]
+            self._leave_out(damaged)
         self._peers.close()
         return None
 
+    def _leave_out(self, damaged: Sequence[_Damage]) -> None:
+        # Where no other state is left, they are why: then nothing begins from scratch.
+        self._problems += [each.problem for each in damaged]
+        self._parts = [part for part in self._parts if all(part is not each.part for each in damaged)]
+
     def choose(self) -> scripts.Chosen | None:
         mine = tuple(scripts.Holding(viewer=self._peers.rank, place=part.place, note=part.note) for part in self._parts)
-        texts = self._peers.gather(encode_json(_Holdings(parts=mine, problems=self._problems)))
+        texts = self._peers.gather(encode_json(_Holdings(parts=mine, problems=tuple(self._problems))))
         reports = [decode_json(_Holdings, text) for text in texts]
         # All ranks decide from the same reports, so they choose the same state, or raise the same error.
         chosen = scripts.choose([holding for report in reports for holding in report.parts])
@@ -164,20 +181,14 @@ class _Exchange:
         self._wants = [
             scripts.sources(chosen, rank=rank, world_size=peers.world_size) for rank in range(peers.world_size)
         ]
-        self._damaged: set[int] = set()
+        self.damaged: tuple[_Damage, ...] = ()
+        """What `has_read` has found damaged."""
 
     def has_read(self) -> bool:
         """Read all parts that this rank reads, for itself or for others; return whether all are intact."""
-        for saver in sorted({source.saver for source in self._all_sources() if source.reader == self._peers.rank}):
-            try:
-                self._parts[saver].read()
-            except CorruptCheckpoint:
-                self._damaged.add(saver)
-        return not self._damaged
-
-    def is_damaged(self, part: scripts.Part) -> bool:
-        """Return whether `has_read` has found a part damaged."""
-        return any(part is self._parts[saver] for saver in self._damaged)
+        savers = sorted({source.saver for source in self._all_sources() if source.reader == self._peers.rank})
+        self.damaged = _damaged(self._parts[saver] for saver in savers)
+        return not self.damaged
 
     def _all_sources(self) -> list[scripts.Source]:
         sources = []

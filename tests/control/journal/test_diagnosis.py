@@ -226,6 +226,16 @@ def test_an_error_that_ends_the_job_is_fatal_and_is_what_the_worker_said():
     )
 
 
+def test_a_node_killed_on_request_that_ends_the_job_says_so_and_what_to_do():
+    incident = only(
+        replace(lost(9.0, "c"), is_requested=True, is_tried_again=False),
+        JobEnded(t_s=9.5, exit_code=1, reason="cannot start:\nc: its connection was lost\nd: gone too"),
+    )
+    assert incident.is_fatal
+    assert incident.remedies == (Remedy.START_AGAIN,)
+    assert incident.responses[-1].text == "the job ended: cannot start: c: its connection was lost"
+
+
 @pytest.mark.parametrize("exit_code", [0, 130, 143])
 def test_a_run_that_ends_as_asked_has_not_failed(exit_code):
     assert diagnose([START, JobEnded(t_s=9.0, exit_code=exit_code, reason="stopped")]) == ()

@@ -39,6 +39,7 @@ from oobleck.control.journal import (
     RankDown,
     RanksHung,
     ScriptStarted,
+    StateUnwritten,
     StepRecomputed,
     StepsSaved,
     Unreachable,
@@ -59,6 +60,7 @@ from oobleck.control.protocol import (
     Killed,
     Leaving,
     PartNotCopied,
+    PartNotWritten,
     RankError,
     RankFailed,
     RankOutput,
@@ -450,6 +452,30 @@ def test_why_a_part_is_not_copied_is_said_once():
             world.say("a", failed)
     (notice,) = (entry for entry in world.entries(Notice) if "is not copied" in entry.text)
     assert "a: rank 0's part of step 5 is not copied to b: No space left on device" in notice.text
+
+
+@pytest.mark.parametrize("nodes", [("a",), NODES], ids=["one-disk", "all-disks"])
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("is_newest", [False, True])
+def test_a_state_that_no_disk_takes_is_said_once_and_the_last_one_fails_the_run(nodes, is_sharded, is_newest):
+    world = World()
+    world.begin(*NODES)
+    state = ScriptState(number=1, step=5, start="s1-20260101-000001")
+    full = PartNotWritten(state=state, rank=0, is_sharded=is_sharded, reason="/ck: No space left on device")
+    for node in nodes:
+        for step in (5, 6):
+            world.say(node, replace(full, state=replace(state, step=step)))
+    newest = replace(state, step=6 if is_newest else 7)
+    parts = tuple(HeldPart(state=newest, rank=rank, world_size=6, is_sharded=is_sharded) for rank in range(6))
+    world.say("a", StatesHeld(parts=parts))
+    assert [(each.node, each.step) for each in world.entries(StateUnwritten)] == [(node, 5) for node in nodes]
+    for node in NODES:
+        world.say(node, RanksFinished(generation=1))
+    if is_newest and (is_sharded or nodes == NODES):
+        assert world.end.exit_code == ExitCode.NOT_SAVED
+        assert "but step 6 is NOT SAVED: a: /ck: No space left on device" in world.end.reason
+    else:
+        assert world.end.exit_code == ExitCode.DONE
 
 
 def test_a_node_that_has_notice_is_drained():

@@ -10,6 +10,7 @@ from uuid import uuid4
 import pytest
 import trio
 
+from oobleck.control.protocol import PartNotWritten
 from oobleck.job.ranks import RanksSpec
 from oobleck.runtime.agent.checkpoint_store import NodeCheckpoints
 from oobleck.runtime.agent.rank_states import RankStates
@@ -83,7 +84,7 @@ async def test_what_is_in_memory_when_ranks_end_is_written(node: Node) -> None:
         nursery.start_soon(node.states.run)
         node.save(1)
         node.save(2)
-        await node.states.keep(is_planned=False)
+        await node.states.keep(is_planned=False, is_last=False)
         with trio.fail_after(10):
             await node.states.settle()
         nursery.cancel_scope.cancel()
@@ -98,9 +99,29 @@ async def test_shards_are_on_disk_before_ranks_that_were_asked_to_end_start_agai
         nursery.start_soon(node.states.run)
         node.save(1, is_cut=True)
         with trio.fail_after(10):
-            await node.states.keep(is_planned=True)
+            await node.states.keep(is_planned=True, is_last=False)
         assert node.written()
         nursery.cancel_scope.cancel()
+
+
+async def test_what_could_not_be_written_is_reported_before_the_end_of_ranks_that_ended_well(node: Node) -> None:
+    node.disk.write_text("in the way")
+    reports: list[object] = []
+
+    async def hear() -> None:
+        while True:
+            reports.append(await node.states.next_report())
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(node.states.run)
+        nursery.start_soon(hear)
+        node.save(1)
+        with trio.fail_after(10):
+            await node.states.keep(is_planned=False, is_last=True)
+        nursery.cancel_scope.cancel()
+    (unwritten,) = (each for each in reports if isinstance(each, PartNotWritten))
+    assert (unwritten.state.step, unwritten.rank, unwritten.is_sharded) == (1, 0, False)
+    assert str(node.disk) in unwritten.reason
 
 
 async def test_memory_that_could_not_be_written_is_kept(node: Node) -> None:

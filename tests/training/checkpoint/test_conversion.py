@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from oobleck.errors import ConfigError, CorruptCheckpoint
 from oobleck.storage import CheckpointDirectory
 from oobleck.training.checkpoint.conversion import export_model, import_model
+from oobleck.training.checkpoint.imported import write_layers
 from oobleck.training.checkpoint.parts import read_part
 from oobleck.training.checkpoint.trainer_checkpoint import import_trainer_checkpoint, write_checkpoint
 from oobleck.training.model import LiveModel, ModelStructure
@@ -73,6 +74,15 @@ def test_adapters_alone_need_adapters(saved: Path, tmp_path: Path) -> None:
     checkpoint = import_model(saved, tmp_path / "imported")
     with pytest.raises(ConfigError, match="there are no adapters in it; export it as hf"):
         export_model(checkpoint, tmp_path / "exported", adapters_alone=True)
+
+
+def test_layers_of_a_script_are_refused_with_the_form_that_exports_them(tmp_path: Path) -> None:
+    layers = [nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8)]
+    structure = ModelStructure.from_factory(lambda: layers, vocab_size=8, sequence_length=4)
+    checkpoint = write_layers(tmp_path / "saved", structure, [layer.state_dict() for layer in layers])
+    with pytest.raises(ConfigError, match=r"its layers are of a script.*--format dcp") as error:
+        export_model(checkpoint, tmp_path / "exported")
+    assert len(str(error.value)) < 400  # not a list of all that transformers knows
 
 
 def test_a_harmed_checkpoint_is_not_exported(saved: Path, tmp_path: Path) -> None:

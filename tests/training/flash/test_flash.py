@@ -157,6 +157,28 @@ def test_a_damaged_note_is_named_and_never_a_beginning_from_nothing(tmp_path: Pa
     assert re.search(r"no saved state can be read: /.*/rank-00000\.json: not the note of a part: it is not JSON", said)
 
 
+LOAD = "import oobleck.checkpoint; print((oobleck.checkpoint.load() or {}).get('step'))"
+FIND = "from oobleck.training.flash import find_newest; print((found := find_newest()) and found.chosen.note.step)"
+SAY_ALL = "import sys; sys.stderr = sys.stdout\n"
+
+
+@pytest.mark.parametrize("how", [LOAD, FIND], ids=["load", "find"])
+def test_damaged_bytes_are_named_and_never_a_beginning_from_nothing(how: str, tmp_path: Path) -> None:
+    where = {"OOBLECK_CHECKPOINT_DIR": str(tmp_path / "disk"), "OOBLECK_CHECKPOINT_SCRIPT": "x"}
+    run(ONE, 1, **where)
+    parts = sorted(tmp_path.rglob("*.safetensors"))
+    for number, path in enumerate(reversed(parts)):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        if number == 0:
+            (said,) = run(SAY_ALL + how, 1, **where)
+            assert f"oobleck: not used: {path}: changed: its SHA-256 is not" in said
+            assert said.endswith("2\n"), "the one before is whole"
+    (said,) = run(how, 1, fails=True, **where)
+    assert f"no saved state can be read: {parts[0]}: changed" in said
+
+
 def test_the_states_of_another_script_are_refused(tmp_path: Path) -> None:
     where = {"OOBLECK_CHECKPOINT_DIR": str(tmp_path)}
     run(ONE, 1, **where, OOBLECK_CHECKPOINT_SCRIPT="/a/train.py")
