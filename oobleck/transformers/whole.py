@@ -21,7 +21,7 @@ from oobleck.errors import ConfigError
 from oobleck.job import LossCounting
 from oobleck.training.counters import counter_of
 from oobleck.training.data import IGNORED_LABEL, WholeInputs, from_all_over, items_of, mapped_tensors
-from oobleck.training.flow import Flow, prove_cuts, trace_flow
+from oobleck.training.flow import Flow, constant_parameters, prove_cuts, trace_flow
 from oobleck.training.model import unwrapped
 from oobleck.training.randomness import drawing_alike
 
@@ -244,7 +244,7 @@ def find_counting(loss: TrainerLoss, model: nn.Module, *, batch: int, microbatch
     """
     numbers = from_all_over(loss.num_samples, min(loss.most_together, _TRIED_SAMPLES))
     trial = _Trial(loss, model, numbers)
-    with _evaluating(model):
+    with constant_parameters(model), _evaluating(model):
         trial.require_repeats()
         if len(numbers) < 2:
             return "batch"

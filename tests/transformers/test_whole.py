@@ -189,6 +189,28 @@ def test_a_loss_that_logs_or_counts_is_refused_by_name(tmp_path: Path) -> None:
             names["make_trainer"]("llama", tmp_path / "ours").job().check()
 
 
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_forward_pass_that_changes_its_parameters_is_refused_by_name(tmp_path: Path, num_stages: int) -> None:
+    """RWKV divides the weights of its blocks for evaluations, and multiplies them again in training."""
+    names = script(tmp_path, OURS)
+    kind = names["Own"] if num_stages > 1 else names["Single"]
+
+    class Scaled(kind):  # type: ignore[misc, valid-type]  # of the script
+        is_scaled = False
+
+        def forward(self, features: Any, labels: Any = None, wanted: Any = None) -> Any:
+            if self.is_scaled == self.training:
+                with torch.no_grad():
+                    self.inner.weight.mul_(2.0 if self.training else 0.5)
+                self.is_scaled = not self.training
+            return super().forward(features, labels if wanted is None else wanted)
+
+    case = "module" if num_stages > 1 else "single"
+    names["CASES"][case] = (Scaled, names["CASES"][case][1])
+    with pytest.raises(ConfigError, match=r"in Scaled, a forward pass changes the parameter inner\.weight in place"):
+        names["make_trainer"](case, tmp_path / "ours", pause_s=0).job().check()
+
+
 class OfOne(torch.nn.Module):
     """A model without a dimension for samples."""
 
