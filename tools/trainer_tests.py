@@ -169,7 +169,7 @@ def _forked(work: Callable[[], T], limit_s: float) -> T | str:
         finally:
             if process.is_alive():
                 process.join(5.0)
-            if process.exitcode is None:
+            if process.exitcode is None and process.pid is not None:
                 os.killpg(process.pid, signal.SIGTERM)  # its run stops, too
                 process.join()
         output.seek(0)
@@ -213,7 +213,7 @@ def _run_case(case: unittest.TestCase, method: Any) -> None:
     # Not by unittest, which takes the end of a script in a worker for an error of the test.
     for each in (type(case), method):
         if getattr(each, "__unittest_skip__", False):
-            raise unittest.SkipTest(each.__unittest_skip_why__)
+            raise unittest.SkipTest(getattr(each, "__unittest_skip_why__", ""))
     type(case).setUpClass()
     try:
         case.setUp()

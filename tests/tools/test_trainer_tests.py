@@ -69,7 +69,10 @@ def test_each_test_runs_with_both_classes(tmp_path: Path) -> None:
         command, env=environment, cwd=tmp_path, text=True, capture_output=True, timeout=300, check=False
     )
     assert done.returncode == 1, done.stderr
-    found = {row.test.rpartition("test_it_")[2]: row for row in (Row(**json.loads(line)) for line in open(rows))}
+    found = {
+        row.test.rpartition("test_it_")[2]: row
+        for row in (Row(**json.loads(line)) for line in rows.read_text().splitlines())
+    }
     assert {name: (row.training, row.outcome) for name, row in found.items()} == {
         "is_whatever_class": (0, "passes"),
         "is_skipped": (0, "skipped"),
