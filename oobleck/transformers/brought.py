@@ -72,12 +72,21 @@ def brought_optimizer(trainer: Any) -> BroughtOptimizer | None:
             f"{_PLACE}: {kind.__name__} has the weight decays {sorted(decays)}; one, and none, can be given"
         )
     known = inspect.signature(kind).parameters
-    return BroughtOptimizer(
+    brought = BroughtOptimizer(
         kind=kind,
         options={name: value for name, value in options[0].items() if name in known},
         weight_decay=next(iter(decays), 0.0),
         decayed=frozenset(id(each) for group in groups if group.get("weight_decay", 0.0) for each in group["params"]),
     )
+    try:
+        _ = 0.0 * brought.make([{"params": [torch.nn.Parameter(torch.zeros(1))]}]).param_groups[0]["lr"]
+    # It may be the script's own class.
+    except Exception as error:
+        raise ConfigError(
+            f"{_PLACE}: workers cannot make {kind.__name__} by the options of its groups ({error}); give one with a "
+            "rate, which its schedule sets"
+        ) from error
+    return brought
 
 
 def brought_schedule(trainer: Any, *, max_steps: int) -> Callable[[int], float] | None:

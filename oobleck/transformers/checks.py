@@ -11,6 +11,7 @@ from typing import Any
 import transformers
 from transformers import TrainerCallback, TrainingArguments
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+from transformers.trainer import Trainer as PlainTrainer
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType, has_length
 
@@ -212,18 +213,19 @@ def _check_methods(trainer: transformers.Trainer) -> None:
 
 def _overridden(trainer: transformers.Trainer) -> Iterator[tuple[str, str]]:
     """Yield the methods of transformers' trainer that are overridden, and what overrides them."""
-    known = {name for name, value in vars(transformers.Trainer).items() if isinstance(value, _METHODS)}
+    # Not `transformers.Trainer`, in whose place a script may have put another class.
+    known = {name for name, value in vars(PlainTrainer).items() if isinstance(value, _METHODS)}
     kinds = type(trainer).__mro__
     # Methods resolve in this order, so only the classes before transformers' own can override it.
-    for kind in kinds[: kinds.index(transformers.Trainer)]:
+    for kind in kinds[: kinds.index(PlainTrainer)]:
         if not kind.__module__.startswith(_OURS):
             # TRL's writes a card of the model beside a checkpoint.
             own = {"_save_checkpoint"} if kind.__module__.startswith("trl.") else set()
             yield from ((name, kind.__name__) for name in sorted(known & vars(kind).keys() - own))
     yield from ((name, "an attribute of its own") for name in sorted(known & vars(trainer).keys()))
     # Libraries also replace methods of transformers' class itself, for all scripts that import them.
-    for kind in kinds[: kinds.index(transformers.Trainer) + 1]:
-        if kind is transformers.Trainer or kind.__module__.startswith(_OURS):
+    for kind in kinds[: kinds.index(PlainTrainer) + 1]:
+        if kind is PlainTrainer or kind.__module__.startswith(_OURS):
             yield from (
                 (name, f"an assignment to {kind.__module__}.{kind.__name__}")
                 for name in sorted(known & vars(kind).keys())

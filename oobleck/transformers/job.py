@@ -186,10 +186,11 @@ class TrainerJob(Job):
     def _counting(self) -> LossCounting:
         """How the loss that a model computes is counted."""
         trainer = self._trainer
+        model, loss = unwrapped(trainer.model), self._whole()
         for name in sorted(self.made.keys() & {"data", "eval_data"}):
             samples, collate, place = self.made[name]()
-            try_repeats(samples, collate, place=place)
-        model, loss = unwrapped(trainer.model), self._whole()
+            size = loss.most_together if name == "data" else trainer.args.eval_batch_size
+            try_repeats(samples, collate, place=place, batch_size=size)
         ModelStructure.with_its_loss(LiveModel.skeleton_of(model, is_whole=True), loss, sequence_length=_TRIED_LENGTH)
         sizes = _sizes(trainer, self.batch_size, _TRIED_LENGTH)
         loss.require_one_backward(model)
@@ -214,7 +215,9 @@ class TrainerJob(Job):
         sys.stderr.write(f"oobleck: {name} is kept whole on each node{how}: {self._why_whole}\n")
 
     def _whole(self) -> TrainerLoss:
-        return TrainerLoss(self._trainer, self._loader, self.epochs, max_steps=self.max_steps)
+        return TrainerLoss(
+            self._trainer, self._loader, self.epochs, max_steps=self.max_steps, batch_size=self.batch_size
+        )
 
     def _tried(self, *, microbatch: int | None = None) -> ModelStructure:
         # Returns the model's structure. A microbatch must be trained as it is as a part of its batch.

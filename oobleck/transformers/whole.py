@@ -21,7 +21,7 @@ from oobleck.errors import ConfigError
 from oobleck.job import LossCounting
 from oobleck.training.counters import counter_of
 from oobleck.training.data import IGNORED_LABEL, WholeInputs, from_all_over, items_of, mapped_tensors
-from oobleck.training.flow import Flow, prove_cuts, trace_flow
+from oobleck.training.flow import Flow, constant_parameters, prove_cuts, trace_flow
 from oobleck.training.model import unwrapped
 from oobleck.training.randomness import drawing_alike
 
@@ -44,11 +44,12 @@ _Columns = dict[str, Any]
 class TrainerLoss:
     """A trainer's `compute_loss`, as transformers' own loop calls it."""
 
-    def __init__(self, trainer: Any, loader: Any, epochs: Epochs, *, max_steps: int) -> None:
+    def __init__(self, trainer: Any, loader: Any, epochs: Epochs, *, max_steps: int, batch_size: int) -> None:
         self._trainer = trainer
         self._loader = loader
         self._epochs = epochs
         self._max_steps = max_steps
+        self._batch_size = batch_size
 
     def __call__(self, model: nn.Module, inputs: _Columns, num_items: int, *, step: int) -> torch.Tensor:
         """Return the loss of a batch in a step. Raises ConfigError for one that is no number, and for logs within."""
@@ -147,16 +148,29 @@ class TrainerLoss:
 
     def flow(self) -> Flow:
         """Follow the tensors of the model's forward pass. Raises UncutModel where it has to stay whole."""
-        return trace_flow(unwrapped(self._trainer.model), self._loss_of(self._some(2)))
+        return trace_flow(
+            unwrapped(self._trainer.model), self._loss_of(from_all_over(self.num_samples, min(2, self.most_together)))
+        )
 
     def prove_cuts(self, flow: Flow) -> None:
         """Compare the losses of some samples with those of the model in pieces. Raises UncutModel."""
-        numbers = self._some(_PROVEN_SAMPLES)
-        samples = [numbers, *([number] for number in numbers)]
+        numbers = from_all_over(self.num_samples, _PROVEN_SAMPLES)
+        samples = [numbers[: self.most_together], *([number] for number in numbers)]
         prove_cuts(unwrapped(self._trainer.model), flow, [self._loss_of(some) for some in samples])
 
-    def _some(self, count: int) -> list[int]:
-        return from_all_over(self.num_samples, count)
+    @functools.cached_property
+    def most_together(self) -> int:
+        """How many samples are tried in one batch: two where the script has one, if its code takes two."""
+        if self._batch_size > 1:
+            return self._batch_size
+        model = unwrapped(self._trainer.model)
+        try:
+            with _evaluating(model), drawing_alike(0):
+                self._loss_of(from_all_over(self.num_samples, 2))()
+        # A collator may have no padding, or a model no dimension for samples.
+        except Exception:  # noqa: BLE001  it is the user's code
+            return 1
+        return 2
 
     def _loss_of(self, numbers: Sequence[int]) -> Callable[[], torch.Tensor]:
         """Return what computes the loss of some samples."""
@@ -167,8 +181,9 @@ class TrainerLoss:
 
     def length(self) -> int:
         """Return how many tokens the longest of some samples has, for reports; 2, a job's least, if it has none."""
-        columns = self.collated(from_all_over(self.num_samples, _TRIED_SAMPLES))
-        tokens = [columns.get(name) for name in ("input_ids", _LABELS)]
+        numbers, most = from_all_over(self.num_samples, _TRIED_SAMPLES), self.most_together
+        batches = [self.collated(numbers[first : first + most]) for first in range(0, len(numbers), most)]
+        tokens = [columns.get(name) for columns in batches for name in ("input_ids", _LABELS)]
         return max(2, *(each.shape[-1] for each in tokens if isinstance(each, torch.Tensor) and each.ndim > 1), 2)
 
     @property
@@ -227,9 +242,9 @@ def find_counting(loss: TrainerLoss, model: nn.Module, *, batch: int, microbatch
     Runs the model about ten times on eight samples at most. Raises ConfigError for a loss that differs when it is
     computed again.
     """
-    numbers = from_all_over(loss.num_samples, max(2, min(batch, _TRIED_SAMPLES)))
+    numbers = from_all_over(loss.num_samples, min(loss.most_together, _TRIED_SAMPLES))
     trial = _Trial(loss, model, numbers)
-    with trial.evaluating():
+    with constant_parameters(model), _evaluating(model):
         trial.require_repeats()
         if len(numbers) < 2:
             return "batch"
@@ -252,6 +267,18 @@ def find_counting(loss: TrainerLoss, model: nn.Module, *, batch: int, microbatch
     return found
 
 
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Have a model evaluate within the block."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
 class _Trial:
     """Losses of some samples and of their parts."""
 
@@ -262,16 +289,6 @@ class _Trial:
         self._all = loss.collated(numbers)
         other = loss.collated(numbers, seed=1)
         self._is_drawn = not all(_are_equal(self._all[name], other.get(name)) for name in self._all)
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        was_training = self._model.training
-        self._model.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self._model.train(was_training)
 
     def require_repeats(self) -> None:
         first = self._loss(self._all, self._compute.count(self._all) or 1)

@@ -162,6 +162,14 @@ def test_a_method_is_overridden_wherever_that_is_done(tmp_path: Path):
         checked(made)
 
 
+def test_a_method_is_overridden_where_a_script_puts_the_class_in_the_place_of_transformers_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(transformers, "Trainer", Trainer)
+    with pytest.raises(ConfigError, match=r"Trainer\.get_batch_samples is overridden by Mine"):
+        checked(trainer(tmp_path, kind=overriding("get_batch_samples")))
+
+
 @pytest.mark.parametrize("kind", [Trainer, transformers.Trainer])
 def test_a_method_that_is_replaced_on_a_trainers_own_class_is_refused(kind: Any, tmp_path: Path):
     theirs = transformers.Trainer.get_batch_samples
@@ -179,6 +187,17 @@ def test_a_method_that_is_replaced_on_a_trainers_own_class_is_refused(kind: Any,
             del kind.get_batch_samples
         else:
             kind.get_batch_samples = theirs
+
+
+def test_an_optimizer_without_a_rate_is_refused_by_name(tmp_path: Path):
+    """transformers' Adafactor may find its rate by itself, and its schedule reads it from there."""
+    from transformers.optimization import Adafactor, AdafactorSchedule
+
+    trained = model()
+    optimizer = Adafactor(trained.parameters(), scale_parameter=True, relative_step=True, warmup_init=True, lr=None)
+    for schedule in (None, AdafactorSchedule(optimizer)):
+        with pytest.raises(ConfigError, match="workers cannot make Adafactor by the options of its groups"):
+            trainer(tmp_path, model=trained, optimizers=(optimizer, schedule), max_steps=3).job()
 
 
 def test_overridden_logs_and_decays_are_not(tmp_path: Path):

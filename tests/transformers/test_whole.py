@@ -189,6 +189,67 @@ def test_a_loss_that_logs_or_counts_is_refused_by_name(tmp_path: Path) -> None:
             names["make_trainer"]("llama", tmp_path / "ours").job().check()
 
 
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_forward_pass_that_changes_its_parameters_is_refused_by_name(tmp_path: Path, num_stages: int) -> None:
+    """RWKV divides the weights of its blocks for evaluations, and multiplies them again in training."""
+    names = script(tmp_path, OURS)
+    kind = names["Own"] if num_stages > 1 else names["Single"]
+
+    class Scaled(kind):  # type: ignore[misc, valid-type]  # of the script
+        is_scaled = False
+
+        def forward(self, features: Any, labels: Any = None, wanted: Any = None) -> Any:
+            if self.is_scaled == self.training:
+                with torch.no_grad():
+                    self.inner.weight.mul_(2.0 if self.training else 0.5)
+                self.is_scaled = not self.training
+            return super().forward(features, labels if wanted is None else wanted)
+
+    case = "module" if num_stages > 1 else "single"
+    names["CASES"][case] = (Scaled, names["CASES"][case][1])
+    with pytest.raises(ConfigError, match=r"in Scaled, a forward pass changes the parameter inner\.weight in place"):
+        names["make_trainer"](case, tmp_path / "ours", pause_s=0).job().check()
+
+
+class OfOne(torch.nn.Module):
+    """A model without a dimension for samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(6, 6) for _ in range(3)])
+
+    def forward(self, features: torch.Tensor, labels: torch.Tensor) -> Any:
+        (logits,) = features
+        for layer in self.layers:
+            logits = layer(logits).tanh()
+        return {"loss": (logits.sum() - labels.squeeze()).square(), "logits": logits}
+
+
+def unpadded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in rows[0]}
+
+
+@pytest.mark.parametrize("is_of_one", [True, False])
+def test_a_batch_of_one_is_tried_alone_where_its_code_takes_no_two(tmp_path: Path, *, is_of_one: bool) -> None:
+    """A model, or a collator that does not pad rows of several lengths."""
+
+    def rows() -> list[dict[str, Any]]:
+        lengths = [6 if is_of_one else 6 + n % 3 for n in range(16)]
+        return [{"features": torch.full((length,), n / 16), "labels": n / 8} for n, length in enumerate(lengths)]
+
+    class Short(OfOne):
+        def forward(self, features: torch.Tensor, labels: torch.Tensor) -> Any:
+            return super().forward(features[:, :6], labels)
+
+    names = script(tmp_path, OURS)
+    names["CASES"]["module"] = (OfOne if is_of_one else Short, rows)
+    names["COLLATORS"]["module"] = unpadded
+    sizes = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}
+    job = names["make_trainer"]("module", tmp_path / "ours", pause_s=0, **sizes).job()
+    assert (job.settings["model"]["whole_loss"], job.settings["microbatch_size"]) == ("batch", 1)
+    assert job.flow is not None, "it is cut all the same"
+
+
 def test_a_batch_that_is_not_cut_takes_no_other_microbatch(tmp_path: Path) -> None:
     job = script(tmp_path, OURS)["make_trainer"]("contrastive", tmp_path / "ours").job()
     assert job.settings["microbatch_size"] == 4

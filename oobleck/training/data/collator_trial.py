@@ -68,11 +68,15 @@ def try_collator(samples: Any, collate: script.Collate, *, place: str, batch_siz
     return padded
 
 
-def try_repeats(samples: Any, collate: script.Collate, *, place: str) -> None:
-    """Raise ConfigError if samples, or what is collated of them, depend on earlier calls. Reads a few a few times."""
+def try_repeats(samples: Any, collate: script.Collate, *, place: str, batch_size: int) -> None:
+    """Raise ConfigError if samples, or what is collated of them, depend on earlier calls. Reads a few a few times.
+
+    The script by itself collates `batch_size` of them at a time.
+    """
     numbers = script.from_all_over(len(samples), _TRIED_SAMPLES)
     if (fault := _fault_of_samples(samples, numbers)) is not None:
         raise ConfigError(f"{place}: {fault}")
+    numbers = numbers[:batch_size]
 
     def collated() -> bytes:
         with drawing_alike(0):

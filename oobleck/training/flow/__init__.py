@@ -15,7 +15,7 @@ from .parcels import (
 )
 from .stages import FlowModules, StageIsDone, prove_cuts
 from .trace import trace_flow
-from .units import persistent_buffers
+from .units import constant_parameters, persistent_buffers
 
 __all__ = [
     "Carried",
@@ -23,6 +23,7 @@ __all__ = [
     "FlowModules",
     "Parcel",
     "StageIsDone",
+    "constant_parameters",
     "gradients_of",
     "header_length",
     "leaf_of",

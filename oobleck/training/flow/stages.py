@@ -18,7 +18,7 @@ from oobleck.training.randomness import MicrobatchKey, derive_seed, drawing_alik
 
 from .flow import Flow, Ref, Result
 from .parcels import Parcel, Size, dtype_of, size_of
-from .units import trial_of, uncut_model
+from .units import constant_parameters, trial_of, uncut_model
 
 _PROOF_KEY = MicrobatchKey(seed=0, step=1, microbatch=0)
 _TOLERANCE = 1e-5
@@ -231,10 +231,11 @@ def prove_cuts(model: nn.Module, flow: Flow, losses: Sequence[Callable[[], torch
     """Cut a model between all of its layers, and compare its losses with those of one stage that has all.
 
     Each of `losses` runs the model, which has its real parameters, on samples of its own. Costs a forward pass or two
-    for each, and the model's own code once a layer. Raises UncutModel where a loss differs.
+    for each, and the model's own code once a layer. Raises UncutModel where a loss differs, and
+    ConfigError for a model that changes its parameters.
     """
     device = next(model.parameters()).device
-    with trial_of(model), torch.no_grad():
+    with constant_parameters(model), trial_of(model), torch.no_grad():
         modules = FlowModules(model, flow, device=device, draws_at_random=True)
         try:
             for at, loss in enumerate(losses):

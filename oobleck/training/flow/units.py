@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oobleck.errors import UncutModel
+from oobleck.errors import ConfigError, UncutModel
 from oobleck.training.randomness import drawing_alike
 
 _LEAST_SHARE = 4
@@ -127,6 +127,21 @@ def trial_of(model: nn.Module) -> Iterator[None]:
         finally:
             for module, mode in was_training.items():
                 module.training = mode
+
+
+@contextmanager
+def constant_parameters(model: nn.Module) -> Iterator[None]:
+    """Raise ConfigError that names a parameter which forward passes in the block change, whatever else they raise."""
+    before = [(name, parameter, parameter._version) for name, parameter in model.named_parameters()]
+    try:
+        yield
+    finally:
+        for name, parameter, version in before:
+            if parameter._version != version:  # torch counts changes in place
+                raise ConfigError(
+                    f"model: in {type(model).__name__}, a forward pass changes the parameter {name} in place: nodes "
+                    "hold and save what their optimizers make of it; leave the change out"
+                )
 
 
 @contextmanager
