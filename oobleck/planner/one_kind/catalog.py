@@ -71,9 +71,11 @@ class OneKindCatalog(Catalog):
         if size not in self._templates:
             self.options(*total)
         template = self._templates[size]
-        cut, most = self._cut(template, self.share(size, *total)), self._most_of_share(size, *total)
+        cut = self._cut(template, self.share(size, *total))
         # Shares in whole numbers differ, and each pipeline of this size gets these chunks.
-        return self._form(cut if self._exact.most_microbatches(cut) >= most else self._cut(template, most))
+        if cut is not template and self._exact.most_microbatches(cut) < (most := self._most_of_share(size, *total)):
+            cut = self._cut(template, most)
+        return self._form(cut)
 
     def kinds_of(self, nodes: Sequence[str]) -> tuple[int, ...]:
         return (0,) * len(nodes)
