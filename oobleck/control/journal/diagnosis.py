@@ -127,10 +127,8 @@ class Diagnosis:
             case rank_entries.RanksHung(culprits=culprits):
                 self._find(Failure.STUCK if culprits else Failure.HANG, entry, *(each.node for each in culprits[:1]))
             case rank_entries.StepRecomputed():
-                for node in entry.nodes if entry.is_sure else ():
+                for node in entry.nodes if entry.is_sure else (None,):
                     self._find(Failure.WRONG_STEP, entry, node)
-                if not entry.is_sure:
-                    self._find(Failure.WRONG_STEP, entry)
                 self._respond(Measure.TRAINING_CONTINUED)
                 if not self._is_recovering:
                     self._close(entry.t_s)
