@@ -127,8 +127,9 @@ class Diagnosis:
             case rank_entries.RanksHung(culprits=culprits):
                 self._find(Failure.STUCK if culprits else Failure.HANG, entry, *(each.node for each in culprits[:1]))
             case rank_entries.StepRecomputed():
-                for node in entry.nodes if entry.is_sure else (None,):
-                    self._find(Failure.WRONG_STEP, entry, node)
+                suspects: tuple[str | None, ...] = entry.nodes if entry.is_sure else (None,)
+                for suspect in suspects:
+                    self._find(Failure.WRONG_STEP, entry, suspect)
                 self._respond(Measure.TRAINING_CONTINUED)
                 if not self._is_recovering:
                     self._close(entry.t_s)
@@ -145,11 +146,9 @@ class Diagnosis:
             case StepDone():
                 self._look_at_loss(entry)
             # A save that a loss broke is no failure of its own.
-            case SaveFailed() if not entry.is_our_doing:
-                self._find(Failure.NOT_SAVED, entry)
-                self._respond(Measure.TRAINING_CONTINUED)
-            case rank_entries.StateUnwritten():
-                self._find(Failure.NOT_SAVED, entry, entry.node)
+            case SaveFailed(is_our_doing=False) | rank_entries.StateUnwritten():
+                place = entry.node if isinstance(entry, rank_entries.StateUnwritten) else None
+                self._find(Failure.NOT_SAVED, entry, place)
                 self._respond(Measure.TRAINING_CONTINUED)
             case JournalGap():
                 self._find_gap(entry)
