@@ -71,6 +71,7 @@ ELSEWHERE = (
     (r"oobleck add 'node7 slots=1 port=2222'", "needs a host: tests/cli/test_docs.py sees that it names one node"),
     (r"oobleck checkpoint \w+ my-llama.*", "tests/e2e/test_commands.py, by the other name of a run"),
     (r"oobleck checkpoint import( state/ .*)?", "tests/training/checkpoint/test_dcp_format.py, by the converter alone"),
+    (r"oobleck checkpoint export (job|own) .*", "tests/e2e/test_commands.py, test_dcp_format.py, by other names"),
     (r"oobleck checkpoint export lora .*", "tests/e2e/test_examples.py, by the other name of a run"),
     (r"oobleck (run|up) .*train\.py.*", "tests/e2e/test_run_scripts.py, test_trainer.py"),
     (r"oobleck up --dry-run|python train\.py", "tests/e2e/test_dry_run.py, test_trainer.py"),
