@@ -236,6 +236,8 @@ def _counted(counter: Counter[str], training: int | None) -> type[Any]:
     import transformers
 
     plain = transformers.Trainer
+    # Workers have a wrapper around it, which refuses trainings beside those of the run.
+    of_plain = getattr(plain.train, "__wrapped__", plain.train)
     if training is None:
         kind: type[Any] = plain
     else:
@@ -245,7 +247,8 @@ def _counted(counter: Counter[str], training: int | None) -> type[Any]:
 
     def train(self: Any, *arguments: Any, **named: Any) -> Any:
         counter["trainings"] += 1
-        return (kind if counter["trainings"] == training else plain).train(self, *arguments, **named)
+        run = kind.train if counter["trainings"] == training else of_plain
+        return run(self, *arguments, **named)
 
     return type("Trainer", (kind,), {"train": train})
 

@@ -414,8 +414,9 @@ class RunFollower:
 
     def _require_due_end(self, step: int) -> None:
         """Stop the run for callbacks that end an epoch early, or training late, as transformers' own loop would."""
-        if self._epochs.is_last(step):
-            return  # the epoch ends in any case, and the last one ends training
+        # The epoch ends in any case, and the last one ends training. Steps of an earlier run are over.
+        if self._epochs.is_last(step) or self._first_step is None:
+            return
         if step == self._max_steps:
             # transformers' DefaultFlowCallback has set it, unless a callback has raised state.max_steps.
             if not self._trainer.control.should_training_stop:

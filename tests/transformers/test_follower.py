@@ -595,6 +595,16 @@ def test_a_run_that_continues_has_other_weights_from_its_beginning(tmp_path: Pat
     assert not begins.uses
 
 
+def test_a_checkpoint_of_the_last_step_that_an_earlier_run_took_ends_nothing(tmp_path: Path):
+    """What was converted from transformers' last checkpoint is saved once more."""
+    made = trainer(tmp_path, max_steps=2, per_device_train_batch_size=4, save_strategy="steps", save_steps=2)
+    follower = made.follow(made.job())
+    begun = next(entry for entry in run_with_a_loss() if isinstance(entry, PlanAdopted))
+    follower.take(dataclasses.replace(begun, restored="step-2", restored_step=2, boundary=2))
+    follower.take(saved(2))
+    follower.finish(checkpoint(tmp_path, model()))  # raises what a callback does wrong
+
+
 def test_frozen_parameters_buffers_and_shapes_are_a_callbacks_to_look_at(tmp_path: Path):
     def look(model: Any) -> None:
         model.transformer.wpe.weight.clone()
