@@ -126,6 +126,24 @@ class Single(nn.Module):
         return {"loss": (logits - labels).square().mean(), "logits": logits}
 
 
+class Recurrent(nn.Module):
+    """Torch's own recurrent modules, one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 8)
+        self.long = nn.LSTM(8, 8, num_layers=2, batch_first=True)
+        self.gated = nn.GRU(8, 6, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, input_ids, attention_mask, labels):
+        hidden, _ = self.long(self.embedding(input_ids))
+        hidden, _ = self.gated(hidden)
+        weights = attention_mask.unsqueeze(-1).to(hidden.dtype)
+        logits = self.head((hidden * weights).sum(1) / weights.sum(1))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
 class Weighted(Trainer):
     """Weighs labels by their frequency in the text, as many subclasses do."""
 
@@ -347,6 +365,7 @@ CASES = {
     ),
     "single": (Single, lambda: rows_of(features=lambda n: drawn(n, 6), labels=lambda n: float(n % 5))),
     "module": (Own, lambda: rows_of(features=lambda n: drawn(n, 6), wanted=lambda n: float(n % 5))),
+    "recurrent": (Recurrent, lambda: text(labels=lambda n: n % 3)),
     "weighted": (
         lambda: bert(hf.BertForSequenceClassification, num_labels=3),
         lambda: text(labels=lambda n: n % 3),

@@ -55,13 +55,14 @@ COUNTINGS = {
     **dict.fromkeys(("adalora", "pads_left", "flattens"), "batch"),
     "module": "samples",
     "single": "samples",
+    "recurrent": "batch",
     "weighted": "samples",
     "contrastive": "batch",
 }
 WHOLE = {"single"}
 """The cases whose model cannot be cut."""
 
-BRIEFLY = {"t5", "llava", "regression", "ragged_qa", "choice", "single", "contrastive"}
+BRIEFLY = {"t5", "llava", "regression", "ragged_qa", "choice", "single", "recurrent", "contrastive"}
 """One of each kind; the rest is slow."""
 
 

@@ -272,7 +272,8 @@ class _References:
                         "the module that it receives, or make it a method of that module"
                     )
         for attribute, value in vars(module).items():
-            if attribute in _REGISTERED:
+            # Torch keeps a recurrent module's parameters in order as well, and looks them up again where they change.
+            if attribute in _REGISTERED or (isinstance(module, nn.RNNBase) and attribute == "_flat_weights"):
                 continue
             for each in _flat(value):
                 if isinstance(each, torch.Tensor) and id(each) in self._own:
