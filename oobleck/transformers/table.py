@@ -113,7 +113,7 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     "report_to": _honoured(),
     "run_name": _mapped("`tag`, if it is given; else the script's name is"),
     **dict.fromkeys(("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), _honoured()),
-    "skip_memory_metrics": _unused("the memory of workers is in the profile"),
+    "skip_memory_metrics": _refused("leave it out: the profile says how much memory workers need"),
     "debug": _refused("leave it out: set `log_level: debug` in the job"),
     # Evaluations.
     "eval_strategy": _mapped("`eval_steps`: the steps of an epoch, for `epoch`"),
