@@ -42,7 +42,8 @@ FORGOTTEN = (
 ANSWERS = "tests/control/steps/test_follower.py::test_an_answer_stays_true_wherever_the_worker_is_interrupted"
 CLAIMS = "tests/control/steps/test_follower.py::test_who_has_not_applied_a_step_that_others_have_catches_up_first"
 SECTIONS = "tests/control/test_commit.py::test_sections_of_a_step_break_no_promise"
-EXPERTS = "tests/training/step/test_experts.py"
+EXPERTS = "tests/training/step/test_experts.py::test_a_device_to_whose_experts_no_token_goes_takes_part_all_the_same"
+OF_EXPERTS = "tests/training/step/test_experts.py::test_tokens_that_are_sent_to_experts_give_what_one_device_computes"
 SHARED_OUT = "tests/control/test_commit.py::test_devices_that_share_out_a_stage_break_no_promise"
 SHARED_WEIGHTS = "tests/training/step/test_node_sums.py::test_whole_weights_are_those_of_all_shares_to_the_last_bit"
 POSTED = "tests/training/step/test_node_sums.py::test_what_a_device_posts_does_not_depend_on_where_it_was_interrupted"
@@ -722,7 +723,7 @@ MUTATIONS = (
         file="oobleck/training/model/experts.py",
         old="        placed = torch.empty_like(back).index_copy(0, order, back)",
         new="        placed = back",
-        caught_by=EXPERTS,
+        caught_by=OF_EXPERTS,
     ),
     Mutation(
         name="full_cache",
