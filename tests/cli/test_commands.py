@@ -24,6 +24,9 @@ LEFT_OUT = {
     "oobleck plan … --after-losing node3": "--profile gpt2.json --nodes 13 --global-batch 128",
     "oobleck plan … --after-losing node3,node7": "--profile gpt2.json --nodes 13 --global-batch 128",
     "oobleck plan … --gpus-per-node 8 --sharding optimizer": "--profile gpt2.json --nodes 4 --global-batch 128",
+    "oobleck plan … --sharding gradients --expert-parallel": (
+        "--model mixtral.json --device H100 --gpus-per-node 8 --nodes 4 --global-batch 128 --microbatch 1"
+    ),
     "oobleck plan … --schedule auto": "--profile gpt2.json --nodes 13 --global-batch 128",
     "oobleck sim --failures trace.json --mode cluster …": (
         "--model gpt3-2.7b --device A100 --global-batch 512 --microbatch 2 --steps 100"
@@ -139,6 +142,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     profile = estimate_profile(model_shape("gpt2-medium"), device_sheet("A40"), microbatch_size=2, sequence_length=1024)
     Path("gpt2.json").write_text(profile_to_json(profile))
     config = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+    experts = {**config, "intermediate_size": 1024, "num_local_experts": 8, "num_experts_per_tok": 2}
+    Path("mixtral.json").write_text(json.dumps({**experts, "vocab_size": 32000}))
     Path("config.json").write_text(json.dumps({**config, "intermediate_size": 11008, "vocab_size": 32000}))
     faults = [
         {"node_id": "x", "event_time": day, "event_type": kind, "fault_type": {"Level": "Hardware Failure"}}
