@@ -213,6 +213,7 @@ def _estimate(job: JobSpec, outline: ModelOutline, *, num_local: int, sheet: str
         sequence_length=job.data.sequence_length,
         precision="bfloat16" if job.dtype in ("bfloat16", "float16") else "float32",
         recompute=job.recompute,
+        expert_parallel=job.expert_parallel,
     )
     if is_whole:
         profile = in_one_layer(profile, name=str(outline.config["model_type"]))
@@ -254,6 +255,9 @@ def _scaled(layer: LayerProfile, other: LayerOutline, item_bytes: int) -> LayerP
         optimizer_bytes=_MOMENTS * trained_bytes,
         activation_bytes=factor * layer.activation_bytes,
         output_bytes=factor * layer.output_bytes,
+        # Not all blocks of a mixture have experts, of which its shape knows nothing.
+        expert_bytes=min(param_bytes, factor * layer.expert_bytes),
+        expert_message_bytes=factor * layer.expert_message_bytes,
     ).with_recomputed(
         lambda each: replace(
             each,

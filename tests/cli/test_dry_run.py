@@ -242,3 +242,21 @@ def test_more_losses_at_once_than_nodes_are_warned_of(tmp_path, capsys):
         assert dry_run(tmp_path / "base", "--local", nodes, "--pipelines", 1, "-f", f, "--metrics", "8.8.8.8:9") == 2
         said = capsys.readouterr().err
         assert all(words in said for words in (f"fault_threshold is {f},", f" {nodes} nodes")) == is_warned
+
+
+def test_experts_that_would_stay_on_their_devices_are_counted_once_in_a_node(tmp_path, capsys):
+    sizes = "hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 2"
+    job = (
+        f"model: {{type: mixtral, {sizes}, num_key_value_heads: 1, num_local_experts: 8}}\n"
+        "data: {sequence_length: 32, vocab_size: 300}\nglobal_batch_size: 16\nmicrobatch_size: 2\n"
+        "sharding: optimizer\nsharding_devices: 2\n"
+    )
+    held = {}
+    for expert_parallel in (False, True):
+        path = tmp_path / f"{expert_parallel}.yaml"
+        path.write_text(f"{job}expert_parallel: {str(expert_parallel).lower()}\n")
+        assert main(["up", "--local", "2", "--job", str(path), "--dry-run", "--json"]) == 0
+        (pipeline, *_) = json.loads(capsys.readouterr().out)["plan"]["pipelines"]
+        held[expert_parallel] = sum(sum(stage["memory_bytes"].values()) for stage in pipeline["stages"])
+    # Without, each of the two devices has all experts' weights and gradients as well.
+    assert held[False] - held[True] == 2 * (4 + 4) * 2 * 8 * 3 * 64 * 128

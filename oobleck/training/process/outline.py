@@ -30,6 +30,14 @@ _SHAPE_KEYS = (
     "max_position_embeddings",
     "hidden_act",
     "tie_word_embeddings",
+    "head_dim",
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "n_shared_experts",
+    "shared_expert_intermediate_size",
 )
 """What an estimate needs; configurations translate these names into their own."""
 
