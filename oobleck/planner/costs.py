@@ -307,7 +307,7 @@ class StageCosts:
     def most_microbatches(self, template: PipelineTemplate) -> float:
         """Return how many microbatches of its own a pipeline has memory for; infinity for any number.
 
-        Pipelines of several chunks hold those of a whole step or none: whoever cuts chunks knows better.
+        Pipelines of several chunks hold those of a whole step or none; `Cutter.most_microbatches` is exact for them.
         """
         if template.num_chunks > 1:
             return math.inf if self.fits(template) else 0.0

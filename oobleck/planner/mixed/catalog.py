@@ -208,7 +208,7 @@ class MixedCatalog(Catalog):
         return self._searches[reach]
 
     def _find(self, costs: KindCosts, most: Counts) -> dict[Counts, MixedSearch]:
-        """Search pipelines of up to so many nodes: in one search for all kinds together, or one for each kind alone."""
+        """Search pipelines of at most `most` nodes: in one for all kinds together, or one for each kind alone."""
         limits = [most]
         if not self._mixes or math.prod(number + 1 for number in most) > _MOST_TOGETHER:
             limits = [tuple(number if k == kind else 0 for k, number in enumerate(most)) for kind in range(len(most))]

@@ -58,7 +58,7 @@ class Chooser:
         most = min(self._total, max(0, int(found))) if math.isfinite(found) else 0
         if (self._most >= self._total).all():
             return most
-        # Where so many or more pipelines can take the batch, fewer or more can.
+        # If some number of pipelines or more can take the batch, so can any smaller number or more.
         return bisect_left(range(1, most + 1), 1, key=lambda number: int(not self.can_take(nodes, number)))
 
     def can_take(self, nodes: Counts, number: int, *, exactly: bool = False) -> bool:

@@ -114,13 +114,14 @@ class NcclGroup:
         return self._post(lambda group: group.alltoall_base(own, rows, [*taken], [*sent], AllToAllOptions()), own)
 
     def order(self, work: NcclWork) -> None:
-        """Have this thread's next launches come after a collective, the oldest not ordered yet; the host does not wait.
+        """Have this thread's next launches come after a collective; the host does not wait.
 
         Once these are done, all collectives so ordered were whole if the communicator was not aborted. Raises as
         `NcclWork.order`.
         """
         work.order()
-        # The newest ends last. Torch's work holds the tensor, so to keep all would keep what each has summed.
+        # The newest ends last, but for an exchange of tokens, ordered before a gather that was posted earlier. Torch's
+        # work holds the tensor, so to keep all would keep what each has summed.
         with self._lock:
             before, self._ordered = self._ordered, work
             self._open.discard(before)
