@@ -24,13 +24,14 @@ def make_report(
     global_batch_size: int,
     kind: ScheduleKind | None,
     num_lanes: int = 1,
+    context_parallel: int = 1,
     lost: tuple[str, ...] = (),
     utilisation: tuple[float, float] | None = None,
     prices: Mapping[str, float] | None = None,
 ) -> PlanReport:
     """Plan for the nodes of these names, and decide what losses would lead to.
 
-    `num_lanes` devices of a stage take a microbatch each.
+    The devices of a sharded stage take `num_lanes` microbatches at once, `context_parallel` of them each.
     Without a `kind`, pipelines choose between 1F1B, zero-bubble and several chunks. `lost` are the nodes whose loss the
     user asks about, `utilisation` is (operations of one step, peak operations a second of one device), if known, and
     `prices` are dollars an hour for a node of each kind. Raises PlanningError if there is no plan.
@@ -50,6 +51,7 @@ def make_report(
         fault_threshold=planner.settings.fault_threshold,
         global_batch_size=global_batch_size,
         num_lanes=num_lanes,
+        context_parallel=context_parallel,
         decision=decision,
         forecast=_forecast(planner, decision, kind),
         why=explain_pipelines(planner, names, decision),

@@ -42,6 +42,13 @@ class PlanOptions:
     expert_parallel: bool = flag(
         "--expert-parallel", "Have these devices send tokens to each other's experts, as a job's expert_parallel."
     )
+    context_parallel: int = option(
+        "--context-parallel",
+        "N",
+        "How many of these devices share each microbatch, as a job's context_parallel.",
+        default=1,
+        parser=inputs.whole(1, MAX_DEVICES),
+    )
     prices: str | None = option(
         "--prices",
         "KIND:PRICE,…",
@@ -103,7 +110,9 @@ def _report(options: PlanOptions, counts: int | tuple[inputs.KindCount, ...]) ->
     planning = options.planning
     if options.expert_parallel and _sharding(options) == "none":
         raise UsageError("--expert-parallel was given without --sharding; experts are those of sharded stages")
-    kinds, kind_of = kinds_of(counts, planning, expert_parallel=options.expert_parallel)
+    kinds, kind_of = kinds_of(
+        counts, planning, expert_parallel=options.expert_parallel, context_parallel=options.context_parallel
+    )
     if isinstance(counts, int) and options.prices is not None:
         raise UsageError("--prices is for nodes of several kinds; name them, as in --nodes A100:16,A40:16")
     if len(kinds) > 1 and options.schedule == "interleaved":
@@ -115,12 +124,12 @@ def _report(options: PlanOptions, counts: int | tuple[inputs.KindCount, ...]) ->
     schedule = inputs.parse_schedule_name(options.schedule)
     kind = None if schedule == "auto" else ScheduleKind(schedule)
     batch, profile = planning.global_batch, kinds[0].profile
-    num_lanes = _num_lanes(options)
+    num_devices, num_lanes = _shared_out(options)
     check_batch(batch, profile.microbatch_size * num_lanes)
     settings = PlannerSettings(
         num_microbatches=batch // (profile.microbatch_size * num_lanes),
         # Stages have several devices only where all nodes are of one kind, or they share them out.
-        max_devices_per_stage=kinds[0].devices_per_node if len(kinds) == 1 and num_lanes == 1 else 1,
+        max_devices_per_stage=kinds[0].devices_per_node if len(kinds) == 1 and num_devices == 1 else 1,
         fault_threshold=planning.fault_threshold,
         num_pipelines=planning.pipelines,
         max_redundancy_percent=options.max_redundancy,
@@ -133,7 +142,7 @@ def _report(options: PlanOptions, counts: int | tuple[inputs.KindCount, ...]) ->
             settings,
             kind_of,
             domain_of=dict(zip(names, inputs.racks(len(names), options.domains), strict=False)),
-            tensor_parallel=num_lanes,
+            tensor_parallel=num_devices,
             sharding=_sharding(options),
             is_cast=planning.precision == "bfloat16",
             make_cutter=make_cutter(kind, planning.chunks),
@@ -141,6 +150,7 @@ def _report(options: PlanOptions, counts: int | tuple[inputs.KindCount, ...]) ->
         names,
         global_batch_size=batch,
         num_lanes=num_lanes,
+        context_parallel=options.context_parallel,
         kind=kind,
         lost=lost,
         utilisation=utilisation_of(profile, planning) if isinstance(counts, int) else None,
@@ -156,16 +166,25 @@ def _sharding(options: PlanOptions) -> Sharding:
     raise UsageError(f"--sharding is {options.sharding!r}; it must be one of {', '.join(get_args(Sharding))}")
 
 
-def _num_lanes(options: PlanOptions) -> int:
-    """Return how many devices take a microbatch each. Raises UsageError for what cannot be shared out."""
+def _shared_out(options: PlanOptions) -> tuple[int, int]:
+    """Return how many devices hold a stage together, and how many microbatches they compute at once.
+
+    Raises UsageError for what cannot be shared out.
+    """
     per_node = options.planning.devices_per_node
     number = options.sharding_devices or per_node
     if _sharding(options) == "none":
         if options.sharding_devices is not None:
             raise UsageError("--sharding-devices was given without --sharding, which says what they share out")
-        return 1
+        if options.context_parallel > 1:
+            raise UsageError("--context-parallel was given without --sharding; it is for devices of sharded stages")
+        return 1, 1
     if number < 2 or per_node % number:
         raise UsageError(
             f"--sharding-devices is {number}; it must be 2 or more, and divide --gpus-per-node ({per_node})"
         )
-    return number
+    if number % options.context_parallel:
+        raise UsageError(
+            f"--context-parallel is {options.context_parallel}; it must divide the {number} devices of a stage"
+        )
+    return number, number // options.context_parallel

@@ -6,6 +6,7 @@ from oobleck.training.randomness import MicrobatchKey
 
 from .adapters import Adapters, add_adapters, plain_name, save_adapters, tied_parameters, unwrapped
 from .configuration import build_model
+from .contexts import ContextShare, share_contexts
 from .documents import separates_documents
 from .experts import experts_per_token
 from .forward_passes import Precision, check_attention, require_compiler, use_attention
@@ -21,6 +22,7 @@ __all__ = [
     "AllReduce",
     "BatchSizes",
     "CapturedHead",
+    "ContextShare",
     "LiveModel",
     "LossOfInputs",
     "MicrobatchKey",
@@ -39,6 +41,7 @@ __all__ = [
     "require_compiler",
     "save_adapters",
     "separates_documents",
+    "share_contexts",
     "share_for",
     "tied_parameters",
     "try_layers",

@@ -85,7 +85,7 @@ class ContextShare:
         """Give up heads, and get the other tokens of the own ones."""
         for_devices = zip(*(each.chunk(self.degree, dim=1) for each in states), strict=True)
         rows = torch.stack([torch.cat([each.reshape(-1) for each in of_device]) for of_device in for_devices])
-        taken = self._exchanged(rows).split([each.numel() // self.degree for each in states], dim=1)
+        taken = torch.split(self._exchanged(rows), [each.numel() // self.degree for each in states], dim=1)
         shapes = [(each.shape[0], each.shape[1] // self.degree, *each.shape[2:]) for each in states]
         return [
             piece.view(self.degree, *shape).permute(1, 2, 0, 3, 4).flatten(2, 3)
@@ -94,7 +94,8 @@ class ContextShare:
 
     def _by_tokens(self, output: torch.Tensor) -> torch.Tensor:
         """Give up tokens, and get the other heads of the own ones."""
-        parts = output.unflatten(1, (self.degree, -1)).transpose(0, 1)
+        batch, tokens = output.shape[:2]
+        parts = output.view(batch, self.degree, tokens // self.degree, *output.shape[2:]).transpose(0, 1)
         taken = self._exchanged(parts.reshape(self.degree, -1)).view(parts.shape)
         return taken.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
@@ -191,7 +192,8 @@ class _Grouped:
 def _computed(
     module: Any, states: Sequence[torch.Tensor], mask: torch.Tensor | None, options: Mapping[str, Any]
 ) -> torch.Tensor:
-    output, _ = sdpa_attention_forward(module, *states, mask, **options)
+    query, key, value = states
+    output, _ = sdpa_attention_forward(module, query, key, value, mask, **options)
     return output
 
 
@@ -233,9 +235,7 @@ class _Replay:
         return output[:, self.part]
 
     def _require_known(self, states: Sequence[torch.Tensor], options: Mapping[str, Any]) -> None:
-        unknown = [
-            name for name, each in options.items() if isinstance(each, torch.Tensor) and name != "position_ids"
-        ]
+        unknown = [name for name, each in options.items() if isinstance(each, torch.Tensor) and name != "position_ids"]
         if unknown:
             raise _Differs(f"its attention takes {', '.join(unknown)} for all heads at once")
         queries, keys = states[0].shape[1], states[1].shape[1]
@@ -300,8 +300,8 @@ def _lighten(module: Any, generator: torch.Generator) -> None:
     factors = torch.randn(width, generator=generator) / width**0.5
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        weights = torch.linspace(-1.0, 1.0, hidden.shape[-1])
-        return (hidden * weights).sum(-1, keepdim=True) * factors
+        summed = (hidden * torch.linspace(-1.0, 1.0, hidden.shape[-1])).sum(-1, keepdim=True)
+        return torch.mul(summed, factors)
 
     vars(module)["forward"] = forward
 

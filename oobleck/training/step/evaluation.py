@@ -73,8 +73,8 @@ class Evaluator:
     def run(self, step: int, pipeline_rank: PipelineRank, *, share: tuple[int, int], sum_up: SumUp) -> Evaluation:
         """Evaluate the model of a step, together with all others in the plan.
 
-        `share` is the number of this pipeline, or of its lane, and how many there are; `sum_up` sums numbers over all workers. Raises
-        Interrupted or PeerLost; messages may then be stuck in the groups.
+        `share` is the number of this pipeline, or of its lane, and how many there are; `sum_up` sums numbers over all
+        workers. Raises Interrupted or PeerLost; messages may then be stuck in the groups.
         """
         began_s = time.monotonic()
         # Kept until the total, since a send that is dropped early holds up those after it.
