@@ -66,6 +66,8 @@ class PlanReport:
     """The microbatches that the devices of a sharded stage take at once."""
     context_parallel: int = 1
     """The devices that take each of them."""
+    choices: tuple[tuple[str, float | None], ...] = ()
+    """The ways to share out a node's devices that were tried, and a step's seconds; None where there is no plan."""
     peak_flops_per_s: float | None = None
     """The peak of one device; None if unknown."""
     kinds: tuple[tuple[str, int, int], ...] = ()
@@ -144,6 +146,9 @@ def _headline(report: PlanReport) -> Text:
     if num_devices > 1:
         how = "take a microbatch each" if report.context_parallel == 1 else f"each {report.context_parallel} take one"
         text.append(f"\n{num_devices} devices of a node hold each stage, and {how}")
+    if report.choices:
+        steps = (f"{name} {'no plan' if step_s is None else seconds_text(step_s)}" for name, step_s in report.choices)
+        text.append(f"\nsharding, a step: {', '.join(steps)}")
     if profile.estimated:
         text.append("\nestimated from data sheets, not measured", "yellow")
     if "inter_node" in profile.network.assumed:

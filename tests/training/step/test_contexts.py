@@ -79,7 +79,7 @@ def step(devices: list[Device], seeds: range, num_items: int) -> float:
 def alone(structure: ModelStructure, seeds: range, num_items: int) -> tuple[float, dict[str, nn.Parameter]]:
     stage = whole_stage(structure, dtype=torch.float64)
     losses = [stage.forward(batch_of(seed), None, num_items=num_items, key=KEY) for seed in seeds]
-    loss = torch.stack(losses).sum()
+    loss: Any = torch.stack(losses).sum()
     loss.backward()
     return float(loss.detach()), stage.parameters
 
