@@ -482,7 +482,7 @@ class JobSpec:
     @property
     def num_lanes(self) -> int:
         """The microbatches that the devices of a stage compute at once, which a plan counts as one."""
-        return self.sharding_devices // self.context_parallel
+        return max(1, self.sharding_devices // self.context_parallel)
 
     @property
     def devices_per_stage(self) -> int:
