@@ -193,7 +193,7 @@ def test_one_copy_survives_the_loss_of_one_of_two_racks_at_once(ranks: Ranks) ->
     home.mkdir()
     (home / ".oobleck").symlink_to(ranks.base_dir)  # logs lie where other runs' are
     where = ("--dial-in", "127.0.0.1:0", "--nodes", "4", "--nnodes", "2:4")
-    options = (*where, "--max-restarts", "0", "--lease", "60", *nowhere(ranks))
+    options = (*where, "--max-restarts", "0", "--lease", "20", *nowhere(ranks))
     with ranks.started(*options, command=[SCRIPT, str(ranks.out), "60", "0.1"]) as process:
         ranks.wait_until(lambda: ": oobleck node " in ranks.said())
         file = shlex.split(ranks.said().split(": oobleck node ")[1])[0]

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+_c10d: Any = dist  # its stubs export no stores
 _SAVE_EVERY = 5
 _PAUSE_S = 0.05
 
@@ -65,7 +66,7 @@ def run_torchft(directory: Path) -> None:
     from torchft import Manager, Optimizer, ProcessGroupGloo
 
     rank = int(os.environ["REPLICA"])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = _c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     model = build()
     inner = torch.optim.AdamW(model.parameters())
 
@@ -101,12 +102,12 @@ def run_nvrx(directory: Path) -> None:
     port = int(os.environ["MASTER_PORT"])
 
     def train(base: Any, call_wrapper: Any = None) -> None:
-        store = dist.PrefixStore(str(call_wrapper.iteration), base)
+        store = _c10d.PrefixStore(str(call_wrapper.iteration), base)
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
         train_plainly(directory, rank, restart=call_wrapper.iteration)
 
-    base = dist.TCPStore(
+    base = _c10d.TCPStore(
         "127.0.0.1",
         port,
         int(os.environ["WORLD_SIZE"]),
@@ -114,7 +115,8 @@ def run_nvrx(directory: Path) -> None:
         timedelta(seconds=60),
         multi_tenant=True,
     )
-    train.__annotations__["call_wrapper"] = inprocess.CallWrapper
+    # It looks for its own argument by the annotations, which have to be classes.
+    train.__annotations__.update(base=_c10d.Store, call_wrapper=inprocess.CallWrapper)
     inprocess.Wrapper(store_kwargs={"host_name": "127.0.0.1", "port": port + 1})(train)(base)
 
 

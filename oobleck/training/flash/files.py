@@ -273,6 +273,6 @@ def _exchange(found: Found, saver: int, file: _File, writers: Sequence[int], new
             found.peers.receive(chunk, server)
         if rank in writers:
             with target.open("ab") as to:
-                to.write(memoryview(chunk.numpy()))
+                to.write(chunk.numpy().data)
         for request in requests:
             request.wait()
