@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
@@ -70,28 +69,21 @@ def _oobleck(directory: Path, runs: int, saves: str) -> str:
         job.end()
 
 
-def _rows(python: str, directory: Path, runs: int, arms: Sequence[str]) -> Sequence[Callable[[], str]]:
-    found: list[Callable[[], str]] = []
-    for arm in arms:
-        if arm in ("flash", "attempts"):
-            found.append(lambda arm=arm: _oobleck(directory, runs, arm))  # type: ignore[misc]
-        elif arm == "torchrun":
-            found.append(lambda: torchrun(directory, runs, _LIMIT_S, "dcp"))
-        else:
-            found.append(lambda arm=arm: _peer(python, arm, directory, runs))  # type: ignore[misc]
-    return found
-
-
-def _peer(python: str, peer: str, directory: Path, runs: int) -> str:
-    module, name = _PEERS[peer]
-    probe = subprocess.run([python, "-c", f"import {module}"], capture_output=True, text=True, check=False)
-    if probe.returncode:
-        why = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
-        return f"| {name} | not run: {why} | | | | | |"
+def _row(python: str, directory: Path, runs: int, arm: str) -> str:
+    """Return the row of an arm, or why it has none."""
+    name = _PEERS[arm][1] if arm in _PEERS else arm
     try:
-        return row(name, kill_peer(python, peer, directory, runs))
+        if arm in ("flash", "attempts"):
+            return _oobleck(directory, runs, arm)
+        if arm == "torchrun":
+            return torchrun(directory, runs, _LIMIT_S, "dcp")
+        probe = subprocess.run([python, "-c", f"import {_PEERS[arm][0]}"], capture_output=True, text=True, check=False)
+        if not probe.returncode:
+            return row(name, kill_peer(python, arm, directory, runs))
+        why = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
     except NoSuchStep as error:
-        return f"| {name} | not run: {' '.join(str(error).split())[-300:]} | | | | | |"
+        why = " ".join(str(error).split())[-300:]
+    return f"| {name} | not run: {why} | | | | | |"
 
 
 def main() -> None:
@@ -106,8 +98,8 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     directory = Path(tempfile.mkdtemp(prefix="obp"))
     try:
-        for each in _rows(given.python, directory, given.runs, given.arms):
-            print(each(), flush=True)
+        for arm in given.arms:
+            print(_row(given.python, directory, given.runs, arm), flush=True)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
