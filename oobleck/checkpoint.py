@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from oobleck.training.flash import BadStep, load, notice, save
+from oobleck.training.flash import BadStep, load, load_files, notice, save, save_files
 
-__all__ = ["BadStep", "load", "notice", "save"]
+__all__ = ["BadStep", "load", "load_files", "notice", "save", "save_files"]

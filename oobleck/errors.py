@@ -18,7 +18,7 @@
         ├── WorkersUnavailable no worker process can be started on a node
         ├── Unrecoverable     a layer has no living copy
         ├── CorruptCheckpoint saved bytes cannot be read, or have changed
-        │   └── StatesLost    a script's states were saved, and none is whole any more
+        │   └── StatesLost    a script's states were saved, and none is whole and readable any more
         └── ShardUnreadable   a record of the data cannot be read any more
 
 Bugs of our own are assertions, not members of this tree.
@@ -127,7 +127,7 @@ class BadStep(OobleckError):
 
 
 class StatesLost(CorruptCheckpoint):
-    """A script has saved states, and none is whole any more: starting it again does not help."""
+    """A script has saved states, and none is whole and can be read any more: starting it again does not help."""
 
 
 class ShardUnreadable(ResourceLost):

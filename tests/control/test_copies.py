@@ -79,6 +79,7 @@ class Cluster:
         self.num_copies, self.has_succeeded = num_copies, False
         self.master = Copies(num_copies)
         self.nodes = {f"node{number}": Node() for number in range(num_nodes)}
+        self.domains: dict[str, str] = {}
         self.sending: list[tuple[str, ScriptState, int, str]] = []
         self.now_s = 0.0
         self.generation = 0
@@ -141,7 +142,7 @@ class Cluster:
 
     def decide(self) -> None:
         self.now_s += 1.0
-        for name, order in self.master.orders(self.now_s, {}):
+        for name, order in self.master.orders(self.now_s, self.domains):
             self.nodes[name].down.append(order)
 
     def obey(self, name: str) -> None:
@@ -194,11 +195,12 @@ class Cluster:
             node.up.append(protocol.StatesKept(door=door, order=order))
             self.report(name)
 
-    def lose(self, name: str) -> None:
-        self.nodes.pop(name)
-        self.master.end()
-        self.master.drop(name)
-        self.decide()
+    def lose(self, *names: str) -> None:
+        for name in names:
+            self.nodes.pop(name)
+            self.master.end()
+            self.master.drop(name)
+            self.decide()
         self.begin()
 
 
@@ -227,6 +229,26 @@ def test_what_is_called_protected_survives_the_loss_of_any_node_at_any_moment(
             cluster.lose(cluster.random.choice(list(cluster.nodes)))
             if protection.protected is not None:
                 assert cluster.step >= protection.protected
+
+
+@examples(100)
+@given(st.integers(1, 3), seeds, st.integers(1, 12), st.integers(0, 120))
+def test_one_copy_survives_the_loss_of_either_of_two_domains_of_one_size(
+    size: int, random: Random, saves_per_round: int, wait: int
+) -> None:
+    cluster = Cluster(2 * size, 1, random)
+    sides = random.sample(["left", "right"] * size, 2 * size)
+    cluster.domains = dict(zip(cluster.nodes, sides, strict=True))
+    for _ in range(wait):
+        cluster.act(saves_per_round)
+        now = cluster.master.protection
+        for lost in ("left", "right"):
+            left = [name for name, side in cluster.domains.items() if side != lost]
+            steps = [state.step for state in cluster.whole(left)]
+            assert now.protected is None or max(steps, default=0) >= now.protected, f"without {lost}"
+    protected = cluster.master.protection.protected
+    cluster.lose(*(name for name, side in cluster.domains.items() if side == "left"))
+    assert cluster.step >= (protected or 0)
 
 
 @examples(100)

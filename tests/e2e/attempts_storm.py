@@ -90,17 +90,18 @@ class Storm:
             os.kill(pids.pop(place), signal.SIGKILL)
         else:
             node = f"node{place}"
+            lost = self._num_lost(node)
             gone = self._lose(node)
             pids = {rank: pid for rank, pid in pids.items() if pid not in gone}
             if self._kind in ("hsdp", "tp"):
-                self._add(node)
+                self._add(node, lost=lost)
         count = len(pids) + 1 if what == "rank" or self._kind in ("hsdp", "tp") else len(pids)
         self.ranks.wait_until(lambda: self._has_stepped(number + 1, count, after_s=at_s))
         again = self._notes_of(self._newest())
         away_s = max(min(note["t"] for note in notes if note["t"] > at_s) for notes in again.values() if notes) - at_s
         kept = len({note["pid"] for notes in again.values() for note in notes} & set(pids.values()))
         if what == "node" and self._kind not in ("hsdp", "tp"):
-            self._add(node)
+            self._add(node, lost=lost)
             self.ranks.wait_until(lambda: self._has_stepped(number + 2, NUM_NODES, after_s=at_s))
         return Kill(what=what, away_s=away_s, others=len(pids), kept=kept)
 
@@ -115,12 +116,13 @@ class Storm:
         shutil.rmtree(directory.memory)
         return pids
 
-    def _add(self, node: str) -> None:
-        def is_lost() -> bool:
-            entries = self.ranks.entries("NodeLost"), self.ranks.entries("NodeConnected")
-            return sum(entry.node == node for entry in entries[0]) >= sum(entry.node == node for entry in entries[1])
+    def _num_lost(self, node: str) -> int:
+        return sum(entry.node == node for entry in self.ranks.entries("NodeLost"))
 
-        self.ranks.wait_until(is_lost)
+    def _add(self, node: str, *, lost: int) -> None:
+        """Add a node that had been lost `lost` times before its last kill."""
+        # It may be back already: the run tries it again after ten seconds, which a busy machine needs for a generation.
+        self.ranks.wait_until(lambda: self._num_lost(node) > lost)
         oobleck("add", node, "--tag", "ranks", "--base-dir", str(self.ranks.base_dir))
 
     def _notes_of(self, number: int) -> dict[int, list[dict[str, Any]]]:

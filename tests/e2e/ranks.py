@@ -37,6 +37,8 @@ class Ranks:
         self.temporary = Path(tempfile.mkdtemp(prefix="obr"))
         self.stdout = directory / "stdout"
         self.stderr = directory / "stderr"
+        self._notes: dict[int, tuple[int, list[dict[str, Any]]]] = {}
+        """What was read of each rank's notes, and up to which byte."""
 
     @contextmanager
     def started(
@@ -80,7 +82,16 @@ class Ranks:
     def notes(self, rank: int = 0) -> list[dict[str, Any]]:
         """What a rank has noted so far."""
         path = self.out / f"log.{rank}"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        if not path.exists():
+            return []
+        read, notes = self._notes.get(rank, (0, []))
+        with path.open("rb") as log:
+            log.seek(read)
+            lines = log.read().rpartition(b"\n")[0]
+        if lines:
+            notes = notes + [json.loads(line) for line in lines.splitlines()]
+            self._notes[rank] = read + len(lines) + 1, notes
+        return notes
 
     def said(self) -> str:
         """What the command has written on standard error."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from oobleck.errors import ExitCode
 from oobleck.runtime.files import MEMORY_OWNER, AgentDir, ProcessId, RunDirectory
 from oobleck.storage import find_slots
 from tests.e2e.harness import oobleck
@@ -74,7 +78,7 @@ def wait_for_protection(ranks: Ranks) -> None:
 
 
 def nowhere(ranks: Ranks) -> tuple[str, ...]:
-    """Options for a run that writes nothing to disk, as nodes whose disks are lost with them."""
+    """Options for a run that writes nothing to disk, as nodes whose disks are lost with them; its end says so."""
     file = ranks.out / "no-directory"
     file.touch()
     return ("--env", f"OOBLECK_CHECKPOINT_DIR={file}/states")
@@ -90,7 +94,7 @@ def test_a_lost_nodes_pieces_come_back_from_its_peer(ranks: Ranks) -> None:
         lose(ranks, "node1")
         first = ranks.wait_for_step(1, restarts=1)
         assert first["step"] > reached - 20, "it goes on from a copy, not from the start"
-        assert process.wait(TIMEOUT_S) == 0, ranks.said()
+        assert process.wait(TIMEOUT_S) == ExitCode.NOT_SAVED, ranks.said()
     assert "saved by 2 ranks, from memory" in ranks.said()
     assert losses(ranks) == pytest.approx(undisturbed(60), abs=TOLERANCE)
 
@@ -109,7 +113,7 @@ def test_ranks_train_on_without_a_master_and_the_next_one_handles_a_node_that_wa
         lose(ranks, "node1")
     with ranks.started(*options, command=command) as second:
         went_on = ranks.wait_for_step(1, restarts=1)
-        assert second.wait(TIMEOUT_S) == 0, ranks.said()
+        assert second.wait(TIMEOUT_S) == ExitCode.NOT_SAVED, ranks.said()
     assert went_on["step"] > before - 20, (went_on, before, reached)
     assert "saved by 2 ranks, from memory" in ranks.said()
     assert len(ranks.entries("MasterResumed")) == 1
@@ -126,7 +130,7 @@ def test_a_drained_node_hands_its_pieces_on_before_it_leaves(ranks: Ranks) -> No
         assert oobleck("drain", "node1", "--tag", "ranks", "--base-dir", str(ranks.base_dir)).returncode == 0
         ranks.wait_until(lambda: bool(ranks.entries("NodeLeft")))
         lose(ranks, "node2")
-        assert process.wait(TIMEOUT_S) == 0, ranks.said()
+        assert process.wait(TIMEOUT_S) == ExitCode.NOT_SAVED, ranks.said()
     assert "saved by 3 ranks, from memory" in ranks.said()
     assert "is not copied" not in ranks.said()
     assert losses(ranks) == pytest.approx(undisturbed(60), abs=TOLERANCE)
@@ -178,3 +182,39 @@ def test_the_loss_of_the_only_holder_while_a_newcomer_is_filled_ends_the_run_and
     assert "was saved, and no part of it is left in memory or in" in ranks.said()
     assert all(note["step"] > 1 for note in ranks.notes(0) if note["restarts"] > 0), f"after step {last}"
     assert len(ranks.entries("RankDown")) == 1, "it is not tried again and again"
+
+
+@pytest.mark.slow  # tests/control/test_copies.py loses domains of a model
+def test_one_copy_survives_the_loss_of_one_of_two_racks_at_once(ranks: Ranks) -> None:
+    """By the order of their names, each node's neighbour is in its own rack."""
+    racks = {"alpha": "left", "beta": "left", "gamma": "right", "delta": "right"}
+    nodes = []
+    home = ranks.out / "home"
+    home.mkdir()
+    (home / ".oobleck").symlink_to(ranks.base_dir)  # logs lie where other runs' are
+    where = ("--dial-in", "127.0.0.1:0", "--nodes", "4", "--nnodes", "2:4")
+    options = (*where, "--max-restarts", "0", "--lease", "20", *nowhere(ranks))
+    with ranks.started(*options, command=[SCRIPT, str(ranks.out), "60", "0.1"]) as process:
+        ranks.wait_until(lambda: ": oobleck node " in ranks.said())
+        file = shlex.split(ranks.said().split(": oobleck node ")[1])[0]
+        try:
+            for name, rack in racks.items():
+                command = [sys.executable, "-m", "oobleck", "node", file, f"{name} domain={rack}"]
+                environment = {**ranks.environment, "HOME": str(home)}
+                nodes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
+            wait_for_protection(ranks)
+            reached = ranks.wait_for_step(30)["step"]
+            for number, name in enumerate(("alpha", "beta")):
+                nodes[number].kill()
+                lose(ranks, name)
+            first = ranks.wait_for_step(1, restarts=1)
+            assert first["step"] > reached - 20, "it goes on from copies, not from the start"
+            assert process.wait(TIMEOUT_S) == ExitCode.NOT_SAVED, ranks.said()
+        finally:
+            for node in nodes:
+                node.kill()
+                node.wait()
+            for left in ranks.temporary.glob("oobleck-*"):  # of the dead machines
+                shutil.rmtree(left)
+    assert "saved by 4 ranks, from memory" in ranks.said()
+    assert losses(ranks) == pytest.approx(undisturbed(60), abs=TOLERANCE)

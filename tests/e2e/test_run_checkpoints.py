@@ -157,3 +157,21 @@ def test_a_rank_that_waits_for_ever_is_found_and_named_and_all_start_again(ranks
     told = oobleck("events", "ranks", "--base-dir", str(ranks.base_dir)).stdout
     assert "no rank has printed or saved anything for 4 s; 1 rank waits for rank 1 on node1 at" in told
     assert "in load_batch" in told
+
+
+@pytest.mark.slow
+def test_states_on_disk_that_are_all_damaged_end_the_run_at_once_which_names_one(ranks: Ranks) -> None:
+    """Ranks are not started again: they would read the same bytes."""
+    command = [SCRIPT, str(ranks.out), "5"]
+    assert ranks.run("--nproc-per-node", "2", command=command) == 0, ranks.said()
+    parts = sorted((ranks.base_dir / "ranks" / "checkpoints").rglob("*.safetensors"))
+    for part in parts:
+        content = bytearray(part.read_bytes())
+        content[-1] ^= 1
+        part.write_bytes(content)
+    assert parts
+    assert ranks.run("--nproc-per-node", "2", "--max-restarts", "3", command=[*command[:2], "9"]) == 1
+    assert "no saved state can be read: " in ranks.said()
+    assert "remove what is there to begin again" in ranks.said()
+    assert {note["step"] for note in ranks.notes(0)} == set(range(1, 6)), "no step is taken from fresh weights"
+    assert len({entry.generation for entry in ranks.entries("RankDown")}) == 1

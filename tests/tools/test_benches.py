@@ -29,6 +29,7 @@ PARTS = {
     "paper_objective.py": "planner.py",
     "pipelining_job.py": "throughput.py",
     "restart_job.py": "restart.py",
+    "restart_peers_job.py": "restart_peers.py",
     "sailor_plans.py": "sailor.py",
     "scale_control.py": "scale.py",
     "scale_groups.py": "scale.py",
@@ -66,6 +67,7 @@ SMOKES: dict[str, tuple[str, ...]] = {
         "| oobleck run, a killed rank of two, in memory, attempts | 1 |",
         "| all | median < 0.25 |",
     ),
+    "restart_peers.py": ("| torchft, a killed replica of two | ",),
     "sailor.py": (
         "| 8 A100-40 | Oobleck | ",
         "| 4 A100-40 + 4 V100-16 | Oobleck | ",

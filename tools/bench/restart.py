@@ -70,7 +70,10 @@ class NoSuchStep(Exception):
 class Job:
     """The script, under either launcher."""
 
-    def __init__(self, command: Sequence[str], directory: Path, *, saves: str = "itself") -> None:
+    def __init__(
+        self, command: Sequence[str], directory: Path, *, saves: str = "itself", script: Sequence[str] | None = None
+    ) -> None:
+        """`script` is what the command runs, with its arguments; None for this one's."""
         self.directory = directory
         self.saves = saves
         for left in (*directory.glob("rank*.jsonl"), directory / "checkpoint.pt", directory / "dcp"):
@@ -80,7 +83,7 @@ class Job:
         self._log = directory / "launcher.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*command, str(_JOB), str(directory), saves],
+                [*command, *([str(_JOB), str(directory), saves] if script is None else script)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -219,7 +222,7 @@ def lose_nodes(job: OobleckJob, runs: int, nodes: int) -> list[Restart]:
     return restarts
 
 
-def row(name: str, restarts: Sequence[Restart], kept: str, target: str) -> str:
+def row(name: str, restarts: Sequence[Restart], kept: str = "", target: str = "") -> str:
     """A row of the table."""
     times = [restart.seconds for restart in restarts]
     redone = max(restart.redone for restart in restarts)
@@ -249,7 +252,7 @@ def main() -> None:
                 print(_lost_node(directory, given.runs, given.nodes, saves), flush=True)
         if given.torchrun_limit:
             for saves in ("itself", "dcp"):
-                print(_torchrun(directory, given.runs, given.torchrun_limit, saves), flush=True)
+                print(torchrun(directory, given.runs, given.torchrun_limit, saves), flush=True)
         for saves, seconds in step_s.items():
             print(f"a step that saves {_how(saves)}: {1e3 * seconds:.2f} ms", flush=True)
     finally:
@@ -292,7 +295,7 @@ def _how(saves: str) -> str:
     return {"itself": "own save", "flash": "in memory", "attempts": "in memory, attempts", "dcp": "DCP"}[saves]
 
 
-def _torchrun(directory: Path, runs: int, limit_s: float, saves: str) -> str:
+def torchrun(directory: Path, runs: int, limit_s: float, saves: str) -> str:
     """One kill in each run: torchrun does not always come back."""
     restarts = []
     for _ in range(runs):
@@ -305,7 +308,7 @@ def _torchrun(directory: Path, runs: int, limit_s: float, saves: str) -> str:
             restarts += kill_ranks(job, 1, limit_s=limit_s)
         finally:
             job.end()
-    return row(f"torchrun, a killed rank of two, {_how(saves)} (inf: not within {limit_s:g} s)", restarts, "", "")
+    return row(f"torchrun, a killed rank of two, {_how(saves)} (inf: not within {limit_s:g} s)", restarts)
 
 
 if __name__ == "__main__":

@@ -226,7 +226,7 @@ def _lose(state: Running, node: str, now_s: float, roster: states.Roster, rules:
         return _without(state, node), ()
     ending, effects = _end(state, GenerationCause.NODE_LOST, now_s, roster, rules, about=(node,), without=node)
     # The lost node was the only one, so no agent will report that ranks are gone.
-    if isinstance(ending, Ending) and not ending.waits_for:
+    if not ending.waits_for:
         return Gathering(past=ending.past, cause=GenerationCause.NODE_LOST, since_s=now_s, tells_s=now_s), effects
     return ending, effects
 
@@ -245,7 +245,9 @@ def _fail(state: Running, given: states.Failed, now_s: float, roster: states.Ros
     # Only failures count as restarts: nodes that are lost or join cost none.
     failed = replace(state, past=replace(state.past, num_failures=state.past.num_failures + 1))
     cause = GenerationCause.HANG if given.is_hang else GenerationCause.RANK_FAILED
-    return _end(failed, cause, now_s, roster, rules, about=(given.node,), then=then)
+    ending, effects = _end(failed, cause, now_s, roster, rules, about=(given.node,), then=then)
+    is_unexplained = not given.is_hang and not given.is_final
+    return replace(ending, is_unexplained=is_unexplained), effects
 
 
 def too_many_failures(reason: str, *, is_hang: bool, rules: states.Rules) -> EndRun:
@@ -267,7 +269,7 @@ def _end(
     about: tuple[str, ...] = (),
     without: str = "",
     then: EndRun | None = None,
-) -> Step:
+) -> tuple[Ending, tuple[states.Effect, ...]]:
     """End all ranks but those of a lost node (`without`)."""
     nodes = tuple(node for node in state.names if node != without)
     # After a failure the others could only wait for the rank that failed.
@@ -292,7 +294,7 @@ def _ending(state: Ending, given: states.Input, now_s: float, roster: states.Ros
         case states.Ready(node=node, generation=generation) if generation >= state.past.generation:
             return _cleared(state, node, now_s, roster, rules)
         case states.Gone(node=node):
-            return _cleared(state, node, now_s, roster, rules)
+            return _cleared(_explained(state, node), node, now_s, roster, rules)
         case Signal.TIME_PASSED if now_s >= state.due_s:
             # Once is enough: each node that is given up comes back as `Gone`.
             silent = tuple(sorted(state.waits_for))
@@ -300,13 +302,21 @@ def _ending(state: Ending, given: states.Input, now_s: float, roster: states.Ros
         case states.StopAsked(end=end, now=now):
             if now:
                 return _over(state, end)
-            return replace(state, then=end), ()
+            return replace(state, then=end, is_unexplained=False), ()
         case states.Leave(node=node) if node not in state.waits_for:
             return state, (states.LetGo(node=node),)
         case states.Ready() | states.Leave() | states.Failed() | states.Finished() | Signal():
             return state, ()  # a node that leaves may go once its ranks are gone
         case _:
             assert_never(given)
+
+
+def _explained(state: Ending, node: str) -> Ending:
+    """Take a failure back that a lost node explains: others' collectives fail before its loss is known."""
+    if not state.is_unexplained or node not in state.waits_for:
+        return state
+    past = replace(state.past, num_failures=state.past.num_failures - 1)
+    return replace(state, past=past, cause=GenerationCause.NODE_LOST, then=None, is_unexplained=False)
 
 
 def _cleared(state: Ending, node: str, now_s: float, roster: states.Roster, rules: states.Rules) -> Step:

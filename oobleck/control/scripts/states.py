@@ -131,6 +131,8 @@ class Ending:
     """None: another generation follows."""
     keeps: bool = False
     """As in `Clear`."""
+    is_unexplained: bool = False
+    """Whether a rank has failed, which a node may explain that turns out to be lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,7 @@ _TAKEN = struct.Struct("<Q")
 _NEWER = {"script": "", "arguments": "", "from_step": 0, "worked_s": 0.0, "loss": "", "recent_losses": []}
 _KEPT_PLANNED = 3
 _KEPT_OTHERS = 2
-_WRITES = 3
+_WRITES = 10
 
 Tensors = Mapping[str, tuple[TensorSpec, memoryview]]
 
@@ -262,8 +262,9 @@ def _newest_of_each_rank(directory: Path, states: Sequence[_Named], number: int)
     counts: Counter[str] = Counter()
     for each in states:
         ranks = _ranks_in(directory / each.name)
-        # Ranks need not be equally far, so the newest states of one rank may lack the parts of another.
-        if any(counts[rank] < number for rank in ranks):
+        # Ranks need not be equally far, so the newest states of one rank may lack the parts of another. One without
+        # parts that is newer than all others was begun a moment ago.
+        if not counts or any(counts[rank] < number for rank in ranks):
             kept.add(each)
             counts.update(ranks)
     return kept

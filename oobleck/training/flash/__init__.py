@@ -9,8 +9,21 @@ from __future__ import annotations
 from oobleck.errors import BadStep
 from oobleck.storage.scripts import Tensors
 
+from .files import load_files, save_files
 from .interface import find_newest, load, place, save, save_flat
 from .notice import notice
 from .tensors import Flat
 
-__all__ = ["BadStep", "Flat", "Tensors", "find_newest", "load", "notice", "place", "save", "save_flat"]
+__all__ = [
+    "BadStep",
+    "Flat",
+    "Tensors",
+    "find_newest",
+    "load",
+    "load_files",
+    "notice",
+    "place",
+    "save",
+    "save_files",
+    "save_flat",
+]

@@ -157,8 +157,8 @@ def load() -> object | None:
     step: from memory, or from other ranks' memory, else from disk. Tensors are copies on the CPU. Sharded tensors
     (DTensor) are sharded again over the present ranks, on their device.
 
-    Raises UsageError if the state cannot be laid out on this number of ranks, or is another script's, StatesLost if
-    states were saved and none is complete any more, and CorruptCheckpoint if none can be read.
+    Raises UsageError if the state cannot be laid out on this number of ranks, or is another script's, and StatesLost if
+    states were saved and none is complete any more, or none can be read.
     """
     loader, report = _begin_load()
     loaded = loader.load()

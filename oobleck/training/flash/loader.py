@@ -98,7 +98,7 @@ class Loader:
         self._problems = problems
 
     def load(self) -> tuple[object, scripts.Chosen] | None:
-        """Return the newest complete state. Raises CorruptCheckpoint and UsageError, on all ranks alike."""
+        """Return the newest complete state. Raises StatesLost and UsageError, on all ranks alike."""
         while (chosen := self.choose()) is not None:
             exchange = _Exchange(self._peers, chosen, self._parts)
             has_read = exchange.has_read()
@@ -138,7 +138,7 @@ class Loader:
         if isinstance(chosen, scripts.LostState):
             raise StatesLost("; ".join((chosen.problem, *problems)))
         if chosen is None and problems:
-            raise CorruptCheckpoint(f"no saved state can be read: {problems[0]}; remove what is there to begin again")
+            raise StatesLost(f"no saved state can be read: {problems[0]}; remove what is there to begin again")
         return chosen
 
 

@@ -174,6 +174,22 @@ def test_lost_nodes_cost_no_restart():
         assert effects[0].num_failures == 0
 
 
+def test_a_rank_that_failed_because_of_a_node_whose_loss_is_known_later_costs_no_restart():
+    """Its collectives fail at once; that the node is gone may take the master a lease."""
+    rules, failed = replace(RULES, max_restarts=0), Failed(node="a", generation=1, reason="connection reset")
+    ending, _ = step(running("a", "b", "c", rules=rules), failed, 2, roster=there("a", "b", "c"), rules=rules)
+    ending, _ = step(ending, Ready(node="a", generation=1), 3, roster=there(), rules=rules)
+    ending, _ = step(ending, Gone(node="c"), 4, roster=there(), rules=rules)
+    state, (begin,) = step(ending, Ready(node="b", generation=1), 5, roster=there("a", "b"), rules=rules)
+    assert isinstance(state, Running)
+    assert isinstance(begin, Begin)
+    assert (begin.cause, begin.num_failures) == (GenerationCause.NODE_LOST, 0)
+    ending, _ = step(running("a", "b", rules=rules), replace(failed, is_final=True), 2, roster=there(), rules=rules)
+    ending, _ = step(ending, Ready(node="a", generation=1), 3, roster=there(), rules=rules)
+    state, _ = step(ending, Gone(node="b"), 4, roster=there("a"), rules=rules)
+    assert isinstance(state, Over), "what would fail again at every start does so without that node too"
+
+
 def test_ranks_are_asked_to_end_and_have_time_where_none_has_failed():
     for given_input, cause in (
         (Ready(node="c", generation=1), GenerationCause.NODE_JOINED),

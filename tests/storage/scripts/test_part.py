@@ -170,6 +170,15 @@ def test_what_was_in_memory_is_old_by_its_start_and_not_by_its_name(tmp_path: Pa
     assert steps(tmp_path) == ["300.s10-a.end", "301.s10-a.end"]
 
 
+def test_the_directory_of_a_newer_state_that_another_node_has_just_begun_stays(tmp_path: Path) -> None:
+    for step in (7, 8):
+        written(tmp_path, step, is_planned=False)
+    for step in (6, 9):
+        (tmp_path / f"{state_name(step, 'a')}.end").mkdir()
+    remove_old(tmp_path, start="a")
+    assert steps(tmp_path) == ["7.a.end", "8.a.end", "9.a.end"]
+
+
 def test_a_part_is_written_though_its_directory_is_removed_meanwhile(tmp_path: Path, monkeypatch) -> None:
     """By another rank that is far ahead and finds the directory empty."""
     made = Path.mkdir

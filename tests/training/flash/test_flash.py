@@ -154,7 +154,8 @@ def test_a_damaged_note_is_named_and_never_a_beginning_from_nothing(tmp_path: Pa
     for note in tmp_path.rglob("*.json"):
         note.write_text("{")
     (said,) = run(ONE, 1, fails=True, **where)
-    assert re.search(r"no saved state can be read: /.*/rank-00000\.json: not the note of a part: it is not JSON", said)
+    found = r"StatesLost: no saved state can be read: /.*/rank-00000\.json: not the note of a part: it is not JSON"
+    assert re.search(found, said)
 
 
 LOAD = "import oobleck.checkpoint; print((oobleck.checkpoint.load() or {}).get('step'))"
@@ -176,7 +177,7 @@ def test_damaged_bytes_are_named_and_never_a_beginning_from_nothing(how: str, tm
             assert f"oobleck: not used: {path}: changed: its SHA-256 is not" in said
             assert said.endswith("2\n"), "the one before is whole"
     (said,) = run(how, 1, fails=True, **where)
-    assert f"no saved state can be read: {parts[0]}: changed" in said
+    assert f"StatesLost: no saved state can be read: {parts[0]}: changed" in said
 
 
 def test_the_states_of_another_script_are_refused(tmp_path: Path) -> None:

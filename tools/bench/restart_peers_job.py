@@ -1,0 +1,215 @@
+"""What `restart_peers.py` runs with an interpreter that has the peers: the model of `restart_job.py`, as each wants it.
+
+    restart_peers_job.py PEER DIRECTORY     a rank of `nvrx`, a replica of `torchft`, or a rank of `dlrover`
+    restart_peers_job.py launch PEER DIRECTORY RANKS    starts these, where the peer has no launcher of its own
+
+Nothing here imports Oobleck. Each rank writes a line for each step, as `restart_job.py` does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+_c10d: Any = dist  # its stubs export no stores
+_SAVE_EVERY = 5
+_PAUSE_S = 0.05
+
+
+def build() -> torch.nn.Module:
+    """The model of `restart_job.py`."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.Linear(256, 128))
+
+
+def take_step(model: Any, optimizer: Any) -> None:
+    """One step on random numbers."""
+    inputs = torch.randn(16, 128)
+    optimizer.zero_grad()
+    (model(inputs) - inputs).square().mean().backward()
+    optimizer.step()
+
+
+@contextmanager
+def noting(directory: Path, rank: int) -> Iterator[Callable[[int, int, int], None]]:
+    """Give a function that writes a line for a step: its number, its restart, and the number of ranks."""
+    with (directory / f"rank{rank}.jsonl").open("a", encoding="utf-8") as log:
+
+        def note(step: int, restart: int, world: int) -> None:
+            said = {"step": step, "restart": restart, "pid": os.getpid(), "world": world, "t": time.time()}
+            log.write(json.dumps(said) + "\n")
+            log.flush()
+            time.sleep(_PAUSE_S)
+
+        yield note
+
+
+# --- the peers -------------------------------------------------------------------------------------------------------
+
+
+def run_torchft(directory: Path) -> None:
+    """A replica of one rank, with torchft's DDP and optimizer; its lighthouse has its defaults."""
+    from torchft import DistributedDataParallel as ReplicaParallel
+    from torchft import Manager, Optimizer, ProcessGroupGloo
+
+    rank = int(os.environ["REPLICA"])
+    store = _c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    model = build()
+    inner = torch.optim.AdamW(model.parameters())
+
+    def load(state: Any) -> None:
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
+
+    manager = Manager(
+        pg=ProcessGroupGloo(),
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
+        min_replica_size=1,
+        replica_id=f"replica{rank}",
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        hostname="127.0.0.1",
+    )
+    parallel, optimizer = ReplicaParallel(manager, model), Optimizer(manager, inner)
+    with noting(directory, rank) as note:
+        while True:
+            before = manager.current_step()
+            take_step(parallel, optimizer)
+            if manager.current_step() > before:  # else the step was thrown away
+                note(manager.current_step(), int(manager.num_participants() < 2), manager.num_participants())
+
+
+def run_nvrx(directory: Path) -> None:
+    """A rank of NVRx's restart in the process, with its defaults; the function is called again after each loss."""
+    from nvidia_resiliency_ext import inprocess
+
+    port = int(os.environ["MASTER_PORT"])
+
+    def train(base: Any, call_wrapper: Any = None) -> None:
+        store = _c10d.PrefixStore(str(call_wrapper.iteration), base)
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        train_plainly(directory, rank, restart=call_wrapper.iteration)
+
+    base = _c10d.TCPStore(
+        "127.0.0.1",
+        port,
+        int(os.environ["WORLD_SIZE"]),
+        os.environ["RANK"] == "0",
+        timedelta(seconds=60),
+        multi_tenant=True,
+    )
+    # It looks for its own argument by the annotations, which have to be classes.
+    train.__annotations__.update(base=_c10d.Store, call_wrapper=inprocess.CallWrapper)
+    inprocess.Wrapper(store_kwargs={"host_name": "127.0.0.1", "port": port + 1})(train)(base)
+
+
+def train_plainly(directory: Path, rank: int, *, restart: int) -> None:
+    """Save every five steps to a file, as a script for torchrun does."""
+    model = DistributedDataParallel(build())
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoint, step = directory / "checkpoint.pt", 0
+    if checkpoint.exists():
+        saved = torch.load(checkpoint)
+        model.module.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        step = saved["step"]
+    with noting(directory, rank) as note:
+        while True:
+            take_step(model, optimizer)
+            step += 1
+            if rank == 0 and step % _SAVE_EVERY == 0:
+                state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+                torch.save(state, checkpoint.with_suffix(".new"))
+                os.replace(checkpoint.with_suffix(".new"), checkpoint)
+            note(step, restart, dist.get_world_size())
+
+
+def run_dlrover(directory: Path) -> None:
+    """A rank under dlrover-run, which saves in memory after every step."""
+    from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
+
+    dist.init_process_group("gloo")
+    checkpointer = DdpCheckpointer(str(directory / "dlrover"))
+    model = DistributedDataParallel(build())
+    optimizer = torch.optim.AdamW(model.parameters())
+    state, step = checkpointer.load_checkpoint(), 0
+    if state:
+        state = state.get("model_states", state)
+        model.module.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step = state["step"]
+    with noting(directory, dist.get_rank()) as note:
+        while True:
+            take_step(model, optimizer)
+            step += 1
+            saved = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            checkpointer.save_checkpoint(step, saved, storage_type=StorageType.MEMORY)
+            note(step, int(os.environ["TORCHELASTIC_RESTART_COUNT"]), dist.get_world_size())
+
+
+# --- for those without a launcher ------------------------------------------------------------------------------------
+
+
+def launch(peer: str, directory: Path, num_ranks: int) -> None:
+    """Start the ranks, and end them with this process."""
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    lighthouse: Any = None
+    if peer == "torchft":
+        from torchft.coordination import LighthouseServer
+
+        lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+        environment["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, peer, str(directory)],
+            env=environment | {"RANK": str(rank), "REPLICA": str(rank), "WORLD_SIZE": str(num_ranks)},
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        for each in ranks:
+            each.wait()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        for each in ranks:
+            each.kill()
+            each.wait()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+_PEERS = {"torchft": run_torchft, "nvrx": run_nvrx, "dlrover": run_dlrover}
+
+
+def main() -> None:
+    """Be a rank, or start all."""
+    torch.set_num_threads(1)
+    if sys.argv[1] == "launch":
+        launch(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+    else:
+        _PEERS[sys.argv[1]](Path(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()
