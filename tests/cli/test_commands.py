@@ -24,6 +24,7 @@ LEFT_OUT = {
     "oobleck plan … --after-losing node3": "--profile gpt2.json --nodes 13 --global-batch 128",
     "oobleck plan … --after-losing node3,node7": "--profile gpt2.json --nodes 13 --global-batch 128",
     "oobleck plan … --gpus-per-node 8 --sharding optimizer": "--profile gpt2.json --nodes 4 --global-batch 128",
+    "oobleck plan … --gpus-per-node 8 --sharding auto": "--profile gpt2.json --nodes 4 --global-batch 128",
     "oobleck plan … --sharding gradients --expert-parallel": (
         "--model mixtral.json --device H100 --gpus-per-node 8 --nodes 4 --global-batch 128 --microbatch 1"
     ),

@@ -469,3 +469,32 @@ def test_devices_that_share_a_stage_out_take_a_microbatch_each(tmp_path, capsys,
     for wrong in (("--sharding-devices", 3), ("--sharding", "weights")):
         assert run(*common, "--global-batch", 48, *wrong) == ExitCode.USAGE
         assert wrong[0] in capsys.readouterr().err
+
+
+def test_what_devices_share_out_is_chosen_by_the_step_that_it_takes(capsys):
+    """The choice is the fastest of all that can be asked for one by one."""
+    given = ("--model", "gpt3-6.7b", "--device", "A100", "--nodes", 4, "--gpus-per-node", 4, "--global-batch", 128)
+    given = (*given, "--microbatch", 2, "--recompute", "all", "--json")
+    assert run(*given, "--sharding", "auto") == 0
+    chosen = json.loads(capsys.readouterr().out)
+    choices = {each["sharding"]: each["step_s"] for each in chosen["sharding"]}
+    assert len(choices) == 1 + 3 * 2
+    assert chosen["plan"]["step_s"] == min(step_s for step_s in choices.values() if step_s is not None)
+    for level in ("none", "optimizer", "gradients", "all"):
+        ours = run(*given, "--sharding", level)
+        alone = json.loads(capsys.readouterr().out)["plan"]["step_s"] if ours == 0 else None
+        assert alone == choices["none" if level == "none" else f"{level} over 4 devices"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--context-parallel", "2"], "--context-parallel was given without --sharding"),
+        (["--sharding", "all", "--context-parallel", "3"], "--context-parallel is 3; it must divide the 8 devices"),
+        (["--sharding", "all", "--context-parallel", "8", "--sequence-length", "100"], "samples of 100 tokens and 32"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_before_planning(capsys, options, words):
+    given = ["--model", "gpt3-6.7b", "--device", "H100", "--gpus-per-node", "8", "--microbatch", "1"]
+    assert run(*given, "--nodes", 4, "--global-batch", 128, *options) != ExitCode.DONE
+    assert words in capsys.readouterr().err.replace("\n", " ")
