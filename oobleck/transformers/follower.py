@@ -114,9 +114,7 @@ class RunFollower:
             raise ConfigError(self._problem)
         self._load(checkpoints, newest_weights(checkpoints))
         self._weights.are_here = True
-        if is_best := self._evaluate_last():
-            trainer.state.best_model_checkpoint = str(checkpoints / newest_checkpoint(checkpoints)[0])
-        best = self._best.weights() if self._best is not None and not is_best else None
+        best = self._best.weights() if self._best is not None else None
         if best is not None and trainer.args.load_best_model_at_end:
             self._load(checkpoints, best)
             sys.stderr.write(
@@ -147,22 +145,6 @@ class RunFollower:
         self._save_state(checkpoints)
         self._call("on_train_end")
         return TrainOutput(trainer.state.global_step, mean, metrics)
-
-    def _evaluate_last(self) -> bool:
-        """Evaluate the trained weights, where transformers does though it is not their turn; returns if they are best.
-
-        Raises ConfigError where that fails.
-        """
-        trainer, step = self._trainer, self._trainer.state.global_step
-        args, every = trainer.args, trainer.state.eval_steps
-        is_due = args.eval_strategy == IntervalStrategy.STEPS and every and step % every and step >= args.eval_delay
-        if not is_due or step != self._max_steps or self._first_step is None or not self._job.evaluates_here:
-            return False
-        metrics = self._evaluate_here()
-        is_best = metrics is not None and self._is_best(metrics)
-        if self._problem:
-            raise ConfigError(self._problem)
-        return is_best
 
     def _load(self, checkpoints: Path, weights: Mapping[str, torch.Tensor]) -> None:
         model = unwrapped(self._trainer.model)

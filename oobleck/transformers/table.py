@@ -82,7 +82,7 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     # Losses.
     "label_smoothing_factor": _honoured(),
     "average_tokens_across_devices": _refused("leave it true: the loss is the mean over all tokens of a step"),
-    "label_names": _refused("leave it out: labels are called `labels`", ["labels"]),
+    "label_names": _honoured("evaluations have a loss if samples have all of these"),
     "neftune_noise_alpha": _honoured("the model is then [not cut](#models-that-are-kept-whole); other noise is drawn"),
     # Precision, memory and speed.
     "bf16": _mapped("`dtype: bfloat16`"),
@@ -195,7 +195,8 @@ METHODS: Mapping[str, Rule] = {
     "predict": _honoured("in the script's own process, on its own devices"),
     "evaluation_loop": _EVALUATION,
     "prediction_step": _EVALUATION,
-    **dict.fromkeys(("get_eval_dataloader", "get_test_dataloader", "num_examples"), _honoured()),
+    "get_eval_dataloader": _EVALUATION,
+    **dict.fromkeys(("get_test_dataloader", "num_examples"), _honoured()),
     "save_model": _honoured("where the script calls it; checkpoints are the run's own"),
     "save_state": _honoured(),
     "save_metrics": _honoured(),
