@@ -89,7 +89,9 @@ def _assemble_live(job: JobSpec, made: _Made, cache_dir: Path) -> Assembly:
         train = replace(_collated(job, made["data"]), order=made["order"]()).with_inputs(inputs)
         validation = None
         if evaluates:
-            validation = replace(_collated(job, made["eval_data"]), evaluated=made["eval_batches"]()).with_inputs(inputs)
+            validation = replace(_collated(job, made["eval_data"]), evaluated=made["eval_batches"]()).with_inputs(
+                inputs
+            )
     optimizer = _optimizer(job, made, structure, decayed=decayed)
     return Assembly(job=job, train=train, validation=validation, structure=structure, optimizer=optimizer)
 

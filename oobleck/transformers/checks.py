@@ -63,9 +63,9 @@ def evaluates_here(trainer: Any) -> bool:
         trainer.compute_metrics is not None
         or str(trainer.args.metric_for_best_model or "loss").removeprefix("eval_") != "loss"
         or not _has_samples_by_number(trainer.eval_dataset)
-        or not _has_loss(trainer)
         or any(rule_of_method(name).fate is Fate.AFTERWARDS for name, _ in _overridden(trainer))
         or _hears(trainer, "on_prediction_step")
+        or not _has_loss(trainer)
     )
 
 

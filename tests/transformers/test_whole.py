@@ -192,7 +192,8 @@ def test_steps_are_those_of_transformers_trainer(case: str, tmp_path: Path) -> N
     assert (found is None) == (case in EVALUATED_HERE)
     num_layers = assembly.structure.num_layers
     assert (num_layers == 1) == (case in WHOLE)
-    for cuts in {(), (num_layers // 2,), tuple(range(1, num_layers))} if num_layers > 1 else {()}:
+    is_traced = num_layers > 1 and COUNTINGS[case] is not None
+    for cuts in {(), (num_layers // 2,), tuple(range(1, num_layers))} if is_traced else {()}:
         losses, norms = ours(assembly, cuts)
         assert losses == pytest.approx(their_losses, rel=2e-5)
         assert norms == pytest.approx(their_norms, rel=2e-4)
