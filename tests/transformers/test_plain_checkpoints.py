@@ -85,6 +85,8 @@ def test_it_has_all_that_transformers_saves_and_transformers_continues_from_it(t
         assert all(torch.equal(ours["state"][number][name], value) for name, value in state.items())
     assert [group["lr"] for group in ours["param_groups"]] == [group["lr"] for group in wanted["param_groups"]]
     assert json.loads((found / "trainer_state.json").read_text())["global_step"] == 2
+    again = made_by(None, tmp_path / "again")
+    assert import_trainer_checkpoint(found, again.model, decayed_parameters(again), optimizer_options(again)).is_dir()
     resumed = made_by(transformers.Trainer, tmp_path / "resumed")
     resumed.train(resume_from_checkpoint=str(found))
     for name, value in theirs.model.state_dict().items():
