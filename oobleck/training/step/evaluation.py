@@ -94,15 +94,15 @@ class Evaluator:
     def run(self, step: int, pipeline_rank: PipelineRank, *, share: tuple[int, int], sum_up: SumUp) -> Evaluation:
         """Evaluate the model of a step, together with all others in the plan.
 
-        `share` is this pipeline's number and the number of pipelines; `sum_up` sums numbers over all workers. Raises
-        Interrupted or PeerLost; messages may then be stuck in the groups.
+        `share` is the number of this pipeline, or of its lane, and how many there are; `sum_up` sums numbers over all
+        workers. Raises Interrupted or PeerLost; messages may then be stuck in the groups.
         """
         began_s = time.monotonic()
         # Kept until the total, since a send that is dropped early holds up those after it.
         sends: deque[list[Sent]] = deque()
         sums = self._run_forward(step, pipeline_rank, share, sends)
         if self._is_by_batches:
-            loss, num_samples = sum_up(self._of_batches(sums))
+            loss, num_samples = sum_up(self._of_batches(sums, counts=pipeline_rank.part[0] == 0))
             loss = loss / num_samples if num_samples else math.nan
         else:
             loss, num_items = sum_up(sums.get(0, (0.0, 0.0)))
@@ -120,15 +120,15 @@ class Evaluator:
         # Known without reading the samples; `item_share_of` corrects it once all tokens are counted.
         return self._dataset.divisor_of_batch(len(self._batches[batch]))
 
-    def _of_batches(self, sums: _Sums) -> tuple[float, float]:
-        """Return the sum of losses of whole batches, weighed by their samples, and the number of these."""
+    def _of_batches(self, sums: _Sums, *, counts: bool) -> tuple[float, float]:
+        """Return the sum of losses of whole batches, weighed by their samples, and the number of these if it counts."""
         total = num_samples = 0.0
         for number, (loss, num_items) in sorted(sums.items()):
             has_loss = bool(num_items) or not self._dataset.counts_items
             mean = self._mean(number, loss, num_items) if has_loss else math.nan
             if math.isfinite(mean) or not self._leaves_out_nan:
                 total += mean * len(self._batches[number])
-                num_samples += len(self._batches[number])
+                num_samples += len(self._batches[number]) * counts
         return total, num_samples
 
     def _shares(self, num_pipelines: int) -> list[list[int]]:
@@ -156,7 +156,8 @@ class Evaluator:
                     self._on_progress(step)
                 hidden = self._received(pipeline_rank, index, chunk)
                 microbatch = self._microbatches[min(index, num_microbatches - 1)]
-                batch = self._load(microbatch)
+                whole = self._load(microbatch)
+                batch = whole if pipeline_rank.part[1] == 1 else whole.part(*pipeline_rank.part)
                 key = MicrobatchKey(seed=self._job.seed, step=step, microbatch=index)
                 with nullcontext() if self._node_sums is None else self._node_sums.forward(chunk):
                     output = self._model.carry(
@@ -177,7 +178,9 @@ class Evaluator:
                 elif pipeline_rank.reports and index < num_microbatches:
                     assert isinstance(output, torch.Tensor)
                     loss, num_items = sums.get(microbatch.batch, (0.0, 0.0))
-                    sums[microbatch.batch] = loss + float(output), num_items + batch.num_items
+                    # A device with a part of each sample divides its part of the loss by the tokens of all parts.
+                    counted = whole if self._is_by_batches else batch
+                    sums[microbatch.batch] = loss + float(output), num_items + counted.num_items
         return sums
 
     def _received(self, pipeline_rank: PipelineRank, index: int, chunk: int) -> Carried | None:
