@@ -353,7 +353,7 @@ class JobSpec:
     device: Literal["cpu", "cuda"] = "cpu"
     seed: int = bounded(0, -(2**63), 2**63 - 1)
     eval_steps: int | None = bounded(None, 1, MAX_STEPS)
-    """The number of steps between two evaluations; None never evaluates."""
+    """The number of steps between two evaluations, the last of which follows `max_steps`; None never evaluates."""
     max_eval_samples: int | None = bounded(None, 1, MAX_STEPS)
     """The most samples of an evaluation; None takes all that are kept for it."""
     fault_threshold: int = bounded(1, 0, MAX_NODES)
@@ -508,7 +508,7 @@ class JobSpec:
     def is_evaluated(self, step: int) -> bool:
         """Return whether the model is evaluated after a step."""
         # This depends on the number alone, so that all workers agree.
-        return self.eval_steps is not None and step > 0 and step % self.eval_steps == 0
+        return self.eval_steps is not None and step > 0 and (step % self.eval_steps == 0 or step == self.max_steps)
 
     @property
     def num_microbatches(self) -> int:

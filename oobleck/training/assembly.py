@@ -79,16 +79,19 @@ def _assemble_live(job: JobSpec, made: _Made, cache_dir: Path) -> Assembly:
     """Make the parts for a script that trains by a transformers `Trainer`."""
     decayed = made["decayed"]()
     structure = _live_structure(job, made, cache_dir)
-    inputs = kept = _inputs(structure)
+    inputs = _inputs(structure)
     if job.model.whole_loss is not None:
-        whole = made["whole"]().inputs(job.model.whole_loss)
-        inputs, kept = ModelInputs(whole=whole), ModelInputs(whole=whole.for_evaluation())
+        inputs = ModelInputs(whole=made["whole"]().inputs(job.model.whole_loss))
     provides = () if job.script is None else job.script.provides
     # The script's own process may have found that it has to evaluate, with the weights that workers gather.
     evaluates = "eval_data" in made and (GATHERS not in provides or "eval_data" in provides)
     with _blaming_the_data():
         train = replace(_collated(job, made["data"]), order=made["order"]()).with_inputs(inputs)
-        validation = _collated(job, made["eval_data"]).with_inputs(kept) if evaluates else None
+        validation = None
+        if evaluates:
+            validation = replace(_collated(job, made["eval_data"]), evaluated=made["eval_batches"]()).with_inputs(
+                inputs
+            )
     optimizer = _optimizer(job, made, structure, decayed=decayed)
     return Assembly(job=job, train=train, validation=validation, structure=structure, optimizer=optimizer)
 

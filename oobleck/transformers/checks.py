@@ -16,7 +16,9 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType, has_length
 
 from oobleck.errors import ConfigError
+from oobleck.training.data import blaming, items_of
 from oobleck.training.model import unwrapped
+from oobleck.training.randomness import drawing_alike
 
 from .streams import is_stream
 from .table import TRAINING_ARGUMENTS, Fate, Rule, rule_of_method
@@ -63,7 +65,21 @@ def evaluates_here(trainer: Any) -> bool:
         or not _has_samples_by_number(trainer.eval_dataset)
         or any(rule_of_method(name).fate is Fate.AFTERWARDS for name, _ in _overridden(trainer))
         or _hears(trainer, "on_prediction_step")
+        or not _has_loss(trainer)
     )
+
+
+def _has_loss(trainer: Any) -> bool:
+    """Return whether evaluations have a loss: transformers' have none of samples without the labels of the model."""
+    loader = trainer.get_eval_dataloader()
+    if not len(loader.dataset):
+        return True  # which is an error of its own
+    with blaming("Trainer(eval_dataset=…)"), drawing_alike(0):
+        inputs = loader.collate_fn(items_of(loader.dataset, [0]))
+    if trainer.label_names:
+        return all(inputs.get(name) is not None for name in trainer.label_names)
+    asked = inputs.get("return_loss")
+    return bool(trainer.can_return_loss if asked is None else asked)
 
 
 def gathers(trainer: Any) -> bool:

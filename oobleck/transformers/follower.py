@@ -31,9 +31,14 @@ from .elsewhere import OnNodes, WeightsElsewhere
 from .gathered import GatheredWeights, evaluate, fitted
 from .handed_over import handed_over
 from .kept_state import KeptStates, new_state
+from .plain_checkpoints import PlainCheckpoints
+from .streams import is_stream
 
 if TYPE_CHECKING:
     from .job import TrainerJob
+
+_COUNTING_S, _COUNTING_SHARE = 10.0, 0.05
+"""For how long batches are read to count floating-point operations: seconds, or a share of the run if that is more."""
 
 
 class RunFollower:
@@ -48,6 +53,8 @@ class RunFollower:
         self._losses: list[float] = []
         """Losses of the steps since the last log."""
         self._total_loss = 0.0
+        self._counts_flos = not is_stream(trainer.train_dataset)  # which may come over a network
+        self._counting_s = 0.0
         self._problem = ""
         """What a callback changed without the workers' knowledge, or used although only workers have it."""
         self._weights = GatheredWeights(trainer.model)
@@ -70,6 +77,7 @@ class RunFollower:
         trainer.is_in_train = True
         trainer.state = self._new_state()
         self._states = KeptStates(trainer)
+        self._plain = PlainCheckpoints(trainer, job)
         self._places = [trainer.resumes_from.parent] if trainer.resumes_from is not None else []
         """Where the checkpoint that the run begins from may be."""
 
@@ -114,9 +122,7 @@ class RunFollower:
             raise ConfigError(self._problem)
         self._load(checkpoints, newest_weights(checkpoints))
         self._weights.are_here = True
-        if is_best := self._evaluate_last():
-            trainer.state.best_model_checkpoint = str(checkpoints / newest_checkpoint(checkpoints)[0])
-        best = self._best.weights() if self._best is not None and not is_best else None
+        best = self._best.weights() if self._best is not None else None
         if best is not None and trainer.args.load_best_model_at_end:
             self._load(checkpoints, best)
             sys.stderr.write(
@@ -135,6 +141,7 @@ class RunFollower:
         metrics: dict[str, float] = speed_metrics(  # type: ignore[no-untyped-call]  # transformers' own
             "train", self._started_s, num_samples=num_samples, num_steps=num_steps
         )
+        metrics["total_flos"] = trainer.state.total_flos
         metrics["train_loss"] = mean
         trainer.is_in_train = False
         if self._stopped_at is not None and trainer.state.global_step > self._stopped_at:
@@ -147,22 +154,6 @@ class RunFollower:
         self._save_state(checkpoints)
         self._call("on_train_end")
         return TrainOutput(trainer.state.global_step, mean, metrics)
-
-    def _evaluate_last(self) -> bool:
-        """Evaluate the trained weights, where transformers does though it is not their turn; returns if they are best.
-
-        Raises ConfigError where that fails.
-        """
-        trainer, step = self._trainer, self._trainer.state.global_step
-        args, every = trainer.args, trainer.state.eval_steps
-        is_due = args.eval_strategy == IntervalStrategy.STEPS and every and step % every and step >= args.eval_delay
-        if not is_due or step != self._max_steps or self._first_step is None or not self._job.evaluates_here:
-            return False
-        metrics = self._evaluate_here()
-        is_best = metrics is not None and self._is_best(metrics)
-        if self._problem:
-            raise ConfigError(self._problem)
-        return is_best
 
     def _load(self, checkpoints: Path, weights: Mapping[str, torch.Tensor]) -> None:
         model = unwrapped(self._trainer.model)
@@ -181,7 +172,7 @@ class RunFollower:
             return
         if trainer.args.restore_callback_states_from_checkpoint:
             sys.stderr.write("oobleck: the checkpoint has no states of callbacks, which start afresh\n")
-        self._recount_tokens(step)
+        self._recount(step)
 
     def _save_state(self, checkpoints: Path) -> None:
         # A script that runs again after the last step trains nothing, and finds its state here.
@@ -231,8 +222,8 @@ class RunFollower:
             self._call("on_epoch_begin")
         self._call("on_step_begin")
         if step <= trainer.state.global_step:  # the run has gone back
-            self._recount_tokens(step - 1)
-        self._count_tokens(step)
+            self._recount(step - 1)
+        self._count(step)
         trainer.state.global_step, trainer.state.epoch = step, self._epochs.progress(step)
         self._weights.are_gone()
         self._note_loss(record.loss)
@@ -245,17 +236,42 @@ class RunFollower:
             # transformers asks for logs by epoch only in on_epoch_end. What has been logged is not logged twice.
             self._log(record)
 
-    def _count_tokens(self, step: int) -> None:
+    def _count(self, step: int) -> None:
+        """Count a step's tokens and floating-point operations, by its batches."""
         trainer: Any = self._trainer
-        if trainer.args.include_num_input_tokens_seen != "no":
+        if not self._counts_tokens and not self._counts_flos:
+            return
+        began_s = time.monotonic()
+        try:
             for inputs in self._job.batches_of(step):
-                trainer._track_num_input_tokens(inputs)
+                if self._counts_tokens:
+                    trainer._track_num_input_tokens(inputs)
+                trainer.current_flos += float(trainer.floating_point_ops(inputs))
+            trainer.store_flos()
+        # It is the user's code, which workers call for microbatches, and nobody has asked for this count.
+        except Exception as error:
+            if self._counts_tokens:
+                raise
+            self._stop_counting(_text_of(error))
+        self._counting_s += time.monotonic() - began_s
+        if self._counting_s > max(_COUNTING_S, _COUNTING_SHARE * (time.time() - self._started_s)):
+            self._stop_counting(f"which took {self._counting_s:.0f} s for {step} steps")
 
-    def _recount_tokens(self, last_step: int) -> None:
-        known = self._states.tokens_after(last_step)
-        self._trainer.state.num_input_tokens_seen = known or 0
-        for step in range(1, last_step + 1) if known is None else ():
-            self._count_tokens(step)
+    def _stop_counting(self, why: str) -> None:
+        if self._counts_flos and not self._counts_tokens:
+            self._counts_flos, self._trainer.state.total_flos = False, 0
+            sys.stderr.write(f"oobleck: total_flos is 0: to count them, batches are read here, too: {why}\n")
+
+    @property
+    def _counts_tokens(self) -> bool:
+        return bool(self._trainer.args.include_num_input_tokens_seen != "no")
+
+    def _recount(self, last_step: int) -> None:
+        state = self._trainer.state
+        known = self._states.counts_after(last_step)
+        state.num_input_tokens_seen, state.total_flos = known or (0, 0)
+        for step in range(1, last_step + 1) if known is None and self._counts_tokens else ():
+            self._count(step)
 
     def _note_state(self) -> None:
         with _reported():
@@ -267,6 +283,12 @@ class RunFollower:
     def _write_state(self, name: str, step: int) -> None:
         if self._checkpoints is not None:
             self._states.write(self._checkpoints, name, step)
+            self._write_plain_state(step)
+
+    def _write_plain_state(self, step: int) -> None:
+        if self._trainer.args.save_strategy != SaveStrategy.NO and (content := self._states.content(step)) is not None:
+            with _reported():
+                self._plain.write_state(step, content)
 
     def _checkpoint_saved(self, entry: journal.CheckpointSaved) -> None:
         if entry.step == self._trainer.state.global_step:
@@ -275,9 +297,9 @@ class RunFollower:
         self._write_state(entry.name, entry.step)
         if self._trainer.args.save_strategy != SaveStrategy.BEST:
             with self._weights.saved(entry.name):
-                self._saved(entry.step)
+                self._saved(entry.name, entry.step)
 
-    def _saved(self, step: int) -> None:
+    def _saved(self, name: str, step: int) -> None:
         """Report a checkpoint once, with the state as it was at its step."""
         state = self._trainer.state
         if step == self._saved_step or self._trainer.args.save_strategy == SaveStrategy.NO:
@@ -286,10 +308,20 @@ class RunFollower:
         now = state.global_step, state.epoch  # the checkpoint was complete on disk some steps later
         state.global_step, state.epoch = step, self._epochs.progress(step)
         try:
+            self._write_plain(step, name)
             self._call("on_save")
             self._require_due_end(step)
         finally:
             state.global_step, state.epoch = now
+
+    def _write_plain(self, step: int, name: str | None) -> None:
+        """Write a checkpoint of transformers' kind, with the optimizer's state if the run has saved one by a name."""
+        if self._checkpoints is None:
+            return
+        with _reported():  # a full disk does not end the run
+            self._plain.write(step, self._weights.fetch, None if name is None else self._checkpoints / name)
+            self._write_plain_state(step)
+            self._plain.rotate()
 
     def _note_loss(self, loss: float) -> None:
         # Like transformers, replace a loss that is no number by the mean of those before.
@@ -328,10 +360,12 @@ class RunFollower:
 
     def _evaluated_there(self, entry: journal.Evaluated, loss: float) -> dict[str, float]:
         """Report an evaluation of the workers."""
+        trainer = self._trainer
         metrics = {"eval_loss": loss, "eval_runtime": round(entry.duration_s, 4)}
         if entry.duration_s > 0:
+            num_batches = math.ceil(entry.num_samples / trainer.args.eval_batch_size)
             metrics["eval_samples_per_second"] = round(entry.num_samples / entry.duration_s, 3)
-        trainer = self._trainer
+            metrics["eval_steps_per_second"] = round(num_batches / entry.duration_s, 3)
         with self._noting("on_evaluate"):
             trainer.log(metrics)
             trainer.control = trainer.callback_handler.on_evaluate(
@@ -368,8 +402,11 @@ class RunFollower:
         is_saved = args.save_strategy != SaveStrategy.STEPS or step % state.save_steps == 0 or step == self._max_steps
         if self._best is None or not is_saved or state.best_metric is None:
             return
+        if args.save_strategy == SaveStrategy.BEST:
+            self._write_plain(step, None)  # now: these weights are moved
         self._best.keep(directory, step, state.best_metric)
-        state.best_model_checkpoint = self._best.path
+        plain = self._plain.of_step(step)
+        state.best_model_checkpoint = self._best.path if plain is None else str(plain)
         if args.save_strategy == SaveStrategy.BEST:
             self._call("on_save")
             self._require_due_end(step)

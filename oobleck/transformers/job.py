@@ -34,7 +34,7 @@ from oobleck.training.padding_trial import try_padding
 from .brought import brought_optimizer, brought_schedule, let_create
 from .checks import evaluates, evaluates_here, gathers, overrider_of
 from .epochs import EpochOrder, Epochs
-from .loader import training_loader
+from .loader import evaluation_batches, training_loader
 from .streams import StreamEpochs, StreamOrder, is_stream, opened_stream
 from .whole import TrainerLoss, find_counting, why_whole
 
@@ -241,11 +241,6 @@ class TrainerJob(Job):
         try_layers(structure, sizes)
         return with_tried_loss(structure, sizes)
 
-    @property
-    def evaluates_here(self) -> bool:
-        """Whether the script's own process evaluates, rather than workers, once it is known how losses are counted."""
-        return GATHERS in self.made and "eval_data" not in self.made
-
     def batches_of(self, step: int) -> Iterator[Mapping[str, Any]]:
         """Yield what the collator makes of each batch of a step."""
         return map(self._whole().collated, self._read_order.batches(step))
@@ -277,6 +272,7 @@ class TrainerJob(Job):
         if _workers_evaluate(trainer):
             evaluated = trainer.get_eval_dataloader()
             parts["eval_data"] = lambda: (evaluated.dataset, evaluated.collate_fn, "Trainer(eval_dataset=…)")
+            parts["eval_batches"] = lambda: evaluation_batches(trainer, evaluated)
         if (compute_loss := _loss(trainer)) is not None:
             parts["compute_loss"] = compute_loss
         return parts

@@ -19,7 +19,7 @@ from oobleck.training.checkpoint import attach, attached
 _FILE = "trainer.json"
 _MOST_STEPS = 4096
 """A checkpoint is on the disk some steps after its own, and has no state after more than these."""
-_OF_STEP = ("epoch", "num_input_tokens_seen", "best_metric", "best_global_step")
+_OF_STEP = ("epoch", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step")
 _RESTORED = (*_OF_STEP, "global_step", "log_history", "stateful_callbacks")
 
 
@@ -46,20 +46,28 @@ class KeptStates:
         if len(self._steps) > _MOST_STEPS:
             self._steps.popitem(last=False)
 
-    def tokens_after(self, step: int) -> int | None:
-        """Return how many tokens there were after a step; None for one that is not known."""
-        return self._steps[step]["num_input_tokens_seen"] if step in self._steps else None
+    def counts_after(self, step: int) -> tuple[int, float] | None:
+        """Return the tokens and the floating-point operations up to a step; None for one that is not known."""
+        kept = self._steps.get(step)
+        return None if kept is None else (kept["num_input_tokens_seen"], kept["total_flos"])
 
     def write(self, checkpoints: Path, name: str, step: int) -> None:
         """Write the state of a step into its checkpoint."""
+        # A full disk costs a later script its state, and nothing else.
+        with suppress(OSError):
+            if (content := self.content(step)) is not None:
+                attach(checkpoints / name, _FILE, content.encode())
+
+    def content(self, step: int) -> str | None:
+        """Return the state of a step as transformers writes it; None if it is not known, or no JSON."""
         if (kept := self._steps.get(step)) is None:
-            return
+            return None
         of_step = dict(kept)
         logs = self._trainer.state.log_history[: of_step.pop("num_logs")]
         state = dataclasses.replace(self._trainer.state, **of_step, global_step=step, log_history=logs)
-        # A full disk, or a callback's value that is no JSON, costs a later script its state, and nothing else.
-        with suppress(OSError, TypeError):
-            attach(checkpoints / name, _FILE, json.dumps(dataclasses.asdict(state)).encode())
+        with suppress(TypeError):  # of a callback's value
+            return json.dumps(dataclasses.asdict(state), indent=2) + "\n"
+        return None
 
     def read(self, place: Path) -> bool:
         """Give the trainer the state in a checkpoint, and its callbacks theirs; returns whether there is one."""

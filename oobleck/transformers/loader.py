@@ -1,4 +1,4 @@
-"""The loader of a trainer's training data, which a script may make itself: workers read its samples by number."""
+"""The loaders of a trainer's data: workers read their samples by number, and the script may make that of training."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from oobleck.errors import ConfigError
+from oobleck.training.data import EvaluationBatches
+from oobleck.training.randomness import derive_seed, drawing_alike
 
 from .checks import overrider_of
 
@@ -28,6 +30,13 @@ def training_loader(trainer: Any) -> tuple[Any, int]:
             "dataset, batch_sampler and collate_fn give them; return a torch.utils.data.DataLoader of these"
         )
     return loader, loader.batch_size or loader.batch_sampler.batch_size
+
+
+def evaluation_batches(trainer: Any, loader: Any) -> EvaluationBatches:
+    """Return the batches of a trainer's evaluations, which all workers draw alike."""
+    with drawing_alike(derive_seed(trainer.args.seed, "evaluated")):
+        batches = [list(map(int, batch)) for batch in loader.batch_sampler]
+    return EvaluationBatches(batches=batches, leaves_out_nan=trainer.args.logging_nan_inf_filter)
 
 
 def _fault_of(loader: Any) -> str:

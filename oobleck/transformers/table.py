@@ -54,7 +54,7 @@ _OF_OPTIMIZER = _honoured(
 
 TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     # What is trained, and how long.
-    "output_dir": _honoured("for what the script writes; checkpoints are in the run's directory"),
+    "output_dir": _honoured("with [checkpoints](#checkpoints) of transformers' kind beside the run's own"),
     "per_device_train_batch_size": _mapped(
         "`global_batch_size`, times `gradient_accumulation_steps`, however many nodes there are; a divisor of it is "
         "`microbatch_size`: the largest that leaves eight microbatches a step, or of short rows four"
@@ -82,7 +82,7 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     # Losses.
     "label_smoothing_factor": _honoured(),
     "average_tokens_across_devices": _refused("leave it true: the loss is the mean over all tokens of a step"),
-    "label_names": _refused("leave it out: labels are called `labels`", ["labels"]),
+    "label_names": _honoured("evaluations have a loss if samples have all of these"),
     "neftune_noise_alpha": _honoured("the model is then [not cut](#models-that-are-kept-whole); other noise is drawn"),
     # Precision, memory and speed.
     "bf16": _mapped("`dtype: bfloat16`"),
@@ -133,7 +133,7 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     ),
     "save_steps": _mapped("`checkpoint.save_steps`"),
     "save_total_limit": _mapped("`checkpoint.save_total_limit`"),
-    "save_only_model": _unused("checkpoints have the optimizer's state"),
+    "save_only_model": _honoured("of the checkpoints in `output_dir`; the run's own have the optimizer's state"),
     "save_on_each_node": _unused("each node saves its own layers"),
     "enable_jit_checkpoint": _refused("leave it out: runs save when a node has notice"),
     "ignore_data_skip": _refused("leave it out: the samples of a step follow from its number"),
@@ -195,7 +195,8 @@ METHODS: Mapping[str, Rule] = {
     "predict": _honoured("in the script's own process, on its own devices"),
     "evaluation_loop": _EVALUATION,
     "prediction_step": _EVALUATION,
-    **dict.fromkeys(("get_eval_dataloader", "get_test_dataloader", "num_examples"), _honoured()),
+    "get_eval_dataloader": _EVALUATION,
+    **dict.fromkeys(("get_test_dataloader", "num_examples"), _honoured()),
     "save_model": _honoured("where the script calls it; checkpoints are the run's own"),
     "save_state": _honoured(),
     "save_metrics": _honoured(),
@@ -226,8 +227,7 @@ METHODS: Mapping[str, Rule] = {
     "create_optimizer": _honoured("as `optimizers`"),
     "create_scheduler": _honoured("as `optimizers`"),
     "create_optimizer_and_scheduler": _honoured("as `optimizers`"),
-    "floating_point_ops": _refused(f"it {_LOOP}"),
-    "store_flos": _refused(f"it {_LOOP}"),
+    **dict.fromkeys(("floating_point_ops", "store_flos"), _honoured("called in the script's own process")),
     "set_initial_training_values": _refused(f"it {_LOOP}"),
     "hyperparameter_search": _refused("start one run for each trial"),
 }

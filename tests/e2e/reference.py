@@ -65,7 +65,7 @@ def each_reference_loss(
             loss.backward()
             total += float(loss.detach())
         _apply(job, model, optimizer, step)
-        if evaluations is not None and job.eval_steps and step % job.eval_steps == 0:
+        if evaluations is not None and job.is_evaluated(step):
             assert assembly.validation is not None
             evaluations.append(_evaluated(model, assembly.validation, job))
         yield total

@@ -349,6 +349,11 @@ CASES = {
         words,
         Through,
     ),
+    # A chain of blocks with a loss that is known. The last batch that is evaluated has no labels that count.
+    "chain": (
+        lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA)),
+        lambda: [*words()[:-1], {**words()[-1], "labels": [-100] * len(labels_of(NUM_SAMPLES - 1))}],
+    ),
     "loads": (lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA)), words, Loading),
     "ia3": (lambda: adapted("IA3", feedforward_modules=["down_proj"], target_modules=["k_proj", "down_proj"]), words),
     "dora": (lambda: adapted("Lora", r=2, use_dora=True, init_lora_weights="gaussian"), words),

@@ -151,6 +151,12 @@ def test_what_scale_measures_is_kept_drawn_and_shown_beside_what_is_measured_lat
 
 
 @pytest.mark.slow
+def test_llama_is_trained_beside_torch_too():
+    said = run("throughput.py", "--model", "llama")
+    assert [words for words in SMOKES["throughput.py"] if words not in said] == [], said
+
+
+@pytest.mark.slow
 def test_each_fault_of_the_recovery_benchmark_is_recovered_from_and_torchrun_restarts():
     faults = ("killed node", "frozen node", "killed master", "join", "drain")
     said = run("recovery.py", "--nodes", "4", "--torchrun", "--faults", *faults)

@@ -35,7 +35,6 @@ def checked(made: transformers.Trainer) -> None:
     [
         {"auto_find_batch_size": True},
         {"train_sampling_strategy": "batch_rebalance"},
-        {"label_names": ["start_positions"]},
         {"average_tokens_across_devices": False},
         {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch", "eval_dataset": rows(3)},
         {"accelerator_config": {"dispatch_batches": True}},
@@ -73,8 +72,8 @@ def test_an_argument_of_a_version_to_come_is_refused_only_with_a_value(tmp_path:
 
 
 def test_arguments_without_effect_are_said(tmp_path: Path):
-    made = trainer(tmp_path, dataloader_num_workers=2, ddp_timeout=5, save_only_model=True)
-    with pytest.warns(UserWarning, match=r"without effect .*save_only_model.*dataloader_num_workers.*ddp_timeout"):
+    made = trainer(tmp_path, dataloader_num_workers=2, ddp_timeout=5, save_on_each_node=True)
+    with pytest.warns(UserWarning, match=r"without effect .*save_on_each_node.*dataloader_num_workers.*ddp_timeout"):
         checked(made)
 
 
@@ -117,7 +116,7 @@ CALLED = {"_get_dataloader", "get_train_dataloader",
     "_build_accelerator_args", "_move_model_to_device", "_set_signature_columns_if_needed", "_remove_unused_columns",
     "_get_collator_with_removed_columns", "_load_from_checkpoint", "_issue_warnings_after_load", "compute_loss",
     "training_step", "_prepare_inputs", "_prepare_input", "compute_loss_context_manager", "create_optimizer",
-    "create_scheduler", "create_optimizer_and_scheduler",
+    "create_scheduler", "create_optimizer_and_scheduler", "floating_point_ops", "store_flos",
 }  # fmt: skip
 """What a run calls in the script, or in workers."""
 OF_THE_SCRIPT = {
@@ -128,13 +127,22 @@ OF_THE_SCRIPT = {
     "get_sp_size", "get_tp_size", "_finish_current_push", "end",
 }  # fmt: skip
 """What transformers calls for lines of the script alone, or for what has no meaning here and is said so."""
-EVALUATION = {"evaluate", "evaluation_loop", "prediction_step", "_get_eval_sampler"}
+EVALUATION = {"evaluate", "evaluation_loop", "prediction_step", "get_eval_dataloader", "_get_eval_sampler"}
 
 
 def test_every_method_that_a_subclass_overrides_is_called_or_refused(tmp_path: Path):
     methods = {name for name, value in vars(transformers.Trainer).items() if isinstance(value, types.FunctionType)}
     accepted = {name for name in methods - {"__init__"} if not is_refused(tmp_path, name)} | {"__init__"}
     assert accepted == (CALLED | OF_THE_SCRIPT | EVALUATION) & methods
+
+
+def test_samples_without_the_labels_of_the_model_are_evaluated_by_transformers(tmp_path: Path):
+    """It computes no loss of them."""
+    values = {"eval_strategy": "epoch", "eval_dataset": rows(3)}
+    assert not evaluates_here(trainer(tmp_path, **values))
+    assert evaluates_here(trainer(tmp_path, label_names=["wanted"], **values))
+    assert evaluates_here(trainer(tmp_path, label_names=["labels", "wanted"], **values))
+    assert evaluates_here(trainer(tmp_path, label_names=[], **values))
 
 
 @pytest.mark.parametrize("name", sorted(EVALUATION))

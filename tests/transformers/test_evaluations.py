@@ -56,7 +56,7 @@ def followed(made: Any, kept: Keeping, directory: Path) -> Any:
     before = {name: each.clone() for name, each in twin.state_dict().items()}
     for number, weights in sorted(kept.weights.items()):
         follower.take(step(number, 5.0))
-        if number % every == 0:
+        if number % every == 0 or number == last:
             twin.load_state_dict(weights)
             gather(checkpoints, twin, number)
             twin.load_state_dict(before)

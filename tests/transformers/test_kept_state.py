@@ -58,6 +58,7 @@ def test_tokens_are_counted_as_by_transformers(tmp_path: Path, what: str | bool)
     steps = [step(number, 5.0) for number in range(1, real.state.global_step + 1)]
     made = followed(trainer(tmp_path, **values), tmp_path / "checkpoints", begun(), *steps)
     assert counts(made) == counts(real)
+    assert made.state.total_flos == real.state.total_flos > 0
     assert made.state.num_input_tokens_seen == real.state.num_input_tokens_seen > 0
     keys = [entry.keys() for entry in made.state.log_history]
     assert keys == [entry.keys() for entry in real.state.log_history][: len(keys)]

@@ -18,9 +18,13 @@ from oobleck.cli.inputs import load_job
 from oobleck.errors import ConfigError
 from oobleck.host.handover import receiving
 from oobleck.job import JobSpec, ScriptSpec
+from oobleck.schedule import ScheduleKind
 from oobleck.training.assembly import Assembly, assemble
 from oobleck.training.checkpoint import read_weights
+from oobleck.training.comm import Waiter
 from oobleck.training.model import MicrobatchKey, StageModel
+from oobleck.training.step.evaluation import Evaluator
+from oobleck.training.step.step_work import PipelineRank
 from tests.traced import through
 
 pytestmark = pytest.mark.filterwarnings(
@@ -32,7 +36,10 @@ OURS, THEIRS = "from oobleck.transformers import Trainer", "from transformers im
 OURS_OF_TRL, THEIRS_OF_TRL = "from oobleck.trl import", "from trl import"
 NUM_STEPS = 5
 """The fourth is the last one of an epoch, with a batch of two samples alone."""
-STILL: dict[str, Any] = {"learning_rate": 0.0, "weight_decay": 0.0, "max_grad_norm": 0.0, "max_steps": NUM_STEPS}
+STILL: dict[str, Any] = {
+    "learning_rate": 0.0, "weight_decay": 0.0, "max_grad_norm": 0.0, "max_steps": NUM_STEPS,
+    "per_device_eval_batch_size": 3,
+}  # fmt: skip
 """Arguments that leave the weights as they are, so that steps can be compared one by one."""
 COUNTINGS = {
     "t5": "labels",
@@ -50,6 +57,7 @@ COUNTINGS = {
     "choice": "labels",
     "reward": "samples",
     "llama": "items",
+    "chain": None,
     **dict.fromkeys(("ia3", "dora", "vera", "trainable tokens", "prompt", "prefix"), "items"),
     "tied_head": "items",
     **dict.fromkeys(("adalora", "pads_left", "flattens"), "batch"),
@@ -61,8 +69,9 @@ COUNTINGS = {
 }
 WHOLE = {"single"}
 """The cases whose model cannot be cut."""
-
-BRIEFLY = {"t5", "llava", "regression", "ragged_qa", "choice", "single", "recurrent", "contrastive"}
+EVALUATED_HERE = {*(case for case, counting in COUNTINGS.items() if counting == "batch"), "module"}
+"""The cases whose evaluations are the script's own: of other batches than those of training, or without a loss."""
+BRIEFLY = {"t5", "chain", "llava", "regression", "ragged_qa", "choice", "single", "module", "recurrent", "contrastive"}
 """One of each kind; the rest is slow."""
 
 
@@ -84,12 +93,18 @@ class Noting(TrainerCallback):
         self.norms.append(math.sqrt(sum(map(float, gradients))))
 
 
-def theirs(case: str, tmp_path: Path, source: Path = SCRIPT, **arguments: Any) -> tuple[list[float], list[float]]:
+def theirs(
+    case: str, tmp_path: Path, source: Path = SCRIPT, **arguments: Any
+) -> tuple[list[float], list[float], list[float]]:
+    """The losses and the norms of steps, and the losses of evaluations."""
     noting = Noting()
     trainer = script(tmp_path, THEIRS, source)["make_trainer"](case, tmp_path / "theirs", **{**STILL, **arguments})
     trainer.add_callback(noting)
     trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], noting.norms
+    losses, evaluations = (
+        [entry[name] for entry in trainer.state.log_history if name in entry] for name in ("loss", "eval_loss")
+    )
+    return losses, noting.norms, evaluations
 
 
 def assembled(case: str, tmp_path: Path, source: Path = SCRIPT, **arguments: Any) -> Assembly:
@@ -97,11 +112,12 @@ def assembled(case: str, tmp_path: Path, source: Path = SCRIPT, **arguments: Any
     text = source.read_text().replace(
         "def main():", f"def main():\n    make_trainer({case!r}, 'ours', **{ {**STILL, **arguments}!r}).train()\n"
     )
-    settings = (
-        script(tmp_path, OURS, source)["make_trainer"](case, tmp_path / "ours", **{**STILL, **arguments}).job().settings
-    )
-    job = load_job(json.dumps(settings), source="the script", base=JobSpec(), has_lines=False)
-    spec = ScriptSpec(name=source.name, source=text, arguments=(case, "ours"), directory=str(SCRIPT.parent))
+    described = script(tmp_path, OURS, source)["make_trainer"](case, tmp_path / "ours", **{**STILL, **arguments}).job()
+    job = load_job(json.dumps(described.settings), source="the script", base=JobSpec(), has_lines=False)
+    spec = ScriptSpec(
+        name=source.name, source=text, arguments=(case, "ours"), directory=str(SCRIPT.parent),
+        provides=described.provides,
+    )  # fmt: skip
     return assemble(JobSpec(**{**vars_of(job), "script": spec}), cache_dir=tmp_path / "cache")
 
 
@@ -141,16 +157,43 @@ def ours(assembly: Assembly, cuts: Sequence[int] = ()) -> tuple[list[float], lis
     return losses, norms
 
 
+def evaluated(assembly: Assembly) -> float | None:
+    """The loss of an evaluation, as workers of one pipeline compute it; None if they do not."""
+    if assembly.validation is None:
+        return None
+    stage = StageModel(assembly.structure, dtype=torch.float32, device="cpu")
+    stage.adopt(0, assembly.structure.num_layers, {})
+    stage.initialize(range(assembly.structure.num_layers), seed=0)
+    evaluator = Evaluator(
+        assembly.job, assembly.validation, stage, Waiter(), node_sums=None, interrupted=lambda: False,
+        on_progress=lambda _: None,
+    )  # fmt: skip
+    alone = PipelineRank(stage=0, num_stages=1, group=None, rank=0, degree=1, schedule=ScheduleKind.ONE_F_ONE_B)
+    sums = [(0.0, 0.0)]  # of two pipelines, one after the other
+
+    def sum_up(numbers: tuple[float, ...]) -> tuple[float, ...]:
+        sums.append((sums[-1][0] + numbers[0], sums[-1][1] + numbers[1]))
+        return sums[-1]
+
+    for number in range(2):
+        found = evaluator.run(1, alone, share=(number, 2), sum_up=sum_up)
+    return found.loss
+
+
 @pytest.mark.parametrize(
     "case", [case if case in BRIEFLY else pytest.param(case, marks=pytest.mark.slow) for case in sorted(COUNTINGS)]
 )
 def test_steps_are_those_of_transformers_trainer(case: str, tmp_path: Path) -> None:
     assembly = assembled(case, tmp_path)
     assert assembly.job.model.whole_loss == COUNTINGS[case]
-    their_losses, their_norms = theirs(case, tmp_path)
+    their_losses, their_norms, evaluations = theirs(case, tmp_path)
+    if (found := evaluated(assembly)) is not None:
+        assert [found] * 2 == pytest.approx(evaluations, rel=2e-5)  # after the fourth step and the last
+    assert (found is None) == (case in EVALUATED_HERE)
     num_layers = assembly.structure.num_layers
     assert (num_layers == 1) == (case in WHOLE)
-    for cuts in {(), (num_layers // 2,), tuple(range(1, num_layers))} if num_layers > 1 else {()}:
+    is_traced = num_layers > 1 and COUNTINGS[case] is not None
+    for cuts in {(), (num_layers // 2,), tuple(range(1, num_layers))} if is_traced else {()}:
         losses, norms = ours(assembly, cuts)
         assert losses == pytest.approx(their_losses, rel=2e-5)
         assert norms == pytest.approx(their_norms, rel=2e-4)

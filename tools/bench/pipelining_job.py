@@ -1,8 +1,8 @@
 """The baselines of `throughput.py` and `sharding.py`: the same training by torch alone, in a pipeline of its own, in
 one process, or by fully_shard.
 
-All are written as one would write them by hand: transformers' own GPT-2, fused AdamW, clipping by the global norm,
-losses summed over the step's tokens. Initial weights and samples are Oobleck's, so that losses can be compared.
+All are written as one would write them by hand: transformers' own GPT-2 or Llama, fused AdamW, clipping by the global
+norm, losses summed over the step's tokens. Initial weights and samples are Oobleck's, so that losses can be compared.
 
 They compute on the job's device, the first GPU if that is `cuda`, and in its `dtype`, by torch's autocast and
 GradScaler where that is a short one. A pipeline's messages go through the host's memory: Gloo sends nothing else.
@@ -42,27 +42,59 @@ StepTimes = list[tuple[float, float]]
 class _Chunk(nn.Module):
     """Some blocks, with the embedding before the first of all, and the head after the last."""
 
-    def __init__(self, model: Any, blocks: range, job: JobSpec) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], part: range, job: JobSpec) -> None:
         super().__init__()
-        self.is_first, self.is_last = blocks.start == 0, blocks.stop == len(model.transformer.h)
-        if self.is_first:
-            self.wte, self.wpe = model.transformer.wte, model.transformer.wpe
-        self.blocks = model.transformer.h[blocks.start : blocks.stop]
-        if self.is_last:
-            self.ln_f, self.lm_head = model.transformer.ln_f, model.lm_head
+        self.is_first, self.is_last = part.start == 0, part.stop == len(blocks)
+        self.blocks = nn.ModuleList(blocks[part.start : part.stop])
         self._job = job
+
+    @staticmethod
+    def of(model: Any, part: range, job: JobSpec) -> _Chunk:
+        return _LlamaChunk(model, part, job) if job.model.type == "llama" else _Gpt2Chunk(model, part, job)
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
         hidden = received.to(self._job.device)
         with _autocast(self._job):
-            if self.is_first:
-                hidden = self.wte(hidden) + self.wpe(torch.arange(hidden.shape[1]).to(hidden.device))
-            for block in self.blocks:
-                hidden = block(hidden)
-            if self.is_last:
-                logits: torch.Tensor = self.lm_head(self.ln_f(hidden))
-                return logits
-        return hidden.cpu()
+            hidden = self._run(hidden)
+        return hidden if self.is_last else hidden.cpu()
+
+    def _run(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class _Gpt2Chunk(_Chunk):
+    def __init__(self, model: Any, part: range, job: JobSpec) -> None:
+        super().__init__(model.transformer.h, part, job)
+        if self.is_first:
+            self.wte, self.wpe = model.transformer.wte, model.transformer.wpe
+        if self.is_last:
+            self.ln_f, self.lm_head = model.transformer.ln_f, model.lm_head
+
+    def _run(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.is_first:
+            hidden = self.wte(hidden) + self.wpe(torch.arange(hidden.shape[1]).to(hidden.device))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.lm_head(self.ln_f(hidden)) if self.is_last else hidden
+
+
+class _LlamaChunk(_Chunk):
+    def __init__(self, model: Any, part: range, job: JobSpec) -> None:
+        super().__init__(model.model.layers, part, job)
+        self.rotary_emb = model.model.rotary_emb
+        if self.is_first:
+            self.embed_tokens = model.model.embed_tokens
+        if self.is_last:
+            self.norm, self.lm_head = model.model.norm, model.lm_head
+
+    def _run(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.is_first:
+            hidden = self.embed_tokens(hidden)
+        positions = torch.arange(hidden.shape[1]).to(hidden.device).unsqueeze(0)
+        rotated = self.rotary_emb(hidden, position_ids=positions)
+        for block in self.blocks:
+            hidden = block(hidden, position_ids=positions, position_embeddings=rotated)
+        return self.lm_head(self.norm(hidden)) if self.is_last else hidden
 
 
 def train_pipelined(rank: int, job: JobSpec, cuts: Sequence[int], threads: int, directory: Path) -> StepTimes:
@@ -75,7 +107,7 @@ def train_pipelined(rank: int, job: JobSpec, cuts: Sequence[int], threads: int, 
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=100))
     dataset, model = _prepare(job, directory)
     bounds = list(pairwise((0, *cuts, int(model.config.num_hidden_layers))))
-    chunks = [_Chunk(model, range(*each), job) for each in bounds]
+    chunks = [_Chunk.of(model, range(*each), job) for each in bounds]
     stages = [
         PipelineStage(chunks[index], index, len(bounds), torch.device("cpu")) for index in range(rank, len(bounds), 2)
     ]

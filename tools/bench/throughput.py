@@ -1,6 +1,7 @@
 """How fast training is beside PyTorch's own pipelining: the same model, batch and microbatches on one machine.
 
     python tools/bench/throughput.py --rounds 5
+    python tools/bench/throughput.py --rounds 5 --model llama
 
 Seven ways take turns, several times over, each in fresh processes:
 
@@ -258,13 +259,27 @@ def _check_losses(turns: dict[str, list[Turn]]) -> None:
                 raise RuntimeError(f"{way} came to other losses than one process: {gap:.2e} apart")
 
 
-def _setting(arguments: argparse.Namespace, directory: Path) -> Setting:
+def _model(arguments: argparse.Namespace) -> ModelSpec:
     # No dropout, so that losses can be compared; an untied head, so that torch's stages share no parameter.
-    config = {"n_embd": arguments.hidden, "n_layer": arguments.blocks, "n_head": arguments.hidden // 64}
-    options = {"tie_word_embeddings": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    heads = arguments.hidden // 64
+    if arguments.model == "llama":
+        config: dict[str, object] = {
+            "hidden_size": arguments.hidden, "intermediate_size": arguments.hidden * 8 // 3,
+            "num_hidden_layers": arguments.blocks, "num_attention_heads": heads, "num_key_value_heads": heads,
+            "max_position_embeddings": arguments.length,
+        }  # fmt: skip
+    else:
+        config = {
+            "n_embd": arguments.hidden, "n_layer": arguments.blocks, "n_head": heads, "n_positions": arguments.length,
+            "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        }  # fmt: skip
+    return ModelSpec(type=arguments.model, config={**config, "tie_word_embeddings": False})
+
+
+def _setting(arguments: argparse.Namespace, directory: Path) -> Setting:
     job = JobSpec(
         tag="bench-throughput",
-        model=ModelSpec(type="gpt2", config={**config, **options, "n_positions": arguments.length}),
+        model=_model(arguments),
         data=DataSpec(sequence_length=arguments.length, vocab_size=2048, max_bytes=1_000_000),
         max_steps=arguments.steps,
         global_batch_size=arguments.microbatches * arguments.microbatch_size,
@@ -278,6 +293,7 @@ def _setting(arguments: argparse.Namespace, directory: Path) -> Setting:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["gpt2", "llama"], default="gpt2")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=19, help="in each turn")
     parser.add_argument("--hidden", type=int, default=256)

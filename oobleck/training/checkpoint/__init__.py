@@ -5,7 +5,7 @@ from __future__ import annotations
 from .digests import digest_of
 from .saving import LayerSaver
 from .state import FlashSaver, LayerTensors, StateReader
-from .trainer_checkpoint import import_trainer_checkpoint, is_trainer_checkpoint
+from .trainer_checkpoint import exported_optimizer, import_trainer_checkpoint, is_trainer_checkpoint
 from .weights import attach, attached, gathered_in, gathered_weights, newest_checkpoint, newest_weights, read_weights
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "attach",
     "attached",
     "digest_of",
+    "exported_optimizer",
     "gathered_in",
     "gathered_weights",
     "import_trainer_checkpoint",

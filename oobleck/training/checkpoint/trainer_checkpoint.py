@@ -1,9 +1,9 @@
-"""Converts a checkpoint of transformers' Trainer into one of Oobleck: weights, optimizer state and step."""
+"""Converts a checkpoint of transformers' Trainer into one of Oobleck, and the optimizer's state in one back."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ from oobleck.training.model import LiveModel, LossOfInputs, ModelStructure
 from oobleck.training.optim import MISSED
 
 from .imported import write_checkpoint
+from .weights import read_state
 
 _STATE, _OPTIMIZER = "trainer_state.json", "optimizer.pt"
 _OURS = "oobleck"
+_STEP = "step"
 _TRIAL_LENGTH = 8
 _WAYS_TO_COMPUTE = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options of torch's optimizers that change no result."""
@@ -82,12 +84,7 @@ def _states(
     directory: Path, model: nn.Module, decayed: Collection[str], saved: Mapping[str, Any], step: int
 ) -> Iterator[tuple[int, Mapping[str, torch.Tensor]]]:
     """Yield the id and the optimizer state of each trained parameter."""
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    # Torch's optimizer state numbers the parameters in the order of the optimizer's groups.
-    groups: list[list[nn.Parameter]] = [
-        [parameter for name, parameter in trained.items() if (name in decayed) == is_decayed]
-        for is_decayed in (True, False)
-    ]
+    groups = _groups(model, decayed)
     saved_groups: Sequence[Sequence[int]] = [group["params"] for group in saved["param_groups"]]
     sizes, saved_sizes = [len(group) for group in groups], [len(group) for group in saved_groups]
     if sizes != saved_sizes:
@@ -110,3 +107,47 @@ def _states(
             if taken < step:
                 state[MISSED] = torch.tensor(float(step - taken))
             yield id(parameter), state
+
+
+def _groups(model: nn.Module, decayed: Collection[str]) -> list[list[nn.Parameter]]:
+    """Return the trained parameters in transformers' two groups, in whose order torch numbers their states."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return [
+        [parameter for name, parameter in trained.items() if (name in decayed) == is_decayed]
+        for is_decayed in (True, False)
+    ]
+
+
+def exported_optimizer(
+    checkpoint: Path,
+    model: nn.Module,
+    decayed: Collection[str],
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    options: Sequence[Mapping[str, object]],
+) -> torch.optim.Optimizer:
+    """Return an optimizer as transformers' Trainer would have it, with the state in a checkpoint of ours.
+
+    `make` makes one of groups; the other arguments are those of `import_trainer_checkpoint`. Raises CorruptCheckpoint,
+    and OSError for a checkpoint that has been removed.
+    """
+    manifest, _, _, states = read_state(checkpoint)
+    known = dict(model.named_parameters(remove_duplicate=False))
+    of_parameters = {id(known[name]): state for name, state in states.items()}
+    probe = nn.Parameter(torch.zeros(1))
+    probing = make([{"params": [probe]}])
+    probe.grad = torch.zeros(1)
+    probing.step()
+    groups = _groups(model, decayed)
+    optimizer = make([{**own, "params": group} for own, group in zip(options, groups, strict=True)])
+    for parameter in (each for group in groups for each in group):
+        if (state := of_parameters.get(id(parameter))) is None:
+            continue
+        taken = manifest.step - int(state.pop(MISSED, torch.zeros(())))
+        # What files lack is equal for all parameters; the count of steps is the checkpoint's own.
+        equal = {name: value for name, value in probing.state[probe].items() if not isinstance(value, torch.Tensor)}
+        if isinstance(counted := probing.state[probe].get(_STEP), torch.Tensor):
+            equal[_STEP] = torch.full_like(counted, taken)
+        elif counted is not None:
+            equal[_STEP] = taken
+        optimizer.state[parameter] = {**equal, **state}
+    return optimizer

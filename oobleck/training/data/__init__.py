@@ -15,9 +15,9 @@ from .shard_scanner import ShardScanner
 if TYPE_CHECKING:
     from .batches import IGNORED_LABEL, Batch, WholeBatch, mapped_tensors
     from .collator_trial import PaddedRow, try_collator, try_repeats
-    from .data import Dataset, open_source, prepare_dataset
+    from .data import Dataset, EvaluationBatches, open_source, prepare_dataset
     from .samples import ModelInputs, WholeInputs
-    from .script_data import CollatedSamples, ScriptSamples, from_all_over, items_of, numbers_in
+    from .script_data import CollatedSamples, ScriptSamples, blaming, from_all_over, items_of, numbers_in
     from .script_stream import ScriptStream
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Batch",
     "CollatedSamples",
     "Dataset",
+    "EvaluationBatches",
     "ModelInputs",
     "PaddedRow",
     "ScriptSamples",
@@ -33,6 +34,7 @@ __all__ = [
     "ShardScanner",
     "WholeBatch",
     "WholeInputs",
+    "blaming",
     "from_all_over",
     "items_of",
     "mapped_tensors",
@@ -48,6 +50,7 @@ _WITH_TORCH = {
     "Batch": "batches",
     "CollatedSamples": "script_data",
     "Dataset": "data",
+    "EvaluationBatches": "data",
     "IGNORED_LABEL": "batches",
     "ModelInputs": "samples",
     "PaddedRow": "collator_trial",
@@ -55,6 +58,7 @@ _WITH_TORCH = {
     "ScriptStream": "script_stream",
     "WholeBatch": "batches",
     "WholeInputs": "samples",
+    "blaming": "script_data",
     "from_all_over": "script_data",
     "items_of": "script_data",
     "mapped_tensors": "batches",

@@ -18,7 +18,7 @@ from oobleck.job import DataSpec
 from .batches import IGNORED_LABEL, Batch, Masking
 from .corpus import Corpus, prepare_corpus
 from .records import NO_SAMPLE, Records
-from .samples import ModelInputs, Sample, side_by_side
+from .samples import ModelInputs, Sample, WholeInputs, side_by_side
 from .sampling import permuted, samples_of_step
 from .script_data import CollatedSamples, PlaceInStep, ScriptSamples
 from .script_stream import ScriptStream
@@ -53,6 +53,15 @@ class StepOrder(Protocol):
         """Return the numbers of a step's samples in batches, as the script by itself reads them."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationBatches:
+    """The batches in which a script by itself evaluates: its loss is the mean of theirs, weighed by their samples."""
+
+    batches: Sequence[Sequence[int]]
+    leaves_out_nan: bool = True
+    """Whether batches whose loss is no number do not count, as long as there are others."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dataset:
     """Samples by index: all of a source, or one side of its split."""
@@ -64,6 +73,8 @@ class Dataset:
     """Positions in the split's permutation of the source's samples; None means all samples in their own order."""
     order: StepOrder | None = None
     """The samples of each step; None means those of `samples_of_step`."""
+    evaluated: EvaluationBatches | None = None
+    """How it is evaluated; None means by the mean over all predicted tokens."""
 
     @property
     def digest(self) -> str:
@@ -136,24 +147,39 @@ class Dataset:
     def divisor_of(self, step: int, numbers: Sequence[int]) -> int:
         """Return the divisor of the losses of a step with these samples, before its predicted tokens are counted."""
         whole = self.inputs.whole
-        if whole is None or whole.counting == "items" or self.order is None:
+        if whole is None or self.order is None:
             return len(numbers) * self.items_per_sample
-        num_batches = len(self.order.batches(step))
-        if whole.counting == "labels" and num_batches == 1:
-            return len(numbers) * self.items_per_sample
+        return self._divisor(len(numbers), len(self.order.batches(step)), whole)
+
+    def divisor_of_batch(self, num_samples: int) -> int:
+        """Return the divisor of the losses of a batch that is evaluated, before its predicted tokens are counted."""
+        whole = self.inputs.whole
+        return num_samples * self.items_per_sample if whole is None else self._divisor(num_samples, 1, whole)
+
+    def _divisor(self, num_samples: int, num_batches: int, whole: WholeInputs) -> int:
+        if whole.counting == "items" or (whole.counting == "labels" and num_batches == 1):
+            return num_samples * self.items_per_sample
         return num_batches if whole.averages else 1
 
-    def batch(self, indices: Sequence[int], *, step: int = 0, first: int | None = None) -> Batch:
+    @property
+    def counts_items(self) -> bool:
+        """Whether a batch without predicted tokens has no loss."""
+        return self.inputs.whole is None or self.inputs.whole.counts_labels
+
+    def batch(
+        self, indices: Sequence[int], *, step: int = 0, first: int | None = None, within: Sequence[int] | None = None
+    ) -> Batch:
         """Return samples side by side in the order of `indices`, on the CPU, and masked for a step if required.
 
-        `first` is the position of the first of them in the step, None if they are not trained on.
+        `first` is the position of the first of them in the step, or in the batch `within` that is evaluated; None if
+        they are neither trained on nor evaluated.
         """
         numbers = list(indices)
         if self.part is not None:
             # Not with the job's seed, so that the split is the same for every seed, and in a run that resumes another.
             numbers = permuted(0, _SPLIT, [self.part[index] for index in numbers], self.source.num_samples)
         if isinstance(self.source, CollatedSamples):
-            return self.source.batch(numbers, self.inputs, step=step, place=self._place(step, first))
+            return self.source.batch(numbers, self.inputs, step=step, place=self._place(step, first, within))
         if isinstance(self.source, ScriptSamples):
             samples = [self.source.sample(number, self.inputs, step=step) for number in numbers]
             return self._side_by_side(samples, numbers, step)
@@ -169,10 +195,12 @@ class Dataset:
             return self.masking.masked(input_ids, numbers, step)
         return Batch(input_ids=input_ids, labels=input_ids, is_causal=self.inputs.shifts_labels)
 
-    def _place(self, step: int, first: int | None) -> PlaceInStep | None:
-        if self.inputs.whole is None or self.order is None or first is None:
+    def _place(self, step: int, first: int | None, within: Sequence[int] | None) -> PlaceInStep | None:
+        if self.inputs.whole is None or first is None:
             return None
-        return PlaceInStep(self.order.batches(step), first)
+        if within is not None:
+            return PlaceInStep([within], first)
+        return None if self.order is None else PlaceInStep(self.order.batches(step), first)
 
     def _side_by_side(self, samples: Sequence[Sample], numbers: Sequence[int], step: int) -> Batch:
         try:

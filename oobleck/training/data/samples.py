@@ -43,10 +43,6 @@ class WholeInputs:
     def counts_labels(self) -> bool:
         return self.counting in ("items", "labels")
 
-    def for_evaluation(self) -> WholeInputs:
-        """Return how evaluations count: losses of microbatches are weighed by their samples, if not by labels."""
-        return self if self.counts_labels else replace(self, counting="samples")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInputs:

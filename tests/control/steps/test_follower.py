@@ -590,6 +590,11 @@ def test_the_model_is_evaluated_when_it_is_due_and_not_once_training_is_stopped(
     assert "Evaluate" not in names(stopped.follow(update(1)))
 
 
+def test_the_last_step_is_evaluated_whenever_it_comes():
+    asked = Driver(job=job(eval_steps=2), evaluates=True).follow(update(1))
+    assert [effect.step for effect in asked if isinstance(effect, Evaluate)] == [2, 3]
+
+
 def test_a_plan_begins_with_the_evaluation_that_is_due_before_its_first_step():
     driver = Driver(worker_id=B, job=job(eval_steps=1), evaluates=True)
     fenced(driver, Evaluate)

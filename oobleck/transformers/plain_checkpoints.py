@@ -1,0 +1,101 @@
+"""Checkpoints in a trainer's output_dir, as transformers' own Trainer writes them, of those that a run has saved.
+
+Scripts and other tools read them: `from_pretrained("out/checkpoint-500")`, `get_last_checkpoint("out")`. The run itself
+needs its own alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import trainer_utils
+
+from oobleck.errors import CorruptCheckpoint
+from oobleck.training.checkpoint import exported_optimizer
+from oobleck.training.model import unwrapped
+
+from .job import decayed_parameters, optimizer_options
+
+if TYPE_CHECKING:
+    from .job import TrainerJob
+
+_STATE, _OPTIMIZER, _SCHEDULER = "trainer_state.json", "optimizer.pt", "scheduler.pt"
+
+
+class PlainCheckpoints:
+    def __init__(self, trainer: Any, job: TrainerJob) -> None:
+        self._trainer = trainer
+        self._job = job
+        self._written: set[int] = set()
+        self._has_remarked = False
+
+    def of_step(self, step: int) -> Path | None:
+        """Return the checkpoint of a step, if it was written in this run and is still there."""
+        target = self._directory(step)
+        return target if step in self._written and target.is_dir() else None
+
+    def _directory(self, step: int) -> Path:
+        return Path(self._trainer.args.output_dir) / f"checkpoint-{step}"
+
+    def write(self, step: int, fetch: Callable[[], bool], saved: Path | None) -> None:
+        """Write the checkpoint of a step, once `fetch` has put its weights into the trainer's model.
+
+        `saved` is the run's own, which has the optimizer's state. Says once on stderr where weights are not here.
+        """
+        try:
+            if not fetch():
+                self._remark(f"the weights of step {step} are not on this machine")
+                return
+            target = self._directory(step)
+            self._trainer.save_model(str(target), _internal_call=True)
+            self._written.add(step)
+            if saved is not None and not self._trainer.args.save_only_model:
+                self._write_optimizer(target, saved, step)
+        # The run may have removed it, as save_total_limit asks for.
+        except (CorruptCheckpoint, FileNotFoundError) as error:
+            self._remark(str(error))
+
+    def write_state(self, step: int, content: str) -> None:
+        """Write the trainer's state beside the weights, if these could be written."""
+        if (target := self.of_step(step)) is not None:
+            (target / _STATE).write_text(content, encoding="utf-8")
+
+    def rotate(self) -> None:
+        """Remove those before the newest `save_total_limit`; the best one is kept, and named by the state."""
+        args, state = self._trainer.args, self._trainer.state
+        if state.best_global_step and (best := self.of_step(state.best_global_step)) is not None:
+            state.best_model_checkpoint = str(best)
+        if hasattr(trainer_utils, "rotate_checkpoints"):
+            trainer_utils.rotate_checkpoints(
+                output_dir=args.output_dir,
+                save_total_limit=args.save_total_limit,
+                best_model_checkpoint=state.best_model_checkpoint,
+                use_mtime=True,
+            )
+        else:  # a method of the trainer, in other versions of transformers
+            self._trainer._rotate_checkpoints(use_mtime=True, output_dir=args.output_dir)
+
+    def _write_optimizer(self, target: Path, saved: Path, step: int) -> None:
+        trainer, made = self._trainer, self._job.made
+        optimizer = exported_optimizer(
+            saved, unwrapped(trainer.model), decayed_parameters(trainer), made["optimizer"], optimizer_options(trainer)
+        )
+        factor = made["lr_lambda"]
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: factor(done + 1))
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # by which torch knows that it has taken steps
+        scheduler.last_epoch, scheduler._step_count = step - 1, step
+        scheduler.step()
+        torch.save(optimizer.state_dict(), target / _OPTIMIZER)
+        torch.save(scheduler.state_dict(), target / _SCHEDULER)
+
+    def _remark(self, why: str) -> None:
+        if not self._has_remarked:
+            self._has_remarked = True
+            sys.stderr.write(
+                f"oobleck: {self._trainer.args.output_dir} has not all checkpoints of transformers' kind: {why}; the "
+                "run's own are in its directory (docs/trainer.md, Checkpoints)\n"
+            )
