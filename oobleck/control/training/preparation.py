@@ -252,15 +252,14 @@ class Preparation:
         first = living[there[0].node]
         for member in self._members.in_state(MemberState.CONNECTING, MemberState.CONNECTED):
             # A node whose agent has not spoken may be on this machine if the host's name is the same.
-            is_beside = member.machine == first.machine or (
-                member.hello is None and member.spec.host == first.spec.host
-            )
+            host = first.spec.host if member.hello is None else first.machine
+            is_beside = member.machine in (first.machine, host)
             if is_beside and not member.is_dismissed and not self._is_seen(member):
                 return []
         return [worker_id for worker_id in there if living[worker_id.node].machine == first.machine]
 
     def _is_seen(self, member: Member) -> bool:
-        """Return whether all workers of a node are ready, taken in or not, and whether they have to measure is known."""
+        """Return whether all workers of a node are ready, taken in or not, and it is known whether they measure."""
         wanted = self._wanted.get(member.spec.kind)
         if wanted is None or not wanted.workers.issuperset(member.worker_ids):
             return False
