@@ -278,9 +278,9 @@ class Replanning:
         return has_records and not evaluates_first and not after.is_unexplained
 
     def _rest_s(self, decision: Decision, partial: Collection[int]) -> float:
-        """Predict the seconds of a step under a new plan, after these microbatches are committed."""
+        """Bound the seconds of a step under a new plan, after these microbatches are committed, as `rest_s` does."""
         if not partial:
-            return decision.predicted_step_s
+            return decision.bound_step_s
         rests = {index: (0, len(share)) for index, share in enumerate(shares_of(decision.plan, partial))}
         return self.planner.rest_s(decision.plan, rests, slow=self._paces.slow)
 

@@ -90,6 +90,7 @@ def reconfigure(catalog: Catalog, propose: Propose, plan: ExecutionPlan, changes
         reason=f"{reason}; {lack_of_domains(threshold)}" if lacks and len(best.plan.pipelines) > threshold else reason,
         transfers=transfers,
         predicted_step_s=catalog.predicted_step_s(best.plan, best.step_s, living.speeds),
+        bound_step_s=best.step_s,
         redundant=not lacks,
     )
 
