@@ -124,10 +124,19 @@ class OneKindCatalog(Catalog):
         slowest_s = max(self._exact.step_s(each, *key[1:], reduce_s=reduce_s) for key, each in alike.items())
         return slowest_s + reduce_s
 
+    def least_exact_s(self, forms: Sequence[Form], num_microbatches: Sequence[int]) -> float:
+        templates = [form.template for form in forms]
+        reduce_s = self._reduction_of(templates)
+        alike = dict.fromkeys(zip(templates, num_microbatches, strict=True))
+        return max(self._exact.step_s(each, count, reduce_s=reduce_s) for each, count in alike) + reduce_s
+
     def _reduce_s(self, plan: ExecutionPlan) -> float:
-        templates = {id(each.template): each.template for each in plan.pipelines}
-        reduced_bytes = max(map(self._costs.reduced_bytes, templates.values()))
-        return instantiation.reduction_s(self.profile.network, reduced_bytes, len(plan.pipelines))
+        return self._reduction_of([each.template for each in plan.pipelines])
+
+    def _reduction_of(self, templates: Sequence[PipelineTemplate]) -> float:
+        distinct = {id(each): each for each in templates}
+        reduced_bytes = max(map(self._costs.reduced_bytes, distinct.values()))
+        return instantiation.reduction_s(self.profile.network, reduced_bytes, len(templates))
 
     def exact_shares(self, plan: ExecutionPlan, speeds: Mapping[str, float]) -> tuple[int, ...]:
         reduce_s = self._reduce_s(plan)
