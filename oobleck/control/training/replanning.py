@@ -35,6 +35,9 @@ _WORTH_FORGETTING_S = 1.0
 _FINDING_S = 2.0
 # Plans give a node this share of what they gave one that ran out of memory with it.
 _LESS_MEMORY = 0.9
+# A plan is not changed for a corrected profile unless its step is shorter by this share: what the machine's other load
+# adds to some passes differs from hour to hour.
+_CLEARLY_SHORTER = 0.05
 _MORE_MEMORY = "add nodes, give each more memory, make microbatch_size smaller or set recompute"
 _NOTHING: frozenset[int] = frozenset()
 
@@ -197,13 +200,16 @@ class Replanning:
             turn.record(profile_known(new, turn.now_s))
             times = _whole_s(new.profile) / _whole_s(old.profile)
             name = "" if len(kinds) == 1 else f" on {new.name}"
-            turn.note(
-                "info", f"passes take {times:.2f} times as long{name} as when they were measured: predicted so now"
-            )
+            text = f"passes take {times:.2f} times as long{name} as when they were measured"
+            turn.note("info", f"{text}, and are predicted so from now on")
         first = self.planner.profile_of(plan.nodes[0])
         if self._schedules_for(first, plan, profile_of=self.planner.profile_of) != tuple(schedules):
             return BeginRecovery(cause=PlanCause.MEASURED, nodes=())
-        return BeginRecovery(cause=PlanCause.MEASURED, nodes=()) if self._pays_another(plan, turn.now_s) else None
+        whole = {index: (each.num_microbatches, 0) for index, each in enumerate(plan.pipelines)}
+        most_s = self.planner.rest_s(plan, whole) * (1 - _CLEARLY_SHORTER)
+        if not self._pays_another(plan, turn.now_s, within_s=most_s):
+            return None
+        return BeginRecovery(cause=PlanCause.MEASURED, nodes=())
 
     def forget_pace(self, node: str) -> None:
         self._slow_retry.forget(node)
@@ -247,14 +253,14 @@ class Replanning:
         """Plan again if these nodes have changed their speed and another plan is better now."""
         return BeginRecovery(cause=cause, nodes=tuple(nodes)) if nodes and self._pays_another(plan, now_s) else None
 
-    def _pays_another(self, plan: ExecutionPlan, now_s: float) -> bool:
-        """Return whether another plan than this one would be chosen now, although no node is lost."""
+    def _pays_another(self, plan: ExecutionPlan, now_s: float, *, within_s: float = math.inf) -> bool:
+        """Return whether another plan, whose step is bounded by `within_s`, would be chosen now without a loss."""
         staying = {member.spec.name for member in self._members.ready if not member.is_draining}
         gone, slow = [node for node in plan.spares if node not in staying], self._paces.slow
         for resting in self._scaling.choices(self.planner, plan, lost=(), slow=slow):
             horizon_s = self._scaling.horizon_s(now_s)
             decision = self.planner.reconfigure(plan, lost=gone, slow=slow, resting=resting, horizon_s=horizon_s)
-            if decision.plan.pipelines != plan.pipelines:
+            if decision.plan.pipelines != plan.pipelines and decision.bound_step_s <= within_s:
                 return True
         return False
 
