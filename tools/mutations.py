@@ -44,6 +44,10 @@ CLAIMS = "tests/control/steps/test_follower.py::test_who_has_not_applied_a_step_
 SECTIONS = "tests/control/test_commit.py::test_sections_of_a_step_break_no_promise"
 EXPERTS = "tests/training/step/test_experts.py::test_a_device_to_whose_experts_no_token_goes_takes_part_all_the_same"
 OF_EXPERTS = "tests/training/step/test_experts.py::test_tokens_that_are_sent_to_experts_give_what_one_device_computes"
+IN_PARTS = "tests/training/step/test_contexts.py::test_devices_that_share_samples_compute_what_one_device_computes"
+PARTS_COUNTED = (
+    "tests/e2e/test_sharding.py::test_devices_that_share_samples_compute_what_one_process_computes[optimizer]"
+)
 SHARED_OUT = "tests/control/test_commit.py::test_devices_that_share_out_a_stage_break_no_promise"
 SHARED_WEIGHTS = "tests/training/step/test_node_sums.py::test_whole_weights_are_those_of_all_shares_to_the_last_bit"
 POSTED = "tests/training/step/test_node_sums.py::test_what_a_device_posts_does_not_depend_on_where_it_was_interrupted"
@@ -710,9 +714,9 @@ MUTATIONS = (
         name="idle_experts",
         what="a device to whose experts no token goes takes no part in the backward pass's exchanges",
         file="oobleck/training/model/experts.py",
-        old="        taken = _exchanged(rows, counts, collectives)\n",
+        old="        taken = exchanged(rows, counts, collectives)\n",
         new=(
-            "        taken = _exchanged(rows, counts, collectives)\n"
+            "        taken = exchanged(rows, counts, collectives)\n"
             "        taken = taken if len(taken) else taken.detach()\n"
         ),
         caught_by=EXPERTS,
@@ -724,6 +728,38 @@ MUTATIONS = (
         old="        placed = torch.empty_like(back).index_copy(0, order, back)",
         new="        placed = back",
         caught_by=OF_EXPERTS,
+    ),
+    Mutation(
+        name="label_between_parts",
+        what="the last token of a part of a sample predicts nothing",
+        file="oobleck/training/data/batches.py",
+        old="            labels=labels[:, part.start : part.stop + 1],\n",
+        new="            labels=functional.pad(labels[:, part], (0, 1), value=IGNORED_LABEL),\n",
+        caught_by=IN_PARTS,
+    ),
+    Mutation(
+        name="positions_of_parts",
+        what="each part of a sample has the positions of the first",
+        file="oobleck/training/data/batches.py",
+        old="torch.arange(part.start, part.stop)",
+        new="torch.arange(length)",
+        caught_by=IN_PARTS,
+    ),
+    Mutation(
+        name="heads_of_others",
+        what="devices that share a sample keep the order of heads in which these come back",
+        file="oobleck/training/model/contexts.py",
+        old="return taken.permute(1, 2, 0, 3, 4).flatten(2, 3)",
+        new="return taken.permute(1, 2, 3, 0, 4).flatten(2, 3)",
+        caught_by=IN_PARTS,
+    ),
+    Mutation(
+        name="counted_by_each",
+        what="each of the devices that share a microbatch counts it",
+        file="oobleck/training/step/step_work.py",
+        old="return self.reports and self.part[0] == 0",
+        new="return self.reports",
+        caught_by=PARTS_COUNTED,
     ),
     Mutation(
         name="full_cache",

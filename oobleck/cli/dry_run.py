@@ -77,6 +77,8 @@ def dry_run(
         [node for node in shapes if node not in resting],
         global_batch_size=job.global_batch_size,
         kind=fixed_schedule(job),
+        num_lanes=job.num_lanes,
+        context_parallel=job.context_parallel,
     )
     if not as_json:
         text = f"dry run of {job.tag}: nothing is started. Times: {times}\n"
@@ -214,6 +216,7 @@ def _estimate(job: JobSpec, outline: ModelOutline, *, num_local: int, sheet: str
         precision="bfloat16" if job.dtype in ("bfloat16", "float16") else "float32",
         recompute=job.recompute,
         expert_parallel=job.expert_parallel,
+        context_parallel=job.context_parallel,
     )
     if is_whole:
         profile = in_one_layer(profile, name=str(outline.config["model_type"]))
@@ -258,6 +261,7 @@ def _scaled(layer: LayerProfile, other: LayerOutline, item_bytes: int) -> LayerP
         # Not all blocks of a mixture have experts, of which its shape knows nothing.
         expert_bytes=min(param_bytes, factor * layer.expert_bytes),
         expert_message_bytes=factor * layer.expert_message_bytes,
+        context_bytes=factor * layer.context_bytes,
     ).with_recomputed(
         lambda each: replace(
             each,

@@ -24,13 +24,16 @@ def make_report(
     global_batch_size: int,
     kind: ScheduleKind | None,
     num_lanes: int = 1,
+    context_parallel: int = 1,
+    choices: tuple[tuple[str, float | None], ...] = (),
     lost: tuple[str, ...] = (),
     utilisation: tuple[float, float] | None = None,
     prices: Mapping[str, float] | None = None,
 ) -> PlanReport:
     """Plan for the nodes of these names, and decide what losses would lead to.
 
-    `num_lanes` devices of a stage take a microbatch each.
+    The devices of a sharded stage take `num_lanes` microbatches at once, `context_parallel` of them each.
+    `choices` are the ways to share them out between which `planner` was chosen, with the seconds of a step.
     Without a `kind`, pipelines choose between 1F1B, zero-bubble and several chunks. `lost` are the nodes whose loss the
     user asks about, `utilisation` is (operations of one step, peak operations a second of one device), if known, and
     `prices` are dollars an hour for a node of each kind. Raises PlanningError if there is no plan.
@@ -50,6 +53,8 @@ def make_report(
         fault_threshold=planner.settings.fault_threshold,
         global_batch_size=global_batch_size,
         num_lanes=num_lanes,
+        context_parallel=context_parallel,
+        choices=choices,
         decision=decision,
         forecast=_forecast(planner, decision, kind),
         why=explain_pipelines(planner, names, decision),
@@ -65,6 +70,11 @@ def make_report(
         peak_flops_per_s=peak_flops_per_s,
         priced=() if prices is None else _priced(planner, names, decision, prices, global_batch_size, kind),
     )
+
+
+def predicted_step_s(planner: Planner, names: Sequence[str], kind: ScheduleKind | None) -> float:
+    """Return the seconds of a step of the first plan for these nodes, as `make_report` has them."""
+    return _forecast(planner, planner.initial_plan(names), kind).step_s
 
 
 def _forecast(planner: Planner, decision: Decision, kind: ScheduleKind | None) -> Forecast:

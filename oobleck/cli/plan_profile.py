@@ -28,7 +28,7 @@ def check_batch(global_batch: int, microbatch: int) -> None:
         raise UsageError(f"--global-batch is {global_batch}; it must be at most {most}")
 
 
-def profile_of(options: inputs.PlanningOptions, *, expert_parallel: bool = False) -> Profile:
+def profile_of(options: inputs.PlanningOptions, *, expert_parallel: bool = False, context_parallel: int = 1) -> Profile:
     """Read or estimate the profile. Raises UsageError that names the options that do not go together."""
     if options.precision not in _PRECISIONS:
         raise UsageError(f"--precision is {options.precision!r}; it must be {' or '.join(_PRECISIONS)}")
@@ -36,6 +36,10 @@ def profile_of(options: inputs.PlanningOptions, *, expert_parallel: bool = False
         if expert_parallel:
             raise UsageError(
                 "--expert-parallel and --profile were both given; a profile has been made with it or without"
+            )
+        if context_parallel > 1:
+            raise UsageError(
+                "--context-parallel and --profile were both given; a profile has been made for so many devices"
             )
         return _read(options.profile_file, options)
     if options.model is None or options.device is None:
@@ -57,11 +61,16 @@ def profile_of(options: inputs.PlanningOptions, *, expert_parallel: bool = False
         recompute=cast("Recompute", recompute),
         device_counts=tuple(1 << exponent for exponent in range(options.devices_per_node.bit_length())),
         expert_parallel=expert_parallel,
+        context_parallel=context_parallel,
     )
 
 
 def kinds_of(
-    counts: int | Sequence[inputs.KindCount], options: inputs.PlanningOptions, *, expert_parallel: bool = False
+    counts: int | Sequence[inputs.KindCount],
+    options: inputs.PlanningOptions,
+    *,
+    expert_parallel: bool = False,
+    context_parallel: int = 1,
 ) -> tuple[tuple[NodeKind, ...], dict[str, str]]:
     """Read or estimate the profile of each kind of nodes, and return the kind of each node.
 
@@ -71,7 +80,7 @@ def kinds_of(
     if isinstance(counts, int):
         if options.profiles is not None:
             raise UsageError("--profiles is for nodes of several kinds; name them, as in --nodes A100:16,A40:16")
-        profile = profile_of(options, expert_parallel=expert_parallel)
+        profile = profile_of(options, expert_parallel=expert_parallel, context_parallel=context_parallel)
         alike = NodeKind(name=profile.device.name, profile=profile, devices_per_node=options.devices_per_node)
         return (alike,), {f"node{number}": alike.name for number in range(counts)}
     names = [count.kind for count in counts]
@@ -86,11 +95,8 @@ def kinds_of(
         # Stages have several devices only where all nodes are of one kind.
         own = replace(options, devices_per_node=devices if len(counts) == 1 else 1)
         own = replace(own, device=count.kind) if files is None else replace(own, profile_file=files[count.kind])
-        kinds.append(
-            NodeKind(
-                name=count.kind, profile=profile_of(own, expert_parallel=expert_parallel), devices_per_node=devices
-            )
-        )
+        profile = profile_of(own, expert_parallel=expert_parallel, context_parallel=context_parallel)
+        kinds.append(NodeKind(name=count.kind, profile=profile, devices_per_node=devices))
     return tuple(kinds), {node: count.kind for count in counts for node in count.names}
 
 

@@ -383,6 +383,8 @@ class JobSpec:
     """The number of a node's devices that hold one stage and take a microbatch each, with `sharding`."""
     expert_parallel: bool = False
     """Whether these devices send tokens to each other's experts, instead of putting the experts' weights together."""
+    context_parallel: int = bounded(1, 1, MAX_DEVICES)
+    """How many of these devices share each microbatch, so that each has a part of its tokens' activations."""
     device_memory_bytes: int | None = bounded(None, 1, 2**50)
     """Memory of one device; None asks the nodes."""
     report_to: tuple[Tracker, ...] = ()
@@ -463,15 +465,24 @@ class JobSpec:
         must("tensor_parallel", not is_on or self.tensor_parallel == 1, f"1 with sharding: {self.sharding}")
         must("expert_parallel", is_on or not self.expert_parallel, "false without sharding")
         must(
+            "context_parallel",
+            self.sharding_devices % self.context_parallel == 0,
+            f"a divisor of sharding_devices ({self.sharding_devices})" if is_on else "1 without sharding",
+        )
+        is_sdpa = self.attn_implementation in (None, "sdpa")
+        must("attn_implementation", is_sdpa or self.context_parallel == 1, "sdpa with context_parallel")
+        shared = f" / context_parallel ({self.context_parallel})" if self.context_parallel > 1 else ""
+        must(
             "global_batch_size",
             self.global_batch_size % (self.microbatch_size * self.num_lanes) == 0,
-            f"a multiple of microbatch_size × sharding_devices ({self.microbatch_size} × {self.sharding_devices})",
+            f"a multiple of microbatch_size × sharding_devices ({self.microbatch_size} × {self.sharding_devices})"
+            + shared,
         )
 
     @property
     def num_lanes(self) -> int:
-        """The devices of a stage that each take a microbatch of their own; a plan's microbatch is that many at once."""
-        return self.sharding_devices
+        """The microbatches that the devices of a stage compute at once, which a plan counts as one."""
+        return max(1, self.sharding_devices // self.context_parallel)
 
     @property
     def devices_per_stage(self) -> int:

@@ -4,7 +4,8 @@ An all-gather puts whole weights together from the devices' rows, and sends (d -
 sum of gradients sends twice as much, as a ring does (Patarasuk and Yuan 2009). With `optimizer`, both follow the last
 pass of a step, and nothing overlaps. With `gradients`, a layer's gradients are summed while the one before it computes
 its backward pass, in each microbatch. With `all`, a layer's weights come while the one before it computes, in both
-passes, as well. Where experts stay on their devices, a pass waits for tokens on their way there and back.
+passes, as well. Where experts stay on their devices, or devices share samples, a pass waits for tokens and heads on
+their way there and back.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def with_exchanges(profile: Profile, degree: int, sharding: Sharding) -> Profile
     network, each_pass = profile.network, sharding in ("gradients", "all")
     gather_s, sum_s = _s_per_byte(network, degree, 1), _s_per_byte(network, degree, 2)
     per_step_s = (0.0 if sharding == "all" else gather_s) + (0.0 if each_pass else sum_s)
-    layers = tuple(_with_experts(layer, network, degree) for layer in profile.layers)
+    layers = tuple(_with_messages(layer, network, degree) for layer in profile.layers)
     if not each_pass:
         return replace(profile, layers=layers, exchange_s_per_byte=per_step_s)
 
@@ -43,14 +44,17 @@ def with_exchanges(profile: Profile, degree: int, sharding: Sharding) -> Profile
     return replace(profile, layers=tuple(map(exchanging, layers)), exchange_s_per_byte=per_step_s)
 
 
-def _with_experts(layer: LayerProfile, network: NetworkProfile, degree: int) -> LayerProfile:
-    """Return a layer with the seconds in which its tokens travel to experts, and back, in each pass."""
-    if not layer.expert_message_bytes:
+def _with_messages(layer: LayerProfile, network: NetworkProfile, degree: int) -> LayerProfile:
+    """Return a layer with the seconds in which tokens travel to experts, and heads to other tokens, in each pass."""
+    experts_s = 2 * layer.expert_message_bytes * _s_per_byte(network, degree, 1)
+    contexts_s = layer.context_bytes / network.intra_node_bytes_per_s
+    # Both travel there and back.
+    latencies_s = 2 * network.intra_node_latency_s * (bool(experts_s) + bool(contexts_s))
+    if not latencies_s and not experts_s and not contexts_s:
         return layer
-    both_ways_s = 2 * (network.intra_node_latency_s + layer.expert_message_bytes * _s_per_byte(network, degree, 1))
 
     def longer(seconds: Mapping[int, float]) -> Mapping[int, float]:
-        return {count: own_s + both_ways_s for count, own_s in seconds.items()}
+        return {count: own_s + experts_s + contexts_s + latencies_s for count, own_s in seconds.items()}
 
     # What is computed again sends its tokens again.
     again = layer.with_recomputed(lambda each: replace(each, more_s=longer(each.more_s)))

@@ -42,6 +42,8 @@ def plan_json(report: PlanReport) -> str:
         ]
         document["devices_per_node"] = None
         document["device"] = None
+    if report.choices:
+        document["sharding"] = [{"sharding": name, "step_s": step_s} for name, step_s in report.choices]
     if report.priced:
         document["prices"] = [asdict(each) for each in report.priced]
     if report.after is not None:

@@ -63,7 +63,11 @@ class PlanReport:
     model_flops: float | None = None
     """Floating-point operations of the model in one step; None if unknown."""
     num_lanes: int = 1
-    """The devices of a stage that take a microbatch each."""
+    """The microbatches that the devices of a sharded stage take at once."""
+    context_parallel: int = 1
+    """The devices that take each of them."""
+    choices: tuple[tuple[str, float | None], ...] = ()
+    """The ways to share out a node's devices that were tried, and a step's seconds; None where there is no plan."""
     peak_flops_per_s: float | None = None
     """The peak of one device; None if unknown."""
     kinds: tuple[tuple[str, int, int], ...] = ()
@@ -138,8 +142,13 @@ def _headline(report: PlanReport) -> Text:
         f"\nbatch {count_text(report.global_batch_size)} in microbatches of {profile.microbatch_size}, "
         f"{count_text(profile.sequence_length)} tokens each, f = {report.fault_threshold}"
     )
-    if report.num_lanes > 1:
-        text.append(f"\n{report.num_lanes} devices of a node hold each stage, and take a microbatch each")
+    num_devices = report.num_lanes * report.context_parallel
+    if num_devices > 1:
+        how = "take a microbatch each" if report.context_parallel == 1 else f"each {report.context_parallel} take one"
+        text.append(f"\n{num_devices} devices of a node hold each stage, and {how}")
+    if report.choices:
+        steps = (f"{name} {'no plan' if step_s is None else seconds_text(step_s)}" for name, step_s in report.choices)
+        text.append(f"\nsharding, a step: {', '.join(steps)}")
     if profile.estimated:
         text.append("\nestimated from data sheets, not measured", "yellow")
     if "inter_node" in profile.network.assumed:

@@ -101,6 +101,15 @@ def test_a_number_of_layers_that_no_model_has_is_refused_by_its_key(key: str, va
         ("sharding: optimizer", "sharding_devices: 1 is not possible; it must be the number of a node's devices, 2 or"),
         ("sharding_devices: 2", "sharding_devices: 2 is not possible; it must be 1 with sharding: none"),
         ("expert_parallel: true", "expert_parallel: True is not possible; it must be false without sharding"),
+        ("context_parallel: 2", "context_parallel: 2 is not possible; it must be 1 without sharding"),
+        (
+            "{sharding: all, sharding_devices: 4, context_parallel: 3}",
+            r"context_parallel: 3 is not possible; it must be a divisor of sharding_devices \(4\)",
+        ),
+        (
+            "{sharding: all, sharding_devices: 2, context_parallel: 2, attn_implementation: eager}",
+            "attn_implementation: 'eager' is not possible; it must be sdpa with context_parallel",
+        ),
         ("{sharding: optimizer, sharding_devices: 3}", "global_batch_size: 8 .* a multiple of microbatch_size × shar"),
         (
             "{sharding: optimizer, sharding_devices: 2, tensor_parallel: 2}",

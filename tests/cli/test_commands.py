@@ -27,6 +27,9 @@ LEFT_OUT = {
     "oobleck plan … --sharding gradients --expert-parallel": (
         "--model mixtral.json --device H100 --gpus-per-node 8 --nodes 4 --global-batch 128 --microbatch 1"
     ),
+    "oobleck plan … --sharding gradients --context-parallel 8": (
+        "--model gpt3-6.7b --device H100 --gpus-per-node 8 --nodes 4 --global-batch 128 --microbatch 1"
+    ),
     "oobleck plan … --schedule auto": "--profile gpt2.json --nodes 13 --global-batch 128",
     "oobleck sim --failures trace.json --mode cluster …": (
         "--model gpt3-2.7b --device A100 --global-batch 512 --microbatch 2 --steps 100"

@@ -260,3 +260,33 @@ def test_experts_that_would_stay_on_their_devices_are_counted_once_in_a_node(tmp
         held[expert_parallel] = sum(sum(stage["memory_bytes"].values()) for stage in pipeline["stages"])
     # Without, each of the two devices has all experts' weights and gradients as well.
     assert held[False] - held[True] == 2 * (4 + 4) * 2 * 8 * 3 * 64 * 128
+
+
+def test_devices_that_would_share_samples_hold_a_part_of_the_activations(tmp_path, capsys):
+    job = (
+        "model: {type: gpt2, n_embd: 64, n_layer: 2, n_head: 4}\n"
+        "data: {sequence_length: 64, vocab_size: 300}\nglobal_batch_size: 16\nmicrobatch_size: 2\n"
+        "dropout: false\nsharding: optimizer\nsharding_devices: 4\n"
+    )
+    held = {}
+    for number in (1, 4):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(f"{job}context_parallel: {number}\n")
+        assert main(["up", "--local", "2", "--job", str(path), "--dry-run", "--json"]) == 0
+        (pipeline, *_) = json.loads(capsys.readouterr().out)["plan"]["pipelines"]
+        held[number] = sum(stage["memory_bytes"]["activations"] for stage in pipeline["stages"])
+    assert held[4] < 0.35 * held[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--context-parallel", "2"], "--context-parallel was given without --sharding"),
+        (["--sharding", "all", "--context-parallel", "3"], "--context-parallel is 3; it must divide the 8 devices"),
+        (["--sharding", "all", "--context-parallel", "8", "--sequence-length", "100"], "samples of 100 tokens and 32"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_before_planning(capsys, options, words):
+    given = ["--model", "gpt3-6.7b", "--device", "H100", "--gpus-per-node", "8", "--microbatch", "1"]
+    assert main(["plan", "--nodes", "4", "--global-batch", "128", *given, *options]) != 0
+    assert words in capsys.readouterr().err.replace("\n", " ")

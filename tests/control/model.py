@@ -92,6 +92,8 @@ class Shape:
     """How many of them hold a stage together."""
     sharding: Sharding = "optimizer"
     """What these share out."""
+    context_parallel: int = 1
+    """How many of them share each microbatch."""
     num_layers: int = 4
     layers_per_device: int = 4
     """How many layers fit the memory of a device."""
@@ -125,10 +127,11 @@ class Shape:
             tag="model",
             control=ControlSpec(heartbeat_interval_s=0.5, lease_s=3.0, rejoin_after_s=0.0, orphan_timeout_s=20.0),
             max_steps=self.max_steps,
-            global_batch_size=self.num_microbatches * self.sharding_devices,
+            global_batch_size=self.num_microbatches * self.sharding_devices // self.context_parallel,
             microbatch_size=1,
             sharding="none" if self.sharding_devices == 1 else self.sharding,
             sharding_devices=self.sharding_devices,
+            context_parallel=self.context_parallel,
             fault_threshold=self.fault_threshold,
             num_pipelines=self.num_pipelines,
             reductions_per_step=self.reductions,

@@ -166,3 +166,21 @@ def test_experts_that_stay_on_their_devices_compute_what_one_process_computes(
     assert outcome.exit_code == 0, outcome.output
     assert (outcome.summary["samples_repeated"], outcome.summary["samples_missing"]) == (0, 0)
     assert_losses(outcome.losses, each_loss(path, tmp_path / "alone"), tolerance=LLAMA_TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", LEVELS)
+def test_devices_that_share_samples_compute_what_one_process_computes(runner: Runner, sharding: str) -> None:
+    """With evaluations and clipping, and one head of keys for two devices. A node is killed, and after it a worker."""
+    path = evaluated_job(runner, LLAMA)
+    losses, evaluations = evaluated_reference(runner, path)
+    options = ("--job", str(path), *by(sharding), "--set", "context_parallel=2")
+    with runner.up(*options, "--kill", f"node2@{KILL_STEP}", nodes=("--local", "3")) as up:
+        up.wait_for_loss("node2")
+        up.wait_for_steps(4)
+        os.kill(worker_pids(runner)["node1"], signal.SIGKILL)
+        up.wait_for("the node's workers are started again")
+        up.wait_for_steps(4)
+        outcome = stopped(runner, up)
+    assert_all_is_right(outcome, losses, tolerance=LLAMA_TOLERANCE)
+    assert_evaluated(runner, evaluations)

@@ -17,11 +17,12 @@ import pytest
 
 from tests.examples import seeds
 
-from .elastic import ENDLESS, TOLERANCE, Reference, stopped
-from .harness import TAG, Runner, Up, oobleck
+from .elastic import ENDLESS, LLAMA_TOLERANCE, TOLERANCE, Reference, each_loss, stopped
+from .harness import GPT2, LLAMA, TAG, Runner, Up, oobleck
 
 LEASE_S = 1.5
 NUM_NODES = 6
+MIXTRAL = LLAMA.replace("type: llama", "type: mixtral, num_local_experts: 4")
 FEWEST = 3
 """So few nodes that none is taken away."""
 
@@ -161,9 +162,11 @@ def ride_out(
     faults: int,
     steps: int,
     nodes: Sequence[str] = ("--local", str(NUM_NODES)),
+    head: str = GPT2,
+    tolerance: float = TOLERANCE,
 ) -> None:
     """Let so many faults strike a run, one after the other, within about so many steps; more are made if it takes."""
-    options = ("--job", str(runner.job_file()), "--steps", str(ENDLESS))
+    options = ("--job", str(runner.job_file(head)), "--steps", str(ENDLESS))
     given = (f"control.lease_s={LEASE_S}", "control.rejoin_after_s=4", *settings)
     control = tuple(word for setting in given for word in ("--set", setting))
     with ExitStack() as runs:
@@ -185,7 +188,7 @@ def ride_out(
     assert steps <= outcome.summary["steps_committed"] == len(outcome.losses), story
     expected = reference(len(outcome.losses))
     gaps = [abs(one - other) for one, other in zip(outcome.losses, expected, strict=True)]
-    assert max(gaps) < TOLERANCE, f"step {gaps.index(max(gaps)) + 1} differs by {max(gaps)}; {story}"
+    assert max(gaps) < tolerance, f"step {gaps.index(max(gaps)) + 1} differs by {max(gaps)}; {story}"
     assert runner.left_over() == [], story
 
 
@@ -223,3 +226,31 @@ def test_a_storm_over_sharded_stages_changes_no_loss(
     """Of two devices each: one stage a node, and two."""
     settings = (f"sharding={sharding}", "sharding_devices=2", "reductions_per_step=2")
     ride_out(runner, endless_reference, *settings, seed=200 + seed, faults=12, steps=120, nodes=("--local", nodes))
+
+
+@pytest.fixture(scope="module")
+def mixtral_reference(runner: Runner) -> Reference:
+    return each_loss(runner.job_file(MIXTRAL), runner.directory / "cache")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("sharding", ["optimizer", "gradients", "all"])
+@pytest.mark.parametrize("seed", seeds(1))
+def test_a_storm_over_experts_that_stay_on_their_devices_changes_no_loss(
+    runner: Runner, mixtral_reference: Reference, sharding: str, seed: int
+) -> None:
+    """One stage a node, and two."""
+    settings = (f"sharding={sharding}", "sharding_devices=2", "expert_parallel=true")
+    nodes = ("--local", "cpu:4x4" if seed % 2 else "4")
+    ride_out(
+        runner,
+        mixtral_reference,
+        *settings,
+        seed=300 + seed,
+        faults=12,
+        steps=120,
+        nodes=nodes,
+        head=MIXTRAL,
+        tolerance=LLAMA_TOLERANCE,
+    )

@@ -42,6 +42,7 @@ def profile_key(
         **({"attention": job.attn_implementation} if job.attn_implementation else {}),
         **({"split": True} if job.may_split_backward else {}),
         **({"experts": job.sharding_devices} if job.expert_parallel else {}),
+        **({"contexts": job.context_parallel} if job.context_parallel > 1 else {}),
         "optim": [job.optimizer.optim, dict(job.optimizer.optim_args)],
         "device": [job.device, *device],
         "versions": [__version__, *versions, _MEASURES],

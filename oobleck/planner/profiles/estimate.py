@@ -44,10 +44,12 @@ class _Setting:
     device_counts: tuple[int, ...]
     max_logits: int
     expert_parallel: bool
+    context_parallel: int
 
     @property
     def tokens(self) -> int:
-        return self.microbatch_size * self.sequence_length
+        """Tokens of a microbatch that a device computes."""
+        return self.microbatch_size * self.sequence_length // self.context_parallel
 
     @property
     def value_bytes(self) -> int:
@@ -80,11 +82,13 @@ def estimate_profile(
     network: NetworkProfile | None = None,
     max_logits: int = MAX_LOGITS,
     expert_parallel: bool = False,
+    context_parallel: int = 1,
 ) -> Profile:
     """Return an estimated profile, labelled as such; `network` overrides the data sheet's usual links.
 
     The standard loss of language models has at most `max_logits` at once. With `expert_parallel`, experts stay on the
-    devices of a sharded stage. Tokens are taken to be spread evenly over experts.
+    devices of a sharded stage. Tokens are taken to be spread evenly over experts. `context_parallel` devices share each
+    microbatch, whose costs are those of one of them. Raises ConfigError where they cannot share its tokens and heads.
     """
     if precision not in ("float32", "bfloat16"):
         raise ConfigError(f"precision {precision!r} is not possible; it must be 'float32' or 'bfloat16'")
@@ -103,7 +107,12 @@ def estimate_profile(
         device_counts=tuple(device_counts),
         max_logits=max_logits,
         expert_parallel=expert_parallel,
+        context_parallel=context_parallel,
     )
+    if sequence_length % context_parallel or shape.num_heads % context_parallel:
+        raise ConfigError(
+            f"{context_parallel} devices cannot share samples of {sequence_length} tokens and {shape.num_heads} heads"
+        )
     block = _block(setting)
     blocks = [replace(block, name=f"block.{index}") for index in range(shape.num_blocks)]
     return Profile(
@@ -171,6 +180,12 @@ def _block(setting: _Setting) -> LayerProfile:
             expert_bytes=_PARAM_BYTES * shape.expert_params,
             expert_message_bytes=shape.experts_per_token * setting.output_bytes,
         )
+    if setting.context_parallel > 1:
+        # Queries, keys and values there, and outputs back, of which a device keeps its own share.
+        repeats = max(1, setting.context_parallel // shape.num_kv_heads)
+        features = 2 * (shape.attention_size + repeats * shape.kv_size)
+        sent = (setting.context_parallel - 1) / setting.context_parallel
+        block = replace(block, context_bytes=int(sent * tokens * features * setting.value_bytes))
     if setting.recompute == "auto":
         return replace(block, recomputed=recomputed)
     return block if setting.recompute == "none" else block.at(recomputed[setting.recompute])
@@ -221,7 +236,8 @@ def _head(setting: _Setting) -> LayerProfile:
     forward = {count: _seconds(setting, flops / count, 2 * logits / count) for count in setting.device_counts}
     backward = {count: 2 * seconds for count, seconds in forward.items()}
     weight_gradient = setting.gradient_bytes * shape.vocab_size * shape.hidden_size
-    if tokens * shape.vocab_size <= setting.max_logits or shape.changes_logits:
+    is_chunked = setting.context_parallel > 1 or tokens * shape.vocab_size > setting.max_logits
+    if not is_chunked or shape.changes_logits:
         # Kept: the log-probabilities, in float32, and the inputs of the norm and the matrix.
         kept = logits + setting.hidden_bytes + setting.output_bytes
         # The loss has gradients of the log-probabilities and of the logits at once.

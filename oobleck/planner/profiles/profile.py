@@ -22,8 +22,8 @@ PROFILE_VERSION = 1
 _SPLIT_KEYS = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes")
 _GPU_KEYS = ("copy_bytes", "transient_bytes", "message_bytes")
 _BYTES_KEYS = ("param_bytes", "optimizer_bytes", "activation_bytes", "output_bytes")
-_EXPERT_KEYS = ("expert_bytes", "expert_message_bytes")
-_OPTIONAL_KEYS = ("frozen_bytes", *_GPU_KEYS, *_EXPERT_KEYS)
+_SHARDED_KEYS = ("expert_bytes", "expert_message_bytes", "context_bytes")
+_OPTIONAL_KEYS = ("frozen_bytes", *_GPU_KEYS, *_SHARDED_KEYS)
 _RECOMPUTED_KEYS = ("activation_bytes", "transient_bytes")
 LEVELS = ("selective", "all")
 """What a layer may recompute: all but matrix products and attention, or all. The second keeps the least."""
@@ -101,6 +101,8 @@ class LayerProfile:
     """The share of `param_bytes` that belongs to experts which stay on the devices of a sharded stage."""
     expert_message_bytes: int = 0
     """Bytes of the tokens that a device sends to such experts, and of the outputs that come back."""
+    context_bytes: int = 0
+    """Bytes that a device sends in a forward pass to those that share its samples; as many in a backward pass."""
     recomputed: Mapping[str, Recomputed] = field(default_factory=dict)
     """Keyed by `LEVELS`: both, where a planner chooses what a layer recomputes; all else is then without."""
 

@@ -147,7 +147,7 @@ class NodeSums:
     def __init__(self, job: JobSpec, commit_state: CommitState, groups: GroupTable, layers: HeldLayers) -> None:
         self._worker_id, self._stopped = commit_state.worker_id, commit_state.is_pipeline_stopped
         self._groups, self._layers = groups, layers
-        self._num_lanes, self._sharding = job.num_lanes, job.sharding
+        self._num_devices, self._sharding = job.sharding_devices, job.sharding
 
     def begin(self, key: GroupKey, step: int, *, interrupted: Callable[[], bool] | None = None) -> Moves:
         """Begin a program, or an evaluation: take all weights, unless each pass takes its own."""
@@ -158,7 +158,7 @@ class NodeSums:
         """Take all devices' shares of the weights with which `step` is computed."""
         # Shares of several steps would be no model's weights.
         own = Contribution(step, (), self._layers.digests(sorted(self._layers.held)))
-        if self._num_lanes > 1:
+        if self._num_devices > 1:
             sequence = self._groups.post(key, own)
             yield from self._groups.sum(key, sequence, step, interrupted=interrupted or self._stopped)
 
@@ -180,11 +180,11 @@ class NodeSums:
 
     def _sum(self, key: GroupKey, step: int, microbatches: Sequence[int]) -> Moves:
         """Sum gradients of microbatches, of which each device has computed its own."""
-        if self._num_lanes == 1:
+        if self._num_devices == 1:
             return
-        lanes = range(self._num_lanes)
-        mine = tuple(each * self._num_lanes + self._worker_id.device % self._num_lanes for each in microbatches)
+        devices = range(self._num_devices)
+        mine = tuple(each * self._num_devices + self._worker_id.device % self._num_devices for each in microbatches)
         sequence = self._groups.post(key, Contribution(step, mine))
         summed = yield from self._groups.sum(key, sequence, step, interrupted=self._stopped)
-        if summed != tuple(sorted(each * self._num_lanes + lane for each in microbatches for lane in lanes)):
+        if summed != tuple(sorted(each * self._num_devices + device for each in microbatches for device in devices)):
             raise Violation(f"{self._worker_id} computes {microbatches} of step {step}, and its node sums {summed}")

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.nn import functional
 
+from oobleck.errors import ConfigError
 from oobleck.training.randomness import derive_seed
 
 IGNORED_LABEL = -100
@@ -29,7 +31,7 @@ class Batch:
     input_ids: torch.Tensor
     """[batch, length], int64."""
     labels: torch.Tensor
-    """[batch, length], int64; or [batch] for whole samples."""
+    """[batch, length], int64; or [batch] for whole samples; [batch, length + 1] in a part of samples (`part`)."""
     others: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Further arguments of the model's forward, keyed by name: masks, positions, types; [batch, …]."""
     is_causal: bool = True
@@ -49,6 +51,36 @@ class Batch:
         """All tensors, each once: often the tokens are the labels."""
         every = (self.input_ids, self.labels, *self.others.values())
         return tuple({id(tensor): tensor for tensor in every}.values())
+
+    def part(self, index: int, count: int) -> Batch:
+        """Return one of `count` equal parts of the tokens of each sample, with their positions.
+
+        Labels have one column more: the next part's first, which this part's last token predicts. Raises ConfigError
+        unless tokens attend to all those before them.
+        """
+        length = self.input_ids.shape[1] // count
+        part = slice(index * length, (index + 1) * length)
+        self._require_whole_contexts()
+        labels = functional.pad(self.labels, (0, 1), value=IGNORED_LABEL)
+        positions = torch.arange(part.start, part.stop).expand(len(self.input_ids), -1)
+        return Batch(
+            input_ids=self.input_ids[:, part],
+            labels=labels[:, part.start : part.stop + 1],
+            others={"position_ids": positions},
+        )
+
+    def _require_whole_contexts(self) -> None:
+        for name, values in self.others.items():
+            is_usual = name == "position_ids" and bool((values == torch.arange(values.shape[-1])).all())
+            if name == "attention_mask" and values.ndim == 2:
+                # Without the mask, padding at the end changes nothing but outputs that no loss depends on.
+                counts = (self.labels != IGNORED_LABEL) & (values == 0)
+                is_usual = not bool(counts.any()) and bool((values.diff(dim=1) <= 0).all())
+            if not is_usual:
+                raise ConfigError(
+                    f"context_parallel: samples with {name} cannot be shared by devices, unless it says that each is "
+                    "one document, with padding at its end alone; leave the column out, or context_parallel"
+                )
 
     def to(self, device: torch.device) -> Batch:
         there = {id(tensor): tensor.to(device, non_blocking=True) for tensor in self.tensors}

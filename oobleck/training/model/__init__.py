@@ -6,12 +6,14 @@ from oobleck.training.randomness import MicrobatchKey
 
 from .adapters import Adapters, add_adapters, plain_name, save_adapters, tied_parameters, unwrapped
 from .configuration import build_model
+from .contexts import ContextShare, share_contexts
+from .documents import separates_documents
 from .experts import experts_per_token
 from .forward_passes import Precision, check_attention, require_compiler, use_attention
 from .layer_trial import try_layers
 from .live_model import LiveModel
 from .loss_trial import BatchSizes, CapturedHead, made_up_weights, with_tried_loss
-from .models import StageModel, separates_documents
+from .models import StageModel
 from .structure import LossOfInputs, ModelStructure
 from .tensor_parallel import AllReduce, Share, initialize_share, install, share_for
 
@@ -20,6 +22,7 @@ __all__ = [
     "AllReduce",
     "BatchSizes",
     "CapturedHead",
+    "ContextShare",
     "LiveModel",
     "LossOfInputs",
     "MicrobatchKey",
@@ -38,6 +41,7 @@ __all__ = [
     "require_compiler",
     "save_adapters",
     "separates_documents",
+    "share_contexts",
     "share_for",
     "tied_parameters",
     "try_layers",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +19,7 @@ from torch import nn
 from oobleck.errors import ConfigError
 
 from . import losses
+from .exchange import Exchanging, exchanged
 from .structure import ModelStructure
 
 _PLAN = "ep_dispatch_experts"
@@ -30,7 +30,7 @@ _TOLERANCE = 1e-4
 _MISFITS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
-class Collectives(Protocol):
+class Collectives(Exchanging, Protocol):
     """Those of the devices of a stage."""
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
@@ -38,12 +38,6 @@ class Collectives(Protocol):
 
     def read(self, tensor: torch.Tensor) -> Any:
         """Return a tensor's numbers, as nested lists."""
-
-    def exchange(self, rows: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Send rows to each device, in the order of devices, and return those that all send here, in the same order.
-
-        `counts[i][j]` says how many rows device i sends to device j.
-        """
 
 
 def experts_of(structure: ModelStructure, *, degree: int) -> dict[str, frozenset[str]]:
@@ -98,7 +92,7 @@ def place_experts(module: Any, *, rank: int, degree: int, collectives: Collectiv
         of_experts = collectives.gather(torch.bincount(chosen.reshape(-1), minlength=degree * own))
         counts = collectives.read(of_experts.view(degree, degree, own).sum(-1))
         rows = losses.cast_by_autocast(hidden[torch.div(order, chosen.shape[1], rounding_mode="floor")])
-        taken = _exchanged(rows, counts, collectives)
+        taken = exchanged(rows, counts, collectives)
         each = of_experts[:, rank * own : (rank + 1) * own].reshape(-1)
         experts = torch.arange(own, device=each.device).repeat(degree).repeat_interleave(each, output_size=len(taken))
         # One row more: a device to which no token goes takes part in all exchanges of the backward pass, as others do.
@@ -107,28 +101,11 @@ def place_experts(module: Any, *, rank: int, degree: int, collectives: Collectiv
             torch.cat([experts, experts.new_zeros(1)])[:, None],
             weights.new_ones((len(taken) + 1, 1)),
         )[:-1]
-        back = _exchanged(computed, [*zip(*counts, strict=True)], collectives)
+        back = exchanged(computed, [*zip(*counts, strict=True)], collectives)
         placed = torch.empty_like(back).index_copy(0, order, back).view(*chosen.shape, -1)
         return (placed * weights[..., None]).sum(1).to(hidden.dtype)
 
     module.forward = forward
-
-
-def _exchanged(rows: torch.Tensor, counts: Sequence[Sequence[int]], collectives: Collectives) -> torch.Tensor:
-    return _Exchange.apply(rows, counts, collectives)  # type: ignore[no-any-return,no-untyped-call]
-
-
-class _Exchange(torch.autograd.Function):
-    """Sends rows to where they belong, and their gradients back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, counts: Sequence[Sequence[int]], collectives: Collectives) -> Any:
-        ctx.back, ctx.collectives = [*zip(*counts, strict=True)], collectives
-        return collectives.exchange(rows.contiguous(), counts)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.collectives.exchange(gradients[0].contiguous(), ctx.back), None, None
 
 
 def _try(structure: ModelStructure, name: str, module: Any) -> None:

@@ -189,7 +189,8 @@ class ChunkedLoss:
     def _by_chunks(self, hidden: torch.Tensor, labels: torch.Tensor, num_items: int, scale: float) -> torch.Tensor:
         # A part is a leaf, as a weight is: autocast would cast it, and keep it with its cast until the end of the step.
         head, share, rows = self._head, self._share, cast_by_autocast(hidden.reshape(-1, hidden.shape[-1]))
-        targets = functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:].reshape(-1)
+        # Parts of samples come with the label that their last token predicts.
+        targets = functional.pad(labels, (0, 1), value=IGNORED_LABEL)[:, 1 : 1 + hidden.shape[1]].reshape(-1)
         trained = [each for each in (head.weight, head.bias) if each is not None and each.requires_grad]
         wanted = torch.is_grad_enabled() and (hidden.requires_grad or bool(trained))
         sums: list[torch.Tensor | None] = [None] * len(trained)

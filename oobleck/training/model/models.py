@@ -38,10 +38,6 @@ from .structure import ModelStructure, Site
 from .token_shares import TokenShare
 from .weights import WeightFiles
 
-_POSITIONS = ((0, 1, 2, 0, 1, 2, 3),)
-_LENGTH, _SECOND = 7, 3
-"""The number of tokens, and the index of the second document's first."""
-
 
 class StageModel:
     """Some layers of a model, in chunks of consecutive ones; none before the first `adopt`.
@@ -53,6 +49,8 @@ class StageModel:
     """The factor of all gradients, applied where they begin. The loss itself is returned unscaled."""
     is_tried: bool = False
     """Whether modules run to see what they do, and not for a microbatch."""
+    computes_parts: bool = False
+    """Whether batches have a part of each sample's tokens (`Batch.part`)."""
 
     def __init__(
         self,
@@ -385,15 +383,27 @@ class StageModel:
     def _chunked_for(self, batch: Batch) -> losses.ChunkedLoss | None:
         """Return what computes a batch's loss by chunks of tokens; None where that is not needed, or not the same."""
         num_logits = batch.labels.numel() * (getattr(self.model.config, "vocab_size", None) or 0)
-        share = self._vocabulary_share
-        if (share is None and num_logits <= self._max_logits) or self.structure.loss_rule.is_mean:
+        is_needed = self._vocabulary_share is not None or self.computes_parts or num_logits > self._max_logits
+        if not is_needed or self.structure.loss_rule.is_mean:
             return None
+        chunked = self._chunked_loss()
+        if chunked is not None and not chunked.is_watched():
+            return chunked
+        if self.computes_parts:
+            raise ConfigError("context_parallel: a hook watches the logits of whole samples; take it off")
+        return None
+
+    def _chunked_loss(self) -> losses.ChunkedLoss | None:
         if self._chunked is None:
             self.is_tried = True
-            self._chunked = (losses.ChunkedLoss.of(self.model, max_logits=self._max_logits, share=share),)
+            share, most = self._vocabulary_share, self._max_logits
+            self._chunked = (losses.ChunkedLoss.of(self.model, max_logits=most, share=share),)
             self.is_tried = False
-        (chunked,) = self._chunked
-        return None if chunked is None or chunked.is_watched() else chunked
+        return self._chunked[0]
+
+    def can_compute_loss_of_parts(self) -> bool:
+        """Return whether the loss of a part of samples is known. The last layer must be held."""
+        return self._chunked_loss() is not None
 
     def _script_loss(self) -> losses.Loss | None:
         """Return the script's loss, which its first microbatch tries where the trial on made-up outputs could not."""
@@ -527,33 +537,3 @@ class StageModel:
             for site in self.structure.sites[layer]
             if site.name == parameter
         )
-
-
-def separates_documents(structure: ModelStructure) -> bool:
-    """Return whether tokens attend only to their own document. Takes about as long as building the model."""
-    # A document begins where positions start again. Most models of transformers derive block-diagonal masks from
-    # positions; in the others, tokens would silently attend to other documents.
-    if "position_ids" not in structure.takes:
-        return False
-    stage = StageModel(structure, dtype=torch.float32, device="cpu")
-    if not isinstance(stage.model, PreTrainedModel):
-        return False
-    arguments_of_blocks: list[list[Any]] = []
-    blocks = stage.model.get_submodule(structure.anatomy.block_list)
-    for block in blocks.children():
-        block.register_forward_pre_hook(
-            lambda _module, args, kwargs: arguments_of_blocks.append([*args[1:], *kwargs.values()]), with_kwargs=True
-        )
-    ids, positions = torch.zeros((1, _LENGTH), dtype=torch.int64), torch.tensor(_POSITIONS)
-    with torch.no_grad():
-        stage.model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
-    has_run = len(arguments_of_blocks) == structure.num_blocks
-    return has_run and all(any(map(_hides_the_first, arguments)) for arguments in arguments_of_blocks)
-
-
-def _hides_the_first(value: Any) -> bool:
-    """Return whether a value is a mask [batch, heads, queries, keys] that hides the first document from the second."""
-    if not isinstance(value, torch.Tensor) or value.ndim != 4 or value.shape[-2:] != (_LENGTH, _LENGTH):
-        return False
-    hidden = ~value if value.dtype == torch.bool else value < -1e4
-    return bool(hidden[..., _SECOND:, :_SECOND].all()) and not bool(hidden.diagonal(dim1=-2, dim2=-1).any())

@@ -28,6 +28,7 @@ from oobleck.errors import ConfigError
 from oobleck.job import JobSpec, Sharding
 
 from . import losses, token_shares
+from .contexts import ContextShare, require_shared_contexts, share_contexts
 from .experts import Collectives as ExpertCollectives
 from .experts import experts_of, place_experts
 from .models import StageModel
@@ -80,6 +81,8 @@ class Share:
     """Whether each device has its share of the tokens' hidden states before and after each block."""
     experts: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """The parameters of each module whose experts stay on the devices that hold them, keyed by module."""
+    context_parallel: int = 1
+    """The devices that share each sample's tokens."""
 
     @property
     def is_sharded(self) -> bool:
@@ -96,7 +99,22 @@ class Share:
         shapes = self.structure.shapes
         if not self.is_sharded:
             return self.structure
-        return replace(self.whole, shapes={**self.whole.shapes, **{name: shapes[name] for name in self._placed}})
+        return replace(
+            self.whole,
+            shapes={**self.whole.shapes, **{name: shapes[name] for name in self._placed}},
+            sequence_length=self.whole.sequence_length // self.context_parallel,
+        )
+
+    @property
+    def lane(self) -> tuple[int, int]:
+        """The number of the microbatch that this device computes among those of its stage, and how many these are."""
+        each = self.context_parallel if self.is_sharded else self.degree
+        return self.rank // each, self.degree // each
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """The number of this device's part of each sample, and how many there are."""
+        return self.rank % self.context_parallel, self.context_parallel
 
     @property
     def _placed(self) -> frozenset[str]:
@@ -162,14 +180,22 @@ def share_of(structure: ModelStructure, *, rank: int, degree: int) -> Share:
 
 
 def sharded(
-    structure: ModelStructure, *, rank: int, degree: int, sharding: Sharding, expert_parallel: bool = False
+    structure: ModelStructure,
+    *,
+    rank: int,
+    degree: int,
+    sharding: Sharding,
+    expert_parallel: bool = False,
+    context_parallel: int = 1,
+    attention: str | None = None,
 ) -> Share:
     """Cut the state of parameters by their first dimension, for a stage that is sharded.
 
     Buffers stay whole, and so do single numbers: if they are trained, each device has a gradient of its own
     microbatches. Frozen parameters, which have no optimizer state, are cut where all weights are, and those of experts
-    with `expert_parallel`. Raises ConfigError for a model that is kept whole, for a traced one of whose layers' passes
-    nothing is known, and as `experts_of`.
+    with `expert_parallel`. `context_parallel` devices share each sample, and `attention` is as in `StageModel`. Raises
+    ConfigError for a model that is kept whole, for a traced one of whose layers' passes nothing is known, and as
+    `experts_of` and `require_shared_contexts`.
     """
     if structure.is_whole:
         raise ConfigError("sharding: devices cannot share out a model that is kept whole; leave it out")
@@ -179,6 +205,8 @@ def sharded(
             "itself; choose optimizer"
         )
     experts = experts_of(structure, degree=degree) if expert_parallel else {}
+    if context_parallel > 1:
+        require_shared_contexts(structure, degree=context_parallel, attention=attention)
     fixed = structure.buffers.keys() if sharding == "all" else structure.frozen.difference(*experts.values())
     cut = {
         name: torch.Size([len(rows_of(shape[0], rank=rank, degree=degree)), *shape[1:]])
@@ -195,6 +223,7 @@ def sharded(
         cut_dimensions=dict.fromkeys(cut, 0),
         summed=frozenset(structure.shapes.keys() - cut.keys() - structure.frozen),
         experts=experts,
+        context_parallel=context_parallel,
     )
 
 
@@ -208,12 +237,16 @@ def share_for(job: JobSpec, structure: ModelStructure, *, rank: int) -> Share:
         degree=job.sharding_devices,
         sharding=job.sharding,
         expert_parallel=job.expert_parallel,
+        context_parallel=job.context_parallel,
+        attention=job.attn_implementation,
     )
 
 
 def install(stage: StageModel, share: Share, sum_up: Collectives) -> None:
     """Have the modules of a stage, which was built from the share's structure, compute this device's share."""
     tokens = None
+    if share.context_parallel > 1:
+        share_contexts(stage, ContextShare(share.rank, share.degree, share.context_parallel, sum_up))
     if share.cuts_tokens:
         tokens = TokenShare(share.rank, share.degree, share.structure.sequence_length, sum_up)
         stage.share_tokens(tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +24,16 @@ from oobleck.planner.profiles import ASSUMED_COMMUNICATION_BYTES, LEVELS, LINKS,
 from oobleck.training import flow as flows
 from oobleck.training.assembly import Assembly
 from oobleck.training.data import Batch
-from oobleck.training.model import MicrobatchKey, ModelStructure, Precision, StageModel, experts_per_token, share_for
+from oobleck.training.model import (
+    ContextShare,
+    MicrobatchKey,
+    ModelStructure,
+    Precision,
+    StageModel,
+    experts_per_token,
+    share_contexts,
+    share_for,
+)
 from oobleck.training.weight_gradients import WeightGradients
 
 from .allocated import Allocated
@@ -54,7 +63,20 @@ class _Cost:
     cast_bytes: int
     """Copies of weights that autocast makes once for all microbatches."""
     transient_bytes: int
+    context_bytes: int = 0
     recomputed: Mapping[str, Recomputed] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Alone:
+    """Stands for the other devices that share samples: what is sent to them comes back."""
+
+    degree: int
+    sent_bytes: int = 0
+
+    def exchange(self, rows: torch.Tensor, _counts: Sequence[Sequence[int]]) -> torch.Tensor:
+        self.sent_bytes += rows.nbytes * (self.degree - 1) // self.degree
+        return rows.clone()
 
 
 def measure_profile(
@@ -72,16 +94,24 @@ def measure_profile(
     state_tensors: int = 2,
     communication_bytes: int = 0,
     whole: Batch | None = None,
+    context_parallel: int = 1,
 ) -> Profile:
     """Measure all layers for microbatches of `microbatch_size` samples: the median of five runs after two to warm up.
 
     With `splits`, also measure backward passes in two parts. `state_tensors` is the number of tensors that the
     optimizer keeps for a parameter, each of the parameter's size; `communication_bytes` is what NCCL keeps on the
-    device; `whole` is a microbatch for a model that is kept whole.
+    device; `whole` is a microbatch for a model that is kept whole. If `context_parallel` devices share each microbatch,
+    the profile is that of one of them, which measures no exchange.
 
     The memory in use at any time is one layer with its gradients and activations. Changes the state of the device's
     generator.
     """
+    sequence_length = structure.sequence_length
+    sample = _batch(structure, microbatch_size) if whole is None else whole
+    alone = _Alone(context_parallel)
+    if context_parallel > 1:
+        structure = replace(structure, sequence_length=sequence_length // context_parallel)
+        sample = sample.part(context_parallel - 1, context_parallel)
     stage = StageModel(
         structure,
         dtype=dtype,
@@ -91,8 +121,10 @@ def measure_profile(
         compiles=compiles,
         attention=attention,
     )
+    if context_parallel > 1:
+        share_contexts(stage, ContextShare(0, context_parallel, context_parallel, alone))
     on_gpu = stage.device.type == "cuda"
-    batch = _batch(structure, microbatch_size, stage.device) if whole is None else whole.to(stage.device)
+    batch = sample.to(stage.device)
     received: Carried | None = _hidden_states(structure, batch, stage) if structure.flow is None else None
     hidden_bytes = microbatch_size * structure.sequence_length * structure.hidden_size * stage.hidden_dtype.itemsize
     measured: dict[object, _Cost] = {}
@@ -102,7 +134,8 @@ def measure_profile(
         kind = structure.layer_kind(layer)
         if kind not in measured:
             cost = _measure(stage, layer, batch, received, compiles=compiles is not None, splits=splits)
-            measured[kind] = _with_levels(stage, layer, batch, received, cost, is_auto=recompute == "auto")
+            cost = _with_levels(stage, layer, batch, received, cost, is_auto=recompute == "auto")
+            measured[kind] = replace(cost, context_bytes=_sent_bytes(stage, layer, batch, received, alone))
         cost = measured[kind]
         elements = _num_elements(structure, structure.layer_parameters(layer))
         trained = _num_elements(structure, structure.trained_parameters(layer))
@@ -125,12 +158,13 @@ def measure_profile(
                 copy_bytes=cost.cast_bytes + (trained * dtype.itemsize if on_gpu else 0),
                 transient_bytes=cost.transient_bytes,
                 message_bytes=output_bytes if on_gpu else 0,
+                context_bytes=cost.context_bytes,
             )
         )
     return Profile(
         model=structure.config.model_type,
         microbatch_size=microbatch_size,
-        sequence_length=structure.sequence_length,
+        sequence_length=sequence_length,
         layers=tuple(layers),
         device=DeviceProfile(
             name=device_name(stage.device), memory_bytes=device_memory_bytes, communication_bytes=communication_bytes
@@ -162,6 +196,7 @@ def profile_of_job(assembly: Assembly, *, device_memory_bytes: int, owns_device:
         state_tensors=optimizer.layout(device).num_tensors,
         communication_bytes=bytes_of_nccl(device, owns_device=owns_device),
         whole=assembly.train.largest_batch(job.microbatch_size) if structure.whole_loss is not None else None,
+        context_parallel=job.context_parallel,
     )
     experts = share_for(job, structure, rank=0).experts
     return _with_experts(
@@ -185,10 +220,10 @@ def bytes_of_nccl(device: torch.device, *, owns_device: bool) -> int:
     return ASSUMED_COMMUNICATION_BYTES if device.type == "cuda" and owns_device else 0
 
 
-def _batch(structure: ModelStructure, batch_size: int, device: torch.device) -> Batch:
+def _batch(structure: ModelStructure, batch_size: int) -> Batch:
     generator = torch.Generator().manual_seed(0)
     shape = (batch_size, structure.sequence_length)
-    ids = torch.randint(0, structure.config.vocab_size, shape, generator=generator).to(device)
+    ids = torch.randint(0, structure.config.vocab_size, shape, generator=generator)
     labels = ids
     if structure.task in ("sequence_classification", "token_classification"):
         labels = torch.zeros_like(ids)
@@ -275,6 +310,19 @@ def _with_levels(
         )
     stage.set_recomputation(layer, "none")
     return replace(whole, recomputed=found)
+
+
+@torch.no_grad()
+def _sent_bytes(stage: StageModel, layer: int, batch: Batch, received: Carried | None, alone: _Alone) -> int:
+    """Return what a forward pass of a layer sends to the devices that share its samples."""
+    if not stage.computes_parts:
+        return 0
+    stage.adopt(layer, layer + 1, {})
+    stage.initialize([layer], seed=0)
+    before = alone.sent_bytes
+    stage.carry(batch, None if stage.is_first else received, num_items=max(1, batch.num_items), key=_KEY)
+    stage.adopt(0, 0, {})
+    return alone.sent_bytes - before
 
 
 def _run_split(stage: StageModel, batch: Batch, received: Carried | None, put_off: WeightGradients) -> SplitBackward:
@@ -368,7 +416,12 @@ def _cast_weights(stage: StageModel, batch: Batch, received: Carried | None) -> 
     # One sample shows as much as many.
     sample = batch
     if stage.structure.whole_loss is None:
-        sample = Batch(input_ids=batch.input_ids[:1], labels=batch.labels[:1])
+        sample = replace(
+            batch,
+            input_ids=batch.input_ids[:1],
+            labels=batch.labels[:1],
+            others={name: value[:1] for name, value in batch.others.items()},
+        )
         received = received[:1] if isinstance(received, torch.Tensor) else None
     # Activation checkpointing hides the copies, and is off in evaluation.
     with stage.evaluating():

@@ -330,14 +330,14 @@ class Engine:
             self._step_timer.begin_step()
             return steps.Evaluation(loss=None, num_samples=0, duration_s=time.monotonic() - began_s)
         # In groups that nothing else uses, since a failure may leave messages stuck in them.
-        lanes = self._share.degree if self._node_sums is not None else 1
+        lane, lanes = self._share.lane
         with self._stage_sums.within(self._groups.find(effect.stage_key), self._commit_state.is_fenced):
             if self._node_sums is not None:
                 self._node_sums.begin()
             outcome = self._evaluator.run(
                 effect.step,
                 replace(pipeline_rank, group=self._groups.find(effect.lane_key)),
-                share=(located[0] * lanes + pipeline_rank.rank % lanes, len(committee.plan.pipelines) * lanes),
+                share=(located[0] * lanes + lane, len(committee.plan.pipelines) * lanes),
                 sum_up=sum_up,
             )
         # An evaluation is no part of the step's time.

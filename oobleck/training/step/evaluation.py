@@ -73,8 +73,8 @@ class Evaluator:
     def run(self, step: int, pipeline_rank: PipelineRank, *, share: tuple[int, int], sum_up: SumUp) -> Evaluation:
         """Evaluate the model of a step, together with all others in the plan.
 
-        `share` is this pipeline's number and the number of pipelines; `sum_up` sums numbers over all workers. Raises
-        Interrupted or PeerLost; messages may then be stuck in the groups.
+        `share` is the number of this pipeline, or of its lane, and how many there are; `sum_up` sums numbers over all
+        workers. Raises Interrupted or PeerLost; messages may then be stuck in the groups.
         """
         began_s = time.monotonic()
         # Kept until the total, since a send that is dropped early holds up those after it.
@@ -103,6 +103,8 @@ class Evaluator:
                     self._on_progress(step)
                 hidden = self._received(pipeline_rank, microbatch, chunk)
                 batch = self._load(min(microbatch, self._num_microbatches - 1))
+                if pipeline_rank.part[1] > 1:
+                    batch = batch.part(*pipeline_rank.part)
                 key = MicrobatchKey(seed=self._job.seed, step=step, microbatch=microbatch)
                 with nullcontext() if self._node_sums is None else self._node_sums.forward(chunk):
                     output = self._model.carry(

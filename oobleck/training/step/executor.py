@@ -203,7 +203,7 @@ class Execution:
         # A backward pass takes a stage's chunks in reverse, so a microbatch is done with the first of them.
         if chunk == 0:
             self.commit_state.note_microbatch()
-        if self.pipeline_rank.is_first(chunk) and self.pipeline_rank.reports:
+        if self.pipeline_rank.is_first(chunk) and self.pipeline_rank.counts:
             self.work.counted.append(self.batch.number(microbatch))
 
     def _reports_loss(self, chunk: int) -> bool:

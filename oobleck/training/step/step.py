@@ -83,7 +83,8 @@ class StepInFlight:
             divisor=divisor,
             microbatch_size=self.job.microbatch_size,
             seed=self.job.seed,
-            lane=(self.state.share.rank, self.job.num_lanes) if self.node_sums is not None else (0, 1),
+            lane=self.state.share.lane,
+            part=self.state.share.part,
         )
         self._work = StepWork(step)
 

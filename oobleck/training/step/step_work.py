@@ -28,6 +28,8 @@ class PipelineRank:
     degree: int
     schedule: ScheduleKind
     is_sharded: bool = False
+    part: tuple[int, int] = (0, 1)
+    """The number of this device's part of each sample, and how many there are."""
 
     @classmethod
     def of(cls, seat: PlaceInPlan, share: Share, group: Group | None) -> PipelineRank:
@@ -41,6 +43,7 @@ class PipelineRank:
             degree=share.degree,
             schedule=seat.schedule,
             is_sharded=share.is_sharded,
+            part=share.part,
         )
 
     def member(self, stage: int) -> int:
@@ -77,8 +80,13 @@ class PipelineRank:
 
     @property
     def reports(self) -> bool:
-        """Whether this device reports losses and counts: its own, or those that all that share the stage have."""
+        """Whether this device reports losses and tokens: its own, or those that all that share the stage have."""
         return self.rank == 0 or self.is_sharded
+
+    @property
+    def counts(self) -> bool:
+        """Whether this device says which microbatches were computed: one of those that share them does."""
+        return self.reports and self.part[0] == 0
 
     @property
     def splits_backward(self) -> bool:
@@ -99,7 +107,9 @@ class GlobalBatch:
     microbatch_size: int
     seed: int
     lane: tuple[int, int] = (0, 1)
-    """This device's number among those that take a microbatch each, and how many they are (`JobSpec.num_lanes`)."""
+    """As `Share.lane`."""
+    part: tuple[int, int] = (0, 1)
+    """As `Share.part`."""
 
     @property
     def num_samples(self) -> int:
@@ -114,9 +124,10 @@ class GlobalBatch:
         return microbatch * num_lanes + lane
 
     def load(self, microbatch: int) -> Batch:
-        """Return a microbatch's samples, on the CPU. Raises ShardUnreadable."""
+        """Return a microbatch's samples, or this device's part of them, on the CPU. Raises ShardUnreadable."""
         first = self.number(microbatch) * self.microbatch_size
-        return self.dataset.batch(self.samples[first : first + self.microbatch_size], step=self.step, first=first)
+        batch = self.dataset.batch(self.samples[first : first + self.microbatch_size], step=self.step, first=first)
+        return batch if self.part[1] == 1 else batch.part(*self.part)
 
     def key(self, microbatch: int) -> MicrobatchKey:
         """Return the key of all randomness in a microbatch."""

@@ -127,6 +127,21 @@ def test_experts_that_stay_on_their_devices_are_known_to_an_estimate() -> None:
     assert replace(placed, expert_bytes=0, expert_message_bytes=0) == gathered
 
 
+def test_devices_that_share_samples_take_a_part_of_all_but_weights() -> None:
+    shape, sheet = shape_from_config(MIXTRAL), device_sheet("H100")
+    whole, part = (
+        estimate_profile(shape, sheet, microbatch_size=1, sequence_length=65536, context_parallel=each).layers[1]
+        for each in (1, 4)
+    )
+    assert part.param_bytes == whole.param_bytes
+    assert part.activation_bytes * 4 == whole.activation_bytes
+    assert part.forward_s[1] * 4 == pytest.approx(whole.forward_s[1], rel=1e-6)
+    # 32 heads of 128 of queries and of outputs, and 8 of keys and values, of 16384 tokens in bfloat16.
+    assert part.context_bytes == 3 * 16384 * 2 * (32 + 8) * 128 * 2 // 4
+    with pytest.raises(ConfigError, match="64 devices cannot share samples of 65536 tokens and 32 heads"):
+        estimate_profile(shape, sheet, microbatch_size=1, sequence_length=65536, context_parallel=64)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -185,3 +185,28 @@ def test_the_profile_of_a_job_knows_which_parameters_are_experts_that_stay_on_th
         assert [layer.expert_bytes for layer in layers] == [0, experts, experts, 0]
         messages = 2 * (2 * 8 * 16 * 4) if expert_parallel else 0
         assert [layer.expert_message_bytes for layer in layers] == [0, messages, messages, 0]
+
+
+def test_the_profile_of_devices_that_share_samples_is_that_of_one_of_them(tmp_path: Path):
+    config = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "num_key_value_heads": 2}  # fmt: skip
+    job = JobSpec(
+        model=ModelSpec(type="llama", config=config),
+        data=DataSpec(sequence_length=32, vocab_size=300),
+        microbatch_size=2,
+        global_batch_size=8,
+        sharding="all",
+        sharding_devices=2,
+    )
+    whole, part = (
+        profile_of_job(assemble(replace(job, context_parallel=number), cache_dir=tmp_path), device_memory_bytes=1 << 30)
+        for number in (1, 2)
+    )
+    assert part.sequence_length == whole.sequence_length == 32
+    for own, other in zip(part.layers[1:-1], whole.layers[1:-1], strict=True):
+        assert own.param_bytes == other.param_bytes
+        assert own.output_bytes * 2 == other.output_bytes
+        assert own.activation_bytes == pytest.approx(other.activation_bytes / 2, rel=0.1)
+        # Half of 16 tokens' queries, outputs (32 numbers each), keys and values (16 each), in float32.
+        assert (own.context_bytes, other.context_bytes) == (2 * 16 * (32 + 32 + 16 + 16) * 4 // 2, 0)
+    assert [layer.context_bytes for layer in (part.layers[0], part.layers[-1])] == [0, 0]

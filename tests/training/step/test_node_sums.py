@@ -98,9 +98,17 @@ class Device:
         max_elements: int = 5000,
         degree: int = DEGREE,
         expert_parallel: bool = False,
+        context_parallel: int = 1,
         recompute: Recompute = "none",
     ) -> None:
-        share = sharded(structure, rank=rank, degree=degree, sharding=sharding, expert_parallel=expert_parallel)
+        share = sharded(
+            structure,
+            rank=rank,
+            degree=degree,
+            sharding=sharding,
+            expert_parallel=expert_parallel,
+            context_parallel=context_parallel,
+        )
         model = StageModel(
             share.computed,
             dtype=precision.parameters,
@@ -123,11 +131,12 @@ class Device:
         wholes = self.state.model.parameters
         return {name: each for name, each in wholes.items() if each.untyped_storage().nbytes()}
 
-    def compute(self, batch: Batch) -> float:
-        """Compute a microbatch forward and back; returns its loss."""
+    def compute(self, batch: Batch, *, num_items: int | None = None) -> float:
+        """Compute a microbatch forward and back; returns its loss. By default, as many count for each device."""
         model = self.state.model
+        num_items = num_items or self.state.share.degree * batch.num_items
         with self.node_sums.forward(0):
-            loss = model.forward(batch, None, num_items=self.state.share.degree * batch.num_items, key=KEY)
+            loss = model.forward(batch, None, num_items=num_items, key=KEY)
         with self.node_sums.backward(0):
             loss.backward()
         return float(loss.detach())
