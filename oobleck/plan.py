@@ -94,6 +94,14 @@ class PipelineTemplate:
                 "more have as many chunks each, in turn"
             )
 
+    # Thousands of pipelines are looked up by their template, and each hash of its stages visits all of them.
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.stages)
+
+    def __hash__(self) -> int:
+        return self._hash
+
     @cached_property
     def num_stages(self) -> int:
         """The number of groups of devices; each has one stage, of `num_chunks` chunks."""

@@ -83,6 +83,10 @@ class Catalog(ABC):
         """Return the event-exact seconds of a plan's step, reduction included; None where bounds have to do."""
         return None
 
+    def least_exact_s(self, forms: Sequence[Form], num_microbatches: Sequence[int]) -> float:
+        """Return a lower bound on the event-exact seconds of these pipelines' step, reduction included."""
+        return 0.0
+
     def exact_shares(self, plan: ExecutionPlan, speeds: Mapping[str, float]) -> tuple[int, ...]:
         """Return the microbatches of a plan's pipelines that suit their timelines, where it has an exact step."""
         return tuple(pipeline.num_microbatches for pipeline in plan.pipelines)

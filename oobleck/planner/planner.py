@@ -163,16 +163,16 @@ class Planner:
             if best is None or (len(plan.pipelines) >= len(best[0].pipelines) and step_s < best[1]):
                 best = plan, step_s
         assert best is not None, "all nodes were tried"
-        plan, step_s = self._fit(best[0], speeds) or best
+        plan, bound_s = self._fit(best[0], speeds) or best
         plan = self._catalog.cut_plan(plan)
-        step_s = self._catalog.predicted_step_s(plan, step_s, speeds)
         redundant = not lacking(self._catalog, self._domains, plan)
         return Decision(
             plan=self._finished(plan),
             action="start",
             reason=self._reason(plan, redundant=redundant),
             transfers=(),
-            predicted_step_s=step_s,
+            predicted_step_s=self._catalog.predicted_step_s(plan, bound_s, speeds),
+            bound_step_s=bound_s,
             redundant=redundant,
         )
 
@@ -297,11 +297,10 @@ class Planner:
             Pipeline(template=form.template, nodes=own, num_microbatches=count)
             for form, own, count in zip(forms, nodes, num_microbatches, strict=True)
         )
-        bound_s = self._catalog.best(total)[1]  # predictions are bounds throughout
-        return ExecutionPlan(pipelines=pipelines, spares=spares), bound_s
+        return ExecutionPlan(pipelines=pipelines, spares=spares), self._catalog.best(total)[1]
 
     def _fit(self, plan: ExecutionPlan, speeds: Mapping[str, float]) -> tuple[ExecutionPlan, float] | None:
-        """Return what the plan would become if no layer had to move, and its step.
+        """Return what the plan would become if no layer had to move, and the bound on its step.
 
         Returns None where no node is slow, and the copies of all layers lie in enough domains.
         """
@@ -321,7 +320,7 @@ class Planner:
             horizon_s=self.settings.mean_time_to_failure_s,
         )
         decision = reconfigure(self._catalog, self._propose, plan, changes)
-        return decision.plan, decision.predicted_step_s
+        return decision.plan, decision.bound_step_s
 
     def _reason(self, plan: ExecutionPlan, *, redundant: bool) -> str:
         num_nodes = len(plan.nodes)

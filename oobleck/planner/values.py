@@ -120,6 +120,9 @@ class Decision:
     reason: str
     transfers: tuple[LayerTransfer, ...]
     predicted_step_s: float
+    """The event-exact seconds of a step; the bound where nodes are of several kinds."""
+    bound_step_s: float
+    """The bound on the seconds of a step by which moves are compared first."""
     redundant: bool
     """At least f + 1 copies of each layer are on different nodes."""
 
@@ -152,6 +155,7 @@ class Decision:
                 for index, each in enumerate(table.list("transfers"))
             ),
             predicted_step_s=table.number("predicted_step_s"),
+            bound_step_s=table.number("bound_step_s"),
             redundant=table.flag("redundant"),
         )
 

@@ -37,11 +37,11 @@ def test_a_start_below_the_fault_threshold_says_so() -> None:
     assert not decision.redundant
 
 
-def test_a_step_of_which_nothing_is_done_takes_what_was_predicted() -> None:
+def test_a_step_of_which_nothing_is_done_takes_as_long_as_its_bound() -> None:
     decision = planner().initial_plan(nodes(5), slow={"node0": 2.0})
     rests = {index: (each.num_microbatches, 0) for index, each in enumerate(decision.plan.pipelines)}
     uneven = planner()
-    assert uneven.rest_s(decision.plan, rests, slow={"node0": 2.0}) == decision.predicted_step_s
+    assert uneven.rest_s(decision.plan, rests, slow={"node0": 2.0}) == decision.bound_step_s
 
 
 def test_the_rest_of_a_step_is_what_the_slowest_has_left() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from oobleck.errors import PlanningError
 from oobleck.planner import (
+    DeviceProfile,
     ExecutionPlan,
     Planner,
     PlannerSettings,
@@ -20,6 +23,7 @@ from oobleck.schedule import ScheduleKind
 from oobleck.schedule.costs_of_stages import stage_costs
 from oobleck.schedule.forecast import forecast
 from oobleck.schedule.interleaving import make_cutter
+from tests.examples import first_of
 from tests.planner.drawing import ROOMY_BYTES, make_layer, make_network, make_profile
 from tests.planner.test_cut_for_slow_nodes import FOREVER_S, names
 
@@ -109,3 +113,30 @@ def test_zero_bubble_takes_longer_pipelines_and_a_loss_does_not_undo_the_choice(
     assert fresh_s is not None
     assert after_s <= 1.01 * fresh_s
     assert len({item.layer for item in after.transfers}) < profile.num_layers, "most layers stay"
+
+
+@pytest.mark.parametrize("kind", [None, ScheduleKind.INTERLEAVED])
+@pytest.mark.parametrize("seed", first_of(10, range(100)))
+def test_memory_that_is_reserved_is_memory_that_devices_lack(seed: int, kind: ScheduleKind | None) -> None:
+    """Chunks keep more activations than their stage would in one, and are cut within the same limit."""
+    profile, num_nodes, num_microbatches = drawn(seed)
+    memory_bytes = sum(4 * layer.param_bytes + 3 * layer.activation_bytes for layer in profile.layers) // 2
+    reserved_bytes = memory_bytes // 5
+    device = replace(profile.device, memory_bytes=memory_bytes)
+    less = replace(device, memory_bytes=memory_bytes - reserved_bytes)
+    settings = PlannerSettings(num_microbatches=num_microbatches, mean_time_to_failure_s=FOREVER_S)
+
+    def plan_of(device: DeviceProfile, reserved_bytes: int) -> ExecutionPlan | None:
+        own = replace(settings, reserved_memory_bytes=reserved_bytes)
+        planner = Planner(replace(profile, device=device), own, make_cutter=make_cutter(kind, 2))
+        try:
+            return planner.initial_plan(names(num_nodes)).plan
+        except PlanningError:
+            return None
+
+    plan = plan_of(device, reserved_bytes)
+    assert plan == plan_of(less, 0)
+    if plan is not None:
+        own = replace(profile, device=device)
+        found = forecast(own, plan, kind=kind, reserved_memory_bytes=reserved_bytes)
+        assert min(min(each.headroom_bytes) for each in found.pipelines) >= 0

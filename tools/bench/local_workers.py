@@ -31,6 +31,7 @@ from oobleck.control.protocol import (
 )
 from oobleck.job import JobSpec
 from oobleck.planner import ExecutionPlan, Profile, WorkerId, profile_from_json
+from oobleck.planner.profiles import typical_profile
 from oobleck.schedule import ScheduleKind
 from oobleck.wire import FrameDecoder, encode_frame
 
@@ -119,12 +120,15 @@ class LocalWorkers:
         self._selector.close()
 
     def profile(self) -> Profile:
-        """Have the first worker measure the model's layers while the others wait."""
-        self._tell(self._worker_ids[0], ProfileRequest(device=self._worker_ids[0].device))
-        while True:
-            for _, message in self._hear():
+        """Have all workers measure the model's layers at the same time, as in a run."""
+        for worker_id in self._worker_ids:
+            self._tell(worker_id, ProfileRequest(device=worker_id.device))
+        profiles: dict[WorkerId, Profile] = {}
+        while len(profiles) < len(self._worker_ids):
+            for worker_id, message in self._hear():
                 if isinstance(message, Profiled):
-                    return profile_from_json(message.profile_json, source="measured profile")
+                    profiles[worker_id] = profile_from_json(message.profile_json, source="measured profile")
+        return typical_profile(list(profiles.values()))
 
     def train(self, plan: ExecutionPlan, kind: ScheduleKind, *, num_sections: int = 1) -> Trained:
         """Train from the initial values to the job's last step; each step is cut into so many sections."""

@@ -111,9 +111,9 @@ def measure_straggler(num_nodes: int, factor: float) -> str:
     began_s = time.process_time()
     after = planner.reconfigure(before.plan, slow=slow)
     took_s = time.process_time() - began_s
-    reduction_s = before.predicted_step_s - slowest_s(profile, settings, before.plan, {})
+    reduction_s = before.bound_step_s - slowest_s(profile, settings, before.plan, {})
     as_it_is_s = slowest_s(profile, settings, before.plan, slow) + reduction_s
-    ratio = compared(as_it_is_s, after.predicted_step_s)
+    ratio = compared(as_it_is_s, after.bound_step_s)
     return f"| 50 layers, {num_nodes} A100, one {factor:g} times slower | {took_s:.2f} | {ratio} |"
 
 

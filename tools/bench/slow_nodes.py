@@ -54,14 +54,14 @@ def row(profile: Profile, num_nodes: int, num_pipelines: int, factor: float) -> 
     victim = usual.plan.pipelines[0].nodes[1]
     as_it_was = [(catalog.form_of(pipeline), pipeline.nodes) for pipeline in usual.plan.pipelines]
     _, divided_s = catalog.build_plan(as_it_was, (), {victim: 1 / factor})
-    without_s = planner.initial_plan([node for node in nodes if node != victim]).predicted_step_s
+    without_s = planner.initial_plan([node for node in nodes if node != victim]).bound_step_s
     took_s = []
     for _ in range(2):
         began_s = time.perf_counter()
         decision = planner.reconfigure(usual.plan, slow={victim: factor})
         took_s.append(time.perf_counter() - began_s)
     exact = timeline_s(profile, decision.plan, victim, factor) / forecast(profile, usual.plan).step_s
-    bounds = [each / usual.predicted_step_s for each in (divided_s, without_s, decision.predicted_step_s)]
+    bounds = [each / usual.bound_step_s for each in (divided_s, without_s, decision.bound_step_s)]
     cells = [f"{num_nodes}", f"{num_pipelines}", f"{factor:g}", *(f"{each:.3f}" for each in (*bounds, exact))]
     return "| " + " | ".join([*cells, " / ".join(f"{1e3 * each:.0f} ms" for each in took_s)]) + " |"
 

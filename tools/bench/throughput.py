@@ -110,7 +110,7 @@ class Turn:
 
 def measure(setting: Setting, rounds: int) -> tuple[Profile, dict[str, list[Turn]], dict[str, ExecutionPlan]]:
     """Let the ways take turns; returns the profile, the turns and the plans, by way."""
-    with _workers(setting, _PLACES[:1]) as workers:
+    with _workers(setting, _PLACES) as workers:
         profile = workers.profile()
     plans = {
         "same cut": setting.hand_cut(),

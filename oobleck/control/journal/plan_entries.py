@@ -54,6 +54,8 @@ class PlanCause(StrEnum):
     SCALED = "scaled", "continuing with more nodes, or fewer: {}", "set aside or taken back"
     RETRIED = "retried", "trying {} again, which was slow", "tried again"
     """Nodes that were left out for being slow get another chance."""
+    MEASURED = "measured", "planning again for what steps take"
+    """Steps take longer or shorter than the profile says, for which another plan or schedule is faster."""
 
     def begins(self, names: str) -> str:
         if self is PlanCause.NETWORK:
@@ -65,7 +67,8 @@ class PlanCause(StrEnum):
     @property
     def is_planned(self) -> bool:
         """Whether no node was lost, and nothing is wrong but a node's speed."""
-        return self in (PlanCause.JOINED, PlanCause.DRAINED, PlanCause.SLOW, PlanCause.SCALED, PlanCause.RETRIED)
+        wrong = (PlanCause.SLOW, PlanCause.MEASURED)
+        return self in (PlanCause.JOINED, PlanCause.DRAINED, PlanCause.SCALED, PlanCause.RETRIED, *wrong)
 
     @property
     def is_calm(self) -> bool:

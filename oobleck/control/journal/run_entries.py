@@ -57,7 +57,7 @@ class ProfileKnown(Entry):
 class Measured(Worded):
     """What workers measure before the first plan, in words with the workers or links concerned."""
 
-    LAYERS = "layers", "{} measures what the model's layers cost"
+    LAYERS = "layers", "{} what the model's layers cost"
     LINKS = "links", "timing links: {}"
 
 
@@ -67,13 +67,16 @@ class MeasurementBegun(Entry):
 
     what: Measured
     workers: tuple[WorkerId, ...]
-    """One that measures layers; of links, the first worker of each pair and then its peer."""
+    """Those of a machine that measure layers; of links, the first worker of each pair and then its peer."""
 
     @property
     def sentence(self) -> str:
-        pairs = zip(self.workers[::2], self.workers[1::2], strict=False)
-        links = ", ".join(f"{one} and {other}" for one, other in pairs)
-        return self.what.template.format(links if self.what is Measured.LINKS else self.workers[0])
+        if self.what is Measured.LINKS:
+            pairs = zip(self.workers[::2], self.workers[1::2], strict=False)
+            return self.what.template.format(", ".join(f"{one} and {other}" for one, other in pairs))
+        first, *others = self.workers
+        also = f" and {len(others)} more of its machine measure" if others else " measures"
+        return self.what.template.format(f"{first}{also}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,8 @@ class Share:
 
     num_cores: int
     memory_bytes: int
+    num_workers: int
+    """The workers of the machine, this one included."""
 
 
 _Key = tuple[str, ...]
@@ -51,6 +53,7 @@ class Machines:
         # Nodes whose agents have not spoken may be on this machine: their workers count until that is known.
         guessed = self._workers["guessed", spec.host]
         sharing = self._workers[_machine(spec, hello)] + guessed
+        num_workers = sharing
         cores, memory = [hello.num_cores // sharing], [hello.memory_bytes // sharing]
         for limit in hello.limits:
             sharing = self._workers[_group(spec, hello, limit.group)] + guessed
@@ -58,7 +61,7 @@ class Machines:
                 cores.append(limit.num_cores // sharing)
             if limit.memory_bytes is not None:
                 memory.append(limit.memory_bytes // sharing)
-        return Share(num_cores=max(1, min(cores)), memory_bytes=min(memory))
+        return Share(num_cores=max(1, min(cores)), memory_bytes=min(memory), num_workers=num_workers)
 
     def sharing_device(self, node: str) -> int:
         """Return how many workers compute on the most shared device of a node, over all nodes that see that device."""

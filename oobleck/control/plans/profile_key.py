@@ -10,8 +10,8 @@ from dataclasses import asdict
 from oobleck import __version__
 from oobleck.job import JobSpec
 
-_MEASURES = 3
-"""Raise it when profiles measure more, or otherwise. 3: they say which links are assumed."""
+_MEASURES = 4
+"""Raise it when profiles measure more, or otherwise. 4: all workers of a machine measure at the same time."""
 
 
 def profile_key(
@@ -19,8 +19,8 @@ def profile_key(
 ) -> str:
     """Return the key of a profile: the same for the same model, shapes, precision, device and versions.
 
-    `device` is its name, the memory and the threads of one worker, and the host's cores; `versions` are those of Python
-    and torch.
+    `device` is its name, the memory and the threads of one worker, the host's cores, and the workers of the machine;
+    `versions` are those of Python and torch.
     """
     script = job.script
     # A script that makes neither model nor optimizer may change without changing what was measured.

@@ -54,9 +54,9 @@ class Scaling:
         self._timed: dict[int, deque[float]] = {}
         """The seconds of the latest steps, by their number of nodes."""
         self._plan: tuple[int, float] | None = None
-        """The newest plan's number of nodes, and the predicted seconds of its steps."""
+        """The newest plan's number of nodes, and the bound on the seconds of its steps."""
         self._ratio = 1.0
-        """Measured over predicted seconds of a step."""
+        """Measured seconds of a step over their bound, which is what the planner tells of other numbers of nodes."""
         self._planned_s: deque[float] = deque(maxlen=_CHANGES_KEPT)
         self._forced_s: deque[float] = deque(maxlen=_CHANGES_KEPT)
         """The costs of planned and of other changes."""
@@ -81,18 +81,18 @@ class Scaling:
 
     def plan_adopted(self, decision: Decision) -> None:
         # The plan's steps are timed apart from those of earlier plans on as many nodes.
-        self._plan = (len(decision.plan.nodes), decision.predicted_step_s)
+        self._plan = (len(decision.plan.nodes), decision.bound_step_s)
         self._timed.pop(self._plan[0], None)
 
     def step_done(self, record: CommitRecord, *, generation: int) -> None:
         """Time a step, if it was committed under the newest plan, which is that of `generation`."""
         if self._plan is None or record.generation != generation or self._spec.policy == "all":
             return
-        num_nodes, predicted_s = self._plan
+        num_nodes, bound_s = self._plan
         timed = self._timed.setdefault(num_nodes, deque(maxlen=_STEPS_KEPT))
         timed.append(record.duration_s)
-        if len(timed) >= _STEPS_NEEDED and predicted_s > 0:
-            self._ratio = median(timed) / predicted_s
+        if len(timed) >= _STEPS_NEEDED and bound_s > 0:
+            self._ratio = median(timed) / bound_s
 
     def recovery_done(self, done: RecoveryDone) -> None:
         self._num_changes += 1

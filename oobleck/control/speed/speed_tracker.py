@@ -15,6 +15,7 @@ from statistics import median, median_low
 from typing import NamedTuple
 
 from oobleck.control.protocol import Pace
+from oobleck.plan import ScheduleKind
 from oobleck.planner import ExecutionPlan, Profile, Stage, WorkerId
 from oobleck.planner.profiles import stage_more_s
 
@@ -67,14 +68,25 @@ class SpeedTracker:
     def restore(self, slow: Mapping[str, float]) -> None:
         self.slow = slow
 
-    def note(self, worker_id: WorkerId, pace: Pace, plan: ExecutionPlan, profile: Profile) -> None:
-        """Note the time of a worker's latest microbatches, if the profile predicts one."""
+    def note(
+        self,
+        worker_id: WorkerId,
+        pace: Pace,
+        plan: ExecutionPlan,
+        profile: Profile,
+        schedules: Sequence[ScheduleKind] = (),
+    ) -> None:
+        """Note the time of a worker's latest microbatches, if the profile predicts one.
+
+        `schedules` are those of the plan's pipelines; by default, none splits its backward passes.
+        """
         located = plan.locate(worker_id)
         if located is None or not pace.microbatches or not 0 < pace.compute_s < math.inf:
             return
         stage = plan.pipelines[located[0]].stages[located[1]]
         ratios = self._ratios.setdefault(worker_id, deque(maxlen=REPORTS_NEEDED))
-        ratios.append(pace.compute_s / pace.microbatches / microbatch_s(profile, stage))
+        expected_s = microbatch_s(profile, stage, splits=is_split(located, schedules))
+        ratios.append(pace.compute_s / pace.microbatches / expected_s)
         self._is_round_over |= worker_id in self._heard
         self._heard.add(worker_id)
         self._is_round_over |= len(self._heard) >= len(plan.worker_ids)
@@ -105,6 +117,28 @@ class SpeedTracker:
             return False
         self.slow = slow
         return True
+
+    def usual(self, plan: ExecutionPlan, schedules: Sequence[ScheduleKind]) -> dict[tuple[str, bool], float] | None:
+        """Return how many times the profile's seconds nodes take, as (node, whether its passes are split).
+
+        Returns None while some node is slow, or has not reported often enough under this plan.
+        """
+        known = [self._ratios.get(worker_id, ()) for worker_id in plan.worker_ids]
+        if self.slow or any(len(ratios) < REPORTS_NEEDED for ratios in known):
+            return None
+        found: dict[tuple[str, bool], float] = {}
+        for worker_id, ratios in zip(plan.worker_ids, known, strict=True):
+            located = plan.locate(worker_id)
+            assert located is not None, "it trains under the plan"
+            key = worker_id.node, is_split(located, schedules)
+            found[key] = max(median(ratios), found.get(key, 0.0))  # a node's step takes as long as its slowest device
+        return found
+
+    def begin_again(self) -> None:
+        """Forget all reports: they were compared with other profiles, or are of another plan's work."""
+        self._ratios.clear()
+        self._heard.clear()
+        self._is_round_over = False
 
     def _calmed(self, slow: Mapping[str, float]) -> dict[str, float]:
         """Return the factors without changes that have to wait.
@@ -227,9 +261,21 @@ def found_out_s(step_s: float, num_workers: int) -> float:
     return (REPORTS_NEEDED + 1) * interval_s
 
 
-def microbatch_s(profile: Profile, stage: Stage) -> float:
-    """Return the profile's seconds for a microbatch, forward and backward, on a stage's devices."""
+def is_split(place: tuple[int, int], schedules: Sequence[ScheduleKind]) -> bool:
+    """Return whether the stage at a place of the plan splits its backward passes: a pipeline's first sends none."""
+    pipeline, stage = place
+    return bool(schedules) and schedules[pipeline] is ScheduleKind.ZERO_BUBBLE and stage > 0
+
+
+def microbatch_s(profile: Profile, stage: Stage, *, splits: bool = False) -> float:
+    """Return the profile's seconds for a microbatch, forward and backward, on a stage's devices.
+
+    With `splits`, the backward pass is in two parts, if these were measured.
+    """
     devices = len(stage.worker_ids)
     layers = [profile.layers[layer] for layer in stage.layers]
+    parts = [layer.split for layer in layers if layer.split is not None]
+    if splits and devices == 1 and len(parts) == len(layers):
+        return math.fsum(part.forward_s + part.backward_input_s + part.backward_weight_s for part in parts)
     own_s = math.fsum(layer.forward_s[devices] + layer.backward_s[devices] for layer in layers)
     return own_s + math.fsum(stage_more_s(profile, chunk) for chunk in stage.templates)

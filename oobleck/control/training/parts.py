@@ -14,7 +14,7 @@ from oobleck.job import JobSpec, NodeSpec
 
 from .decision import Decider
 from .hang_watch import HangWatch
-from .planning import planner_for
+from .planning import planner_for, schedules_for
 from .preparation import Preparation
 from .reconfiguration import Reconfiguration
 from .replanning import Replanning
@@ -54,7 +54,9 @@ class Parts:
         saving = self.saving = Saving(job, members, run=run, reads_to_the_end=sharding.has_read_all)
         scaling = self.scaling = Scaling(job, members, progress)
         make_planner = partial(planner_for, job, kind_of=members.kinds, domain_of=members.domains)
-        replanning = self.replanning = Replanning(members, progress, scaling, sharding, make_planner)
+        replanning = self.replanning = Replanning(
+            members, progress, scaling, sharding, partial(schedules_for, job), make_planner
+        )
         decider = Decider(members, lifecycle, progress, saving, restoring, replanning)
         history = PlanHistory(max_steps=job.max_steps)
         recovery = self.reconfiguration = Reconfiguration(

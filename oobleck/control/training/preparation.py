@@ -1,12 +1,17 @@
 """Before training: nodes start, workers get ready, and the model's profile on each kind of node becomes known.
 
-wanted ── a worker is ready ──> looked up ── found ──────────────> known
-                                    └── measured by a worker ──────^
-                                          └── it is lost: another one, or the next that is ready
+wanted ── a worker is ready ──> looked up ── found ────────────────────────> known
+                                    └── unmeasured ── all workers of a ──> measured ^
+                                             ^        machine are ready        │
+                                             └── one that measures is lost ────┘
+
+Workers of one machine share its memory, its caches and its clock, so a pass takes longer while all compute than where
+one does alone. A machine's workers therefore measure at the same time, as they will train.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from oobleck import __version__
@@ -17,7 +22,8 @@ from oobleck.control.plans import profile_key
 from oobleck.control.protocol import PROTOCOL_VERSION, Configure, Profiled, ProfileRequest, StartWorker, WorkerReady
 from oobleck.errors import ConfigError, PeerError
 from oobleck.job import DEFAULT_KIND, JobSpec
-from oobleck.planner import NodeKind, Profile, WorkerId, profile_from_json
+from oobleck.planner import NodeKind, Profile, WorkerId, profile_from_json, profile_to_json
+from oobleck.planner.profiles import typical_profile
 
 
 @dataclass(slots=True)
@@ -26,11 +32,13 @@ class _Wanted:
 
     key: str
     num_devices: int
-    measures: WorkerId | None = None
-    """The worker that was asked to measure it."""
     is_unmeasured: bool = False
-    """That worker was lost, and no other could be asked."""
+    """No earlier run has left it, and nobody is asked to measure it."""
+    asked: set[WorkerId] = field(default_factory=set)
+    """The workers that measure it."""
+    measured: dict[WorkerId, Profile] = field(default_factory=dict)
     workers: set[WorkerId] = field(default_factory=set)
+    """The ready workers of the kind."""
 
 
 class Preparation:
@@ -62,8 +70,8 @@ class Preparation:
         for worker_id in member.worker_ids:
             turn.send(node, StartWorker(device=worker_id.device))
         for wanted in self._wanted.values():
-            if wanted.measures is not None and wanted.measures.node == node:
-                self._ask(turn, wanted, wanted.measures)  # The agent may never have received the request.
+            # The agent may never have received the request.
+            self._ask(turn, [worker_id for worker_id in sorted(wanted.asked) if worker_id.node == node])
         for other in (self._members[name] for name in self._members.machines.touched_by(node)):
             # Agents of the same machine are told again if each of their workers has less by now, or more.
             if other in self._members.living and self._configured.get(other.spec.name) != self._share(other):
@@ -106,12 +114,12 @@ class Preparation:
             turn.do((LookUpProfile(key=key, kind=kind),))
             return
         wanted.workers.add(worker_id)
-        if wanted.is_unmeasured:
-            self._ask(turn, wanted, worker_id)
+        self._have_measured(turn)
 
     def _key(self, member: Member, message: WorkerReady) -> str:
         assert member.hello is not None
         threads, memory_bytes = self._share(member)
+        num_workers = self._members.machines.share(member.spec.name).num_workers
         named = (member.spec.device,) if member.spec.device != DEFAULT_KIND else ()
         return profile_key(
             self._job,
@@ -122,13 +130,14 @@ class Preparation:
                 message.device_memory_bytes or memory_bytes,
                 threads,
                 member.hello.num_cores,
+                num_workers,
                 *named,
             ),
             versions=(member.hello.python_version, message.torch_version),
         )
 
     def take_profile(self, turn: Turn, event: ProfileFound) -> None:
-        """Use a cached profile, or have a worker measure one."""
+        """Use a cached profile, or have workers measure one."""
         wanted = self._wanted[event.kind]
         if event.profile_json is not None:
             try:
@@ -136,34 +145,44 @@ class Preparation:
             except ConfigError:
                 pass  # It is torn or of an older version: it is measured again, and overwritten.
             else:
+                self._have_measured(turn)  # Another kind of the same machine may have waited for this one.
                 return
-        self._have_measured(turn, event.kind)
+        wanted.is_unmeasured = True
+        self._have_measured(turn)
 
     def take_measurement(self, turn: Turn, member: Member, message: Profiled) -> None:
-        """Use a measured profile, and have it cached. Raises PeerError if it was not asked for."""
-        kind = member.spec.kind
+        """Use what the workers of a machine measured, once all have. Raises PeerError if it was not asked for."""
+        kind, worker_id = member.spec.kind, WorkerId(node=member.spec.name, device=message.device)
         wanted = self._wanted.get(kind)
-        if wanted is None or kind in self._known:
+        if wanted is None or worker_id not in wanted.asked:
+            if wanted is not None and worker_id in wanted.measured:
+                return  # It was asked twice, as its agent was reached again.
             raise PeerError("sent a profile that it was not asked for")
-        self._know(kind, profile_from_json(message.profile_json, source="measured profile"))
-        wanted.measures = None
-        turn.do((Store(key=wanted.key, value_json=message.profile_json),))
+        wanted.measured[worker_id] = profile_from_json(message.profile_json, source="measured profile")
+        wanted.asked.remove(worker_id)
+        if not wanted.asked:
+            profile = typical_profile([measured for _, measured in sorted(wanted.measured.items())])
+            self._know(kind, profile)
+            turn.do((Store(key=wanted.key, value_json=profile_to_json(profile)),))
 
     def worker_lost(self, turn: Turn, worker_id: WorkerId) -> None:
-        """Have another worker measure what a lost one was asked to."""
+        """Have the others measure again what a lost worker was asked to."""
         self._waiting.pop(worker_id, None)
         kind = self._members[worker_id.node].spec.kind
         wanted = self._wanted.get(kind)
         if wanted is None or kind in self._known:
             return
         wanted.workers.discard(worker_id)
-        # All workers of a node start again together, so a request is lost with any of them.
-        if wanted.measures is not None and wanted.measures.node == worker_id.node:
-            self._have_measured(turn, kind)
+        # All workers of a node start again together, so their requests are lost with any of them.
+        if any(each.node == worker_id.node for each in wanted.asked):
+            wanted.is_unmeasured, wanted.asked = True, set()
+            wanted.measured.clear()
+        self._have_measured(turn)
 
     def node_lost(self, turn: Turn, node: str) -> None:
         for worker_id in self._members[node].worker_ids:
             self.worker_lost(turn, worker_id)
+        self._have_measured(turn)  # Others of its machine may have waited for it alone.
 
     def hold_back(self, turn: Turn, worker: WorkerUp) -> bool:
         """Have a ready worker wait during training until its kind's profile is known; returns whether it waits."""
@@ -212,17 +231,40 @@ class Preparation:
     def _know(self, kind: str, profile: Profile) -> None:
         self._known[kind] = NodeKind(name=kind, profile=profile, devices_per_node=self._wanted[kind].num_devices)
 
-    def _have_measured(self, turn: Turn, kind: str) -> None:
-        wanted = self._wanted[kind]
-        living = {member.spec.name for member in self._members.living if member.spec.kind == kind}
-        there = [worker_id for worker_id in sorted(wanted.workers) if worker_id.node in living]
-        wanted.is_unmeasured = not there
-        wanted.measures = None
-        if there:
-            self._ask(turn, wanted, there[0])
+    def _have_measured(self, turn: Turn) -> None:
+        """Have each kind that needs it measured on the machine of its first worker, once all workers there are ready.
 
-    def _ask(self, turn: Turn, wanted: _Wanted, worker_id: WorkerId) -> None:
-        if wanted.measures != worker_id:
-            turn.record(MeasurementBegun(t_s=turn.now_s, what=Measured.LAYERS, workers=(worker_id,)))
-        wanted.measures, wanted.is_unmeasured = worker_id, False
-        turn.send(worker_id.node, ProfileRequest(device=worker_id.device))
+        A machine with nodes of several kinds measures all of them at once.
+        """
+        for wanted in self._wanted.values():
+            there = self._workers_beside_first(wanted) if wanted.is_unmeasured else []
+            if there:
+                wanted.is_unmeasured, wanted.asked = False, set(there)
+                turn.record(MeasurementBegun(t_s=turn.now_s, what=Measured.LAYERS, workers=tuple(there)))
+                self._ask(turn, there)
+
+    def _workers_beside_first(self, wanted: _Wanted) -> list[WorkerId]:
+        """Return the ready workers on the machine of the first; none while others there are about to be ready."""
+        living = {member.spec.name: member for member in self._members.living}
+        there = [worker_id for worker_id in sorted(wanted.workers) if worker_id.node in living]
+        if not there:
+            return []
+        first = living[there[0].node]
+        for member in self._members.in_state(MemberState.CONNECTING, MemberState.CONNECTED):
+            # A node whose agent has not spoken may be on this machine if the host's name is the same.
+            host = first.spec.host if member.hello is None else first.machine
+            is_beside = member.machine in (first.machine, host)
+            if is_beside and not member.is_dismissed and not self._is_seen(member):
+                return []
+        return [worker_id for worker_id in there if living[worker_id.node].machine == first.machine]
+
+    def _is_seen(self, member: Member) -> bool:
+        """Return whether all workers of a node are ready, taken in or not, and it is known whether they measure."""
+        wanted = self._wanted.get(member.spec.kind)
+        if wanted is None or not wanted.workers.issuperset(member.worker_ids):
+            return False
+        return member.spec.kind in self._known or wanted.is_unmeasured or bool(wanted.asked)
+
+    def _ask(self, turn: Turn, workers: Sequence[WorkerId]) -> None:
+        for worker_id in workers:
+            turn.send(worker_id.node, ProfileRequest(device=worker_id.device))

@@ -18,10 +18,11 @@ from oobleck.control.plans import shares_of
 from oobleck.control.protocol import Pace, Status
 from oobleck.control.recovery import BeginRecovery
 from oobleck.control.scaling import Scaling
-from oobleck.control.speed import SlowNodeRetry, SpeedTracker, found_out_s
+from oobleck.control.speed import SlowNodeRetry, SpeedTracker, corrected, found_out_s
 from oobleck.control.steps import NO_SECTION, PlanHistory, Progress, Verdict, broken_pipelines
 from oobleck.errors import PlanningError
-from oobleck.planner import Decision, ExecutionPlan, NodeKind, WorkerId, profile_to_json
+from oobleck.plan import ScheduleKind
+from oobleck.planner import Decision, ExecutionPlan, NodeKind, Profile, WorkerId, profile_to_json
 
 from .replayed_run import ReplayedRun
 
@@ -34,6 +35,9 @@ _WORTH_FORGETTING_S = 1.0
 _FINDING_S = 2.0
 # Plans give a node this share of what they gave one that ran out of memory with it.
 _LESS_MEMORY = 0.9
+# A plan is not changed for a corrected profile unless its step is shorter by this share: what the machine's other load
+# adds to some passes differs from hour to hour.
+_CLEARLY_SHORTER = 0.05
 _MORE_MEMORY = "add nodes, give each more memory, make microbatch_size smaller or set recompute"
 _NOTHING: frozenset[int] = frozenset()
 
@@ -61,12 +65,16 @@ class Replanning:
     _progress: Progress
     _scaling: Scaling
     _sharding: Sharding
+    _schedules_for: Callable[..., tuple[ScheduleKind, ...]]
+    """Takes a profile and a plan, and `profile_of`: `schedules_for` of the job."""
     _make_planner: Callable[[Sequence[NodeKind]], Planner]
     """May raise PlanningError. The first plan calls it, because it takes a while."""
     kinds: tuple[NodeKind, ...] = ()
     _planner: Planner | None = None
     _paces: SpeedTracker = field(default_factory=SpeedTracker)
     _slow_retry: SlowNodeRetry = field(default_factory=SlowNodeRetry)
+    _is_corrected: bool = False
+    """What the steps of the newest plan take has been compared with the profiles."""
     _plan: ExecutionPlan | None = None
     _plan_before: ExecutionPlan | None = None
     _from_s: float = 0.0
@@ -155,22 +163,53 @@ class Replanning:
     # --- paces ---------------------------------------------------------------------------------------------
 
     def note_pace(
-        self, turn: Turn, worker_ids: Iterable[WorkerId], pace: Pace, plan: ExecutionPlan
+        self,
+        turn: Turn,
+        worker_ids: Iterable[WorkerId],
+        pace: Pace,
+        plan: ExecutionPlan,
+        schedules: Sequence[ScheduleKind],
     ) -> BeginRecovery | None:
-        """Note how fast workers compute; plan again if slow nodes make that pay."""
+        """Note how fast workers compute under a plan; plan again if slow nodes, or wrong profiles, make that pay."""
         if not self.has_time(turn.now_s):
             return None
         profile_of, before = self.planner.profile_of, self._paces.slow
         for worker_id in worker_ids:
-            self._paces.note(worker_id, pace, plan, profile_of(worker_id.node))
+            self._paces.note(worker_id, pace, plan, profile_of(worker_id.node), schedules)
         if not self._paces.take_change(plan):
-            return None
+            return self._correct(turn, plan, schedules)
         after = self._paces.slow
         changed = sorted(node for node in {*before, *after} if before.get(node) != after.get(node))
         for node in changed:
             turn.record(PaceChanged(t_s=turn.now_s, node=node, factor=after.get(node, 1.0)))
         self._scaling.paces_changed(turn.now_s)
         return self._if_it_pays(changed, PlanCause.SLOW, plan, turn.now_s)
+
+    def _correct(self, turn: Turn, plan: ExecutionPlan, schedules: Sequence[ScheduleKind]) -> BeginRecovery | None:
+        """Correct the profiles by what a plan's first reports show; plan again if another plan or schedule pays."""
+        if self._is_corrected or (usual := self._paces.usual(plan, schedules)) is None:
+            return None
+        self._is_corrected = True
+        kinds = corrected(self.kinds, usual, self._members.kinds)
+        changed = [(new, old) for new, old in zip(kinds, self.kinds, strict=True) if new is not old]
+        if not changed:
+            return None
+        self.kinds, self._planner = kinds, self._make_planner(kinds)
+        self._paces.begin_again()
+        for new, old in changed:
+            turn.record(profile_known(new, turn.now_s))
+            times = _whole_s(new.profile) / _whole_s(old.profile)
+            name = "" if len(kinds) == 1 else f" on {new.name}"
+            text = f"passes take {times:.2f} times as long{name} as when they were measured"
+            turn.note("info", f"{text}, and are predicted so from now on")
+        first = self.planner.profile_of(plan.nodes[0])
+        if self._schedules_for(first, plan, profile_of=self.planner.profile_of) != tuple(schedules):
+            return BeginRecovery(cause=PlanCause.MEASURED, nodes=())
+        whole = {index: (each.num_microbatches, 0) for index, each in enumerate(plan.pipelines)}
+        most_s = self.planner.rest_s(plan, whole) * (1 - _CLEARLY_SHORTER)
+        if not self._pays_another(plan, turn.now_s, within_s=most_s):
+            return None
+        return BeginRecovery(cause=PlanCause.MEASURED, nodes=())
 
     def forget_pace(self, node: str) -> None:
         self._slow_retry.forget(node)
@@ -179,6 +218,7 @@ class Replanning:
     def plan_adopted(self, decision: Decision, now_s: float) -> None:
         """Note an ordered plan: slow nodes that it leaves out are tried again later."""
         self._plan, self._plan_before = decision.plan, self._plan
+        self._is_corrected = False
         self._scaling.plan_adopted(decision)
         self._leave_out(decision.plan, decision.predicted_step_s, now_s)
 
@@ -211,16 +251,18 @@ class Replanning:
         self, nodes: Sequence[str], cause: PlanCause, plan: ExecutionPlan, now_s: float
     ) -> BeginRecovery | None:
         """Plan again if these nodes have changed their speed and another plan is better now."""
-        if not nodes:
-            return None
+        return BeginRecovery(cause=cause, nodes=tuple(nodes)) if nodes and self._pays_another(plan, now_s) else None
+
+    def _pays_another(self, plan: ExecutionPlan, now_s: float, *, within_s: float = math.inf) -> bool:
+        """Return whether another plan, whose step is bounded by `within_s`, would be chosen now without a loss."""
         staying = {member.spec.name for member in self._members.ready if not member.is_draining}
         gone, slow = [node for node in plan.spares if node not in staying], self._paces.slow
         for resting in self._scaling.choices(self.planner, plan, lost=(), slow=slow):
             horizon_s = self._scaling.horizon_s(now_s)
             decision = self.planner.reconfigure(plan, lost=gone, slow=slow, resting=resting, horizon_s=horizon_s)
-            if decision.plan.pipelines != plan.pipelines:
-                return BeginRecovery(cause=cause, nodes=tuple(nodes))
-        return None
+            if decision.plan.pipelines != plan.pipelines and decision.bound_step_s <= within_s:
+                return True
+        return False
 
     def rescale(self, turn: Turn, plan: ExecutionPlan) -> BeginRecovery | None:
         """Review how many nodes should train; plan again if that number has changed."""
@@ -278,9 +320,9 @@ class Replanning:
         return has_records and not evaluates_first and not after.is_unexplained
 
     def _rest_s(self, decision: Decision, partial: Collection[int]) -> float:
-        """Predict the seconds of a step under a new plan, after these microbatches are committed."""
+        """Bound the seconds of a step under a new plan, after these microbatches are committed, as `rest_s` does."""
         if not partial:
-            return decision.predicted_step_s
+            return decision.bound_step_s
         rests = {index: (0, len(share)) for index, share in enumerate(shares_of(decision.plan, partial))}
         return self.planner.rest_s(decision.plan, rests, slow=self._paces.slow)
 
@@ -326,6 +368,10 @@ def profile_known(kind: NodeKind, now_s: float) -> ProfileKnown:
     """Return the journal's entry for a kind's profile."""
     text = profile_to_json(kind.profile)
     return ProfileKnown(t_s=now_s, profile_json=text, kind=kind.name, num_devices=kind.devices_per_node)
+
+
+def _whole_s(profile: Profile) -> float:
+    return math.fsum(layer.forward_s[1] + layer.backward_s[1] for layer in profile.layers)
 
 
 def _device_peak_bytes(planner: Planner, plan: ExecutionPlan, node: str) -> float:

@@ -54,8 +54,9 @@ class Reports:
                 self._parts.progress.give_time(turn.now_s)  # A worker that reports to compute does not hang.
             case protocol.Pace():
                 if not recovery.is_fencing:
-                    plan = recovery.generations.plan
-                    recovery.begin_if(turn, self._parts.replanning.note_pace(turn, worker_ids, message, plan))
+                    ordered = recovery.generations.ordered[recovery.generations.newest]
+                    replanning, plan = self._parts.replanning, ordered.plan
+                    recovery.begin_if(turn, replanning.note_pace(turn, worker_ids, message, plan, ordered.schedules))
             case _:
                 assert_never(message)
 

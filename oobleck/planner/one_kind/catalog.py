@@ -43,7 +43,7 @@ class OneKindCatalog(Catalog):
         # Keyed by the identity of the template, which the value keeps alive.
         self._forms: dict[int, Form] = {}
         self._excesses: dict[tuple[int, int], tuple[PipelineTemplate, float]] = {}
-        self._cutter = None if make_cutter is None else make_cutter(profile)
+        self._cutter = None if make_cutter is None else make_cutter(_without_reserve(profile, settings))
         self._exact = ExactTimes(self._costs, self._lighter_than, self._cutter)
         self._lighter: dict[int, Sequence[PipelineTemplate]] = {}
         self._fast: dict[Counts, FastPipelines | None] = {}
@@ -124,10 +124,19 @@ class OneKindCatalog(Catalog):
         slowest_s = max(self._exact.step_s(each, *key[1:], reduce_s=reduce_s) for key, each in alike.items())
         return slowest_s + reduce_s
 
+    def least_exact_s(self, forms: Sequence[Form], num_microbatches: Sequence[int]) -> float:
+        templates = [form.template for form in forms]
+        reduce_s = self._reduction_of(templates)
+        alike = dict.fromkeys(zip(templates, num_microbatches, strict=True))
+        return max(self._exact.step_s(each, count, reduce_s=reduce_s) for each, count in alike) + reduce_s
+
     def _reduce_s(self, plan: ExecutionPlan) -> float:
-        templates = {id(each.template): each.template for each in plan.pipelines}
-        reduced_bytes = max(map(self._costs.reduced_bytes, templates.values()))
-        return instantiation.reduction_s(self.profile.network, reduced_bytes, len(plan.pipelines))
+        return self._reduction_of([each.template for each in plan.pipelines])
+
+    def _reduction_of(self, templates: Sequence[PipelineTemplate]) -> float:
+        distinct = {id(each): each for each in templates}
+        reduced_bytes = max(map(self._costs.reduced_bytes, distinct.values()))
+        return instantiation.reduction_s(self.profile.network, reduced_bytes, len(templates))
 
     def exact_shares(self, plan: ExecutionPlan, speeds: Mapping[str, float]) -> tuple[int, ...]:
         reduce_s = self._reduce_s(plan)
@@ -313,8 +322,7 @@ class OneKindCatalog(Catalog):
     def predicted_step_s(self, plan: ExecutionPlan, bound_s: float, speeds: Mapping[str, float]) -> float:
         own_s = self.exact_step_s(plan, speeds)
         assert own_s is not None, "nodes of one kind have a timeline"
-        # The bound may be too short where stages are uneven, and knows of no schedule but 1F1B.
-        return own_s if self._cutter is not None else max(bound_s, own_s)
+        return own_s
 
     def timing(self, form: Form, speeds: Sequence[float] | None, share: int, still_fast: float = STILL_FAST) -> Timing:
         template = form.template
@@ -440,3 +448,10 @@ def _unmarked(template: PipelineTemplate) -> PipelineTemplate:
     return PipelineTemplate(
         stages=tuple(replace(stage, num_selective=0, num_recomputed=0) for stage in template.stages)
     )
+
+
+def _without_reserve(profile: Profile, settings: PlannerSettings) -> Profile:
+    """Return the profile of devices that have only the memory that the model may use."""
+    device = profile.device
+    most = max(0, device.memory_bytes - settings.reserved_memory_bytes)
+    return replace(profile, device=replace(device, memory_bytes=most))

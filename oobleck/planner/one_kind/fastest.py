@@ -58,7 +58,7 @@ class ExactTimes:
         self, template: PipelineTemplate, num_microbatches: int, speeds: tuple[float, ...] = (), *, reduce_s: float
     ) -> float:
         """Return the event-exact seconds of a step of one pipeline, without the reduction of `reduce_s`."""
-        key = template.stages, num_microbatches, speeds, reduce_s if self._is_open else 0.0
+        key = template, num_microbatches, speeds, reduce_s if self._is_open else 0.0
         if key not in self._steps_s:
             if template.num_chunks > 1:
                 assert self._cutter is not None, "it has cut the chunks"
@@ -78,7 +78,7 @@ class ExactTimes:
         rounded = _rounded(num_microbatches, template.num_stages)
         # A pipeline more or less needs no other cut either: a ring's share hardly depends on their number.
         reduction_s = bytes_reduction_s(self._costs.profile.network, 1 << round(math.log2(num_pipelines)))
-        key = template.stages, rounded, reduction_s, speeds
+        key = template, rounded, reduction_s, speeds
         if key not in self._best:
             starts = [template, *(() if speeds else self._light_start(template, rounded, reduction_s))]
             cuts = [self._recut.best(each, rounded, reduction_s=reduction_s, speeds=speeds) for each in starts]

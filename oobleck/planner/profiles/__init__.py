@@ -27,6 +27,7 @@ from .profile import (
     with_speed,
 )
 from .shapes import KNOWN_MODELS, ModelShape, model_shape, shape_from_config, shape_of_size, training_flops
+from .together import typical_profile
 
 __all__ = [
     "ASSUMED_COMMUNICATION_BYTES",
@@ -65,5 +66,6 @@ __all__ = [
     "stage_more_s",
     "training_flops",
     "transient_bytes",
+    "typical_profile",
     "with_speed",
 ]

@@ -90,6 +90,7 @@ def reconfigure(catalog: Catalog, propose: Propose, plan: ExecutionPlan, changes
         reason=f"{reason}; {lack_of_domains(threshold)}" if lacks and len(best.plan.pipelines) > threshold else reason,
         transfers=transfers,
         predicted_step_s=catalog.predicted_step_s(best.plan, best.step_s, living.speeds),
+        bound_step_s=best.step_s,
         redundant=not lacks,
     )
 
@@ -155,7 +156,8 @@ class _Search:
         if own_s is None:
             return best
         found, weighed_s = best, own_s * (1 + best.transition_s / self._horizon_s)
-        others = [iter((best,)), self._cut_by_timeline(best), self._runners_up(best), self._planned_again(best)]
+        planned_again = self._planned_again(best, lambda: weighed_s * (1 - _LEAST_EQUAL))
+        others = [iter((best,)), self._cut_by_timeline(best), self._runners_up(best), planned_again]
         for other in self._shared_out(chain.from_iterable(others)):
             if other.score[:2] > found.score[:2]:
                 continue
@@ -234,13 +236,19 @@ class _Search:
                 yield outcome
                 yield from self._cut_by_timeline(outcome)
 
-    def _planned_again(self, best: _Outcome) -> Iterator[_Outcome]:
-        """Yield a fresh plan of the living nodes that are not slow, if they can form as many pipelines."""
+    def _planned_again(self, best: _Outcome, most_s: Callable[[], float]) -> Iterator[_Outcome]:
+        """Yield a fresh plan of the living nodes that are not slow, if they can form as many pipelines.
+
+        None is yielded whose step alone takes longer than `most_s` returns, whatever has to move for it.
+        """
         catalog = self._catalog
         total = catalog.count(self._living.holdings.keys() - self._slow)
         if not catalog.most_pipelines(total):
             return
         fresh, shares = catalog.start(total, is_slowed=False)
+        # With slow nodes the batch is shared out again afterwards.
+        if not self._slow and shares is not None and catalog.least_exact_s(fresh, shares) > most_s():
+            return
         if self._astray(len(fresh)) <= best.score[0]:
             origins = self._origins_of(fresh)
             move = Move(
@@ -258,10 +266,11 @@ class _Search:
         for is_alike in (True, False):
             by_key: dict[object, list[int]] = {}
             for index in reversed(waiting):
-                by_key.setdefault(old[index].template.stages if is_alike else len(old[index].nodes), []).append(index)
+                by_key.setdefault(old[index].template if is_alike else len(old[index].nodes), []).append(index)
             for place, form in enumerate(forms):
-                indices = by_key.get(form.template.stages if is_alike else form.template.num_nodes)
-                if origins[place] is None and indices:
+                if origins[place] is not None:
+                    continue
+                if indices := by_key.get(form.template if is_alike else form.template.num_nodes):
                     origins[place] = index = indices.pop()
                     del waiting[index]
         return origins

@@ -68,7 +68,7 @@ class Programs:
                 f"{self.worker_id} computes over {label(seat.lane_key)}, which was given up half-way before"
             )
         times = self._tempo.program(seat.pipeline, seat.stage, len(microbatches), seat.schedule)
-        compute_s = self._tempo.compute_s(seat.pipeline, seat.stage, len(microbatches))
+        compute_s = self._tempo.compute_s(seat.pipeline, seat.stage, len(microbatches), seat.schedule)
         self._running = running = _Running(self._clock(), times)
         try:
             done, began_s = 0, 0.0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from oobleck.control.protocol import PlanUpdate
-from oobleck.control.speed import microbatch_s
+from oobleck.control.speed import is_split, microbatch_s
 from oobleck.planner import LayerTransfer, Pipeline, PipelineTemplate, Profile, WorkerId
 from oobleck.planner.profiles import LINKS
 from oobleck.schedule import Op, ScheduleKind, compile_schedule, timeline
@@ -90,11 +90,12 @@ class Tempo:
             self._programs[key] = self._evaluate(own, pipeline.template, factors, num_microbatches, kind)
         return self._programs[key][stage]
 
-    def compute_s(self, pipeline: Pipeline, stage: int, num_microbatches: int) -> float:
+    def compute_s(self, pipeline: Pipeline, stage: int, num_microbatches: int, kind: ScheduleKind) -> float:
         """Return the seconds in which a stage computes its microbatches, without its waits."""
         mine = pipeline.stages[stage]
         node = mine.worker_ids[0].node
-        return num_microbatches * microbatch_s(self._profile_of(node), mine) * self._factors[node]
+        splits = is_split((0, stage), (kind,))
+        return num_microbatches * microbatch_s(self._profile_of(node), mine, splits=splits) * self._factors[node]
 
     def _evaluate(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, Profile, StageTemplate
+from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, Profile
 from oobleck.planner.costs import GRADIENT_COPIES
 from oobleck.planner.instantiation import reduction_s
 from oobleck.schedule import ScheduleKind, StageCost, compile_schedule, timeline
@@ -19,8 +19,6 @@ _WHOLE = 4096
 _PLAIN = ScheduleKind.ONE_F_ONE_B
 
 _Profiles = tuple[Profile, ...]
-# A template by its value, since plans from messages have their own template objects.
-_Key = tuple[StageTemplate, ...]
 
 
 class StepTimes:
@@ -29,8 +27,8 @@ class StepTimes:
     def __init__(self, profile: Profile, *, profile_of: Callable[[str], Profile] | None = None) -> None:
         self._profile = profile
         self._profile_of = profile_of
-        self._seconds: dict[tuple[_Key, int, ScheduleKind, tuple[float, ...], tuple[int, ...]], float] = {}
-        self._reduced_bytes: dict[_Key, int] = {}
+        self._seconds: dict[tuple[PipelineTemplate, int, ScheduleKind, tuple[float, ...], tuple[int, ...]], float] = {}
+        self._reduced_bytes: dict[PipelineTemplate, int] = {}
 
     def step_s(
         self, plan: ExecutionPlan, factors: Mapping[str, float], schedules: Sequence[ScheduleKind] | None = None
@@ -80,7 +78,7 @@ class StepTimes:
 
     def reduced_bytes(self, template: PipelineTemplate) -> int:
         """Return the most gradient bytes that a node of a pipeline reduces."""
-        key = template.stages
+        key = template
         if key not in self._reduced_bytes:
             nodes = [0] * template.num_nodes
             for stage in template.stages:
@@ -114,7 +112,7 @@ class StepTimes:
         factors: tuple[float, ...],
         own: _Profiles,
     ) -> float:
-        key = template.stages, num_microbatches, kind, factors, tuple(map(id, own))
+        key = template, num_microbatches, kind, factors, tuple(map(id, own))
         if key not in self._seconds:
             schedule = compile_schedule(
                 kind_for(template, kind),

@@ -69,7 +69,7 @@ class AnalyticWorkers:
         self._saving_share = saving_share
         self._pace = StepTimes(kinds.profile, profile_of=kinds.own_profile_of)
         self.plan: ExecutionPlan | None = None  # in force; None before the first, and after all state was lost
-        self._schedules: tuple[ScheduleKind, ...] = ()  # one for each pipeline of the plan
+        self.schedules: tuple[ScheduleKind, ...] = ()  # one for each pipeline of the plan
         # The plan's workers by the layers that they hold and the microbatches that they take.
         self._teams: Mapping[tuple[tuple[int, ...], int], tuple[WorkerId, ...]] = {}
         self._adopted = 0
@@ -242,12 +242,12 @@ class AnalyticWorkers:
         committing_s = self._costs.committing_s(len(plan.worker_ids))
         # Checkpoints are few, so each step has its share of them.
         saving = 1 + self._saving_share
-        self.step_s = self._rest_s = saving * self._pace.step_s(plan, self.factors, self._schedules) + committing_s
+        self.step_s = self._rest_s = saving * self._pace.step_s(plan, self.factors, self.schedules) + committing_s
         if self._partial.microbatches:
             shares = shares_of(plan, self._partial.microbatches)
             ends_s = (
                 self._pace.compute_s(pipeline, len(share), self.factors, kind)
-                for pipeline, share, kind in zip(plan.pipelines, shares, self._schedules, strict=True)
+                for pipeline, share, kind in zip(plan.pipelines, shares, self.schedules, strict=True)
             )
             self._rest_s = saving * (max(ends_s) + self._pace.reduce_s(plan)) + committing_s
 
@@ -266,7 +266,7 @@ class AnalyticWorkers:
         ends_s = [
             max(
                 self._pace.compute_s(pipeline, stop[section], self.factors, kind)
-                for pipeline, stop, kind in zip(plan.pipelines, stops, self._schedules, strict=True)
+                for pipeline, stop, kind in zip(plan.pipelines, stops, self.schedules, strict=True)
             )
             + self._pace.reduce_s(plan)
             for section in range(number - 1)
@@ -299,7 +299,7 @@ class AnalyticWorkers:
         broken = broken_pipelines(self.plan, update.lost)
         shares = shares_of(self.plan, self._partial.microbatches)
         seconds: dict[Hashable, tuple[float, float]] = {}
-        for index, (pipeline, kind) in enumerate(zip(self.plan.pipelines, self._schedules, strict=True)):
+        for index, (pipeline, kind) in enumerate(zip(self.plan.pipelines, self.schedules, strict=True)):
             own = len(shares[index])
             # Without slow nodes, pipelines of one template take equally long.
             key = index if self.factors else (id(pipeline.template), own, extra[index], kind)
@@ -318,7 +318,7 @@ class AnalyticWorkers:
         update = pending.update
         self._pending, self._stopped_s = None, None
         self.plan, self._adopted, self._applied = update.plan, update.generation, update.boundary
-        self._schedules = update.schedules
+        self.schedules = update.schedules
         self._teams = _teams(update.plan)
         self._partial, self._num_sections, self._number = update.partial, update.num_sections, 0
         self._set_pace(update.plan)

@@ -265,7 +265,7 @@ class JobRun:
             if not is_listening():
                 self.report_later()
                 return
-            for worker_ids, pace in reports.make(plan, self.crew.factors):
+            for worker_ids, pace in reports.make(plan, self.crew.schedules, self.crew.factors):
                 self.feed(events.BatchReceived(worker_ids=worker_ids, message=pace))
                 # A report may lead to a new plan, for which the others come too late.
                 if not is_listening():

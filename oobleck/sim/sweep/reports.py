@@ -7,10 +7,11 @@ out; after a change it makes as many reports as the master wants to agree.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from oobleck.control.protocol import Pace
-from oobleck.control.speed import REPORTS_NEEDED, microbatch_s
+from oobleck.control.speed import REPORTS_NEEDED, is_split, microbatch_s
+from oobleck.plan import ScheduleKind
 from oobleck.planner import ExecutionPlan, Profile, WorkerId
 
 
@@ -38,23 +39,26 @@ class Reports:
         self._known = {worker_id: factor for worker_id, factor in self._known.items() if worker_id in plan.layers_at}
         return [each for each in plan.worker_ids if self._known.get(each) != factors.get(each.node, 1.0)]
 
-    def make(self, plan: ExecutionPlan, factors: Mapping[str, float]) -> Iterator[tuple[tuple[WorkerId, ...], Pace]]:
+    def make(
+        self, plan: ExecutionPlan, schedules: Sequence[ScheduleKind], factors: Mapping[str, float]
+    ) -> Iterator[tuple[tuple[WorkerId, ...], Pace]]:
         """Yield the reports that are due as (workers, each one's report), round by round.
 
         If the caller stops, for a new plan, the master knows only the workers with enough reports.
         """
         due = frozenset(self.due(plan, factors))
-        groups: dict[tuple[tuple[range, ...], int, float, int], list[WorkerId]] = defaultdict(list)
-        paces: dict[tuple[tuple[range, ...], int, float, int], Pace] = {}
-        for pipeline in plan.pipelines:
-            for stage in pipeline.stages:
+        groups: dict[tuple[tuple[range, ...], int, float, int, bool], list[WorkerId]] = defaultdict(list)
+        paces: dict[tuple[tuple[range, ...], int, float, int, bool], Pace] = {}
+        for index, pipeline in enumerate(plan.pipelines):
+            for place, stage in enumerate(pipeline.stages):
+                splits = is_split((index, place), schedules)
                 for worker_id in due.intersection(stage.worker_ids):
                     factor = factors.get(worker_id.node, 1.0)
                     profile = self._profile_of(worker_id.node)
-                    key = stage.chunks, len(stage.worker_ids), factor, id(profile)
+                    key = stage.chunks, len(stage.worker_ids), factor, id(profile), splits
                     groups[key].append(worker_id)
                     if key not in paces:
-                        compute_s = factor * microbatch_s(profile, stage)
+                        compute_s = factor * microbatch_s(profile, stage, splits=splits)
                         paces[key] = Pace(device=0, compute_s=compute_s, microbatches=1)
         # Where only some workers report, a round is over once one of them reports again.
         for number in range(REPORTS_NEEDED + 1):

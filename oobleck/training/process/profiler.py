@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ def measure_profile(
     whole: Batch | None = None,
     context_parallel: int = 1,
 ) -> Profile:
-    """Measure all layers for microbatches of `microbatch_size` samples: the quickest of five runs after two to warm up.
+    """Measure all layers for microbatches of `microbatch_size` samples: the median of five runs after two to warm up.
 
     With `splits`, also measure backward passes in two parts. `state_tensors` is the number of tensors that the
     optimizer keeps for a parameter, each of the parameter's size; `communication_bytes` is what NCCL keeps on the
@@ -273,18 +274,18 @@ def _measure(
             parts.append(_run_split(stage, batch, received, put_off))
     stage.adopt(0, 0, {})
     times, parts = times[_NUM_WARMUPS:], parts[_NUM_WARMUPS:]
-    # Other load on the machine, such as workers that start, only ever adds to a time: the shortest one is the truest.
+    # The shortest would be that of a moment in which the machine's other workers, which measure too, left it most.
     split = None
     if splits:
         split = SplitBackward(
-            forward_s=min(part.forward_s for part in parts),
-            backward_input_s=min(part.backward_input_s for part in parts),
-            backward_weight_s=min(part.backward_weight_s for part in parts),
+            forward_s=median(part.forward_s for part in parts),
+            backward_input_s=median(part.backward_input_s for part in parts),
+            backward_weight_s=median(part.backward_weight_s for part in parts),
             kept_bytes=max(part.kept_bytes for part in parts),
         )
     return _Cost(
-        forward_s=min(forward for forward, _ in times),
-        backward_s=min(backward for _, backward in times),
+        forward_s=median(forward for forward, _ in times),
+        backward_s=median(backward for _, backward in times),
         split=split,
         activation_bytes=activation_bytes,
         cast_bytes=cast_bytes,

@@ -49,6 +49,12 @@ def looked_up(commands: object) -> list[str]:
     return [command.kind for command in commands if isinstance(command, LookUpProfile)]
 
 
+def sends(commands: object) -> list[str]:
+    """Return the nodes that are asked to measure."""
+    assert isinstance(commands, list)
+    return [each.node for each in commands if isinstance(each, Send) and isinstance(each.message, ProfileRequest)]
+
+
 def mixed() -> Bench:
     bench = Bench(SHAPE, nodes=NODES)
     for spec in NODES:
@@ -136,6 +142,43 @@ def join(bench: Bench) -> None:
         bench.answer(node, adopted=1, layers=tuple(range(4)))
     bench.wait(0.01)
     bench.answer("late")
+
+
+@pytest.mark.parametrize("is_found", [True, False])
+def test_kinds_that_share_a_machine_are_measured_at_once(is_found: bool):
+    nodes = tuple(replace(spec, host="one") for spec in NODES[:2])
+    bench = Bench(SHAPE, nodes=nodes)
+    for spec in nodes:
+        bench.up(spec.name, machine="m")
+    bench.say("f0", ready())
+    assert not sends(bench.feed(ProfileFound(profile_json=None, kind="fast")))
+    assert not sends(bench.say("s0", ready()))
+    found = SLOW_JSON if is_found else None
+    assert sends(bench.feed(ProfileFound(profile_json=found, kind="slow"))) == (["f0"] if is_found else ["f0", "s0"])
+
+
+def test_the_others_measure_again_where_one_that_measures_is_lost():
+    bench = fast_alone()
+    beside = NodeSpec(name="beside", host="late", device="slow")
+    bench.feed(AddRequested(spec=beside))
+    bench.say("late", ready())
+    bench.feed(ProfileFound(profile_json=None, kind="slow"))
+    bench.up("beside")
+    assert sends(bench.say("beside", ready())) == ["beside", "late"]
+    bench.say("late", Profiled(device=0, profile_json=SLOW_JSON))
+    assert [known.kind for known in bench.journal(ProfileKnown)] == ["fast"]
+    assert sends(bench.fail("beside")) == ["late"]
+    bench.say("late", Profiled(device=0, profile_json=SLOW_JSON))
+    assert [known.kind for known in bench.journal(ProfileKnown)] == ["fast", "slow"]
+
+
+def test_nobody_waits_for_a_node_of_its_machine_that_is_lost():
+    bench = fast_alone()
+    bench.feed(AddRequested(spec=NodeSpec(name="beside", host="late", device="third")))
+    bench.up("beside")
+    bench.say("late", ready())
+    assert not sends(bench.feed(ProfileFound(profile_json=None, kind="slow")))
+    assert sends(bench.fail("beside")) == ["late"]
 
 
 def test_a_node_of_an_unknown_kind_is_measured_before_it_trains():

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from oobleck.control.events import End, LookUpProfile, ProfileFound, Record, Send, Store
+from oobleck.control.journal import MeasurementBegun
 from oobleck.control.nodes import Alike
 from oobleck.control.protocol import Configure, Profiled, ProfileRequest, StartWorker
 from oobleck.job import NodeSpec
-from oobleck.planner import profile_to_json
+from oobleck.planner import profile_from_json, profile_to_json, with_speed
 from tests.control.bench import Bench, ready
 from tests.control.model import Shape
 
@@ -124,8 +126,8 @@ def test_training_begins_with_a_cached_profile(bench: Bench):
 def test_a_profile_that_cannot_be_used_is_measured_and_cached(bench: Bench, cached: str | None):
     bench.up("n0")
     bench.say("n0", ready())
-    told, asked = bench.feed(ProfileFound(profile_json=cached))
-    assert asked == Send(node="n0", message=ProfileRequest(device=0))
+    told, sent = bench.feed(ProfileFound(profile_json=cached))
+    assert sent == Send(node="n0", message=ProfileRequest(device=0))
     assert isinstance(told, Record)
     assert told.entry.sentence == "n0:0 measures what the model's layers cost"
     commands = bench.say("n0", Profiled(device=0, profile_json=PROFILE))
@@ -134,6 +136,64 @@ def test_a_profile_that_cannot_be_used_is_measured_and_cached(bench: Bench, cach
     bench.up("n1")
     bench.say("n1", ready())
     assert len(bench.updates) == 2
+
+
+def asked(commands: Iterable[Any]) -> list[str]:
+    return [each.node for each in commands if isinstance(each, Send) and isinstance(each.message, ProfileRequest)]
+
+
+def test_all_workers_of_a_machine_measure_at_the_same_time_once_they_are_ready():
+    nodes = (NodeSpec(name="a", host="one"), NodeSpec(name="b", host="other"), NodeSpec(name="c", host="two"))
+    bench = Bench(Shape(num_nodes=3), nodes=nodes)
+    for node, machine in (("a", "m"), ("b", "m"), ("c", "n")):
+        bench.up(node, machine=machine)
+    bench.say("a", ready())
+    bench.say("c", ready())
+    assert not asked(bench.feed(ProfileFound(profile_json=None))), "b is not ready, and computes on the same machine"
+    commands = bench.say("b", ready())
+    assert asked(commands) == ["a", "b"]
+    (told,) = (each.entry for each in commands if isinstance(each, Record) and isinstance(each.entry, MeasurementBegun))
+    assert told.sentence == "a:0 and 1 more of its machine measure what the model's layers cost"
+
+
+def test_a_node_of_the_same_host_is_waited_for_before_its_machine_is_known():
+    nodes = (NodeSpec(name="a", host="one"), NodeSpec(name="b", host="one"))
+    bench = Bench(Shape(num_nodes=2), nodes=nodes)
+    bench.up("a", machine="m")
+    bench.say("a", ready())
+    assert not asked(bench.feed(ProfileFound(profile_json=None)))
+    bench.up("b", machine="m")
+    assert asked(bench.say("b", ready())) == ["a", "b"]
+
+
+def test_the_profile_has_the_median_times_of_those_who_measured_and_the_least_memory():
+    bench = Bench(Shape(num_nodes=1, devices=3))
+    bench.up("n0")
+    for device in range(3):
+        bench.say("n0", ready(device=device))
+    assert asked(bench.feed(ProfileFound(profile_json=None, kind=bench.nodes[0].kind))) == ["n0"] * 3
+    profile = Shape().profile
+    for device, (speed, memory_bytes) in enumerate(((0.5, 1 << 30), (0.25, 1 << 31), (1.0, 1 << 29))):
+        own = with_speed(replace(profile, device=replace(profile.device, memory_bytes=memory_bytes)), speed)
+        commands = bench.say("n0", Profiled(device=device, profile_json=profile_to_json(own)))
+        assert bool([command for command in commands if isinstance(command, Store)]) is (device == 2)
+    (stored,) = (command for command in commands if isinstance(command, Store))
+    expected = with_speed(replace(profile, device=replace(profile.device, memory_bytes=1 << 29)), 0.5)
+    assert profile_from_json(stored.value_json) == expected
+
+
+def test_workers_on_other_numbers_of_a_machine_have_other_profiles():
+    def key(*hosts: str) -> str:
+        nodes = tuple(NodeSpec(name=f"n{index}", host=host) for index, host in enumerate(hosts))
+        # Their threads and memory are the job's, so the number alone differs.
+        shape = Shape(num_nodes=len(nodes))
+        bench = Bench(shape, nodes=nodes, job=replace(shape.job, torch_threads=1, device_memory_bytes=1 << 30))
+        bench.up("n0")
+        (looks,) = (command for command in bench.say("n0", ready()) if isinstance(command, LookUpProfile))
+        return looks.key
+
+    assert len({key("one"), key("one", "one"), key("one", "one", "one")}) == 3
+    assert key("one") == key("one", "two")
 
 
 def test_a_profile_that_comes_for_a_lost_node_is_nobodys(bench: Bench):
