@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours, and those of processes
 
-from oobleck.job import DataSpec, JobSpec, ModelSpec
+from oobleck.job import DataSpec, JobSpec, ModelSpec, Scalar
 from oobleck.planner import (
     ExecutionPlan,
     Pipeline,
@@ -263,7 +263,7 @@ def _model(arguments: argparse.Namespace) -> ModelSpec:
     # No dropout, so that losses can be compared; an untied head, so that torch's stages share no parameter.
     heads = arguments.hidden // 64
     if arguments.model == "llama":
-        config: dict[str, object] = {
+        config: dict[str, Scalar] = {
             "hidden_size": arguments.hidden, "intermediate_size": arguments.hidden * 8 // 3,
             "num_hidden_layers": arguments.blocks, "num_attention_heads": heads, "num_key_value_heads": heads,
             "max_position_embeddings": arguments.length,
