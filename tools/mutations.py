@@ -45,9 +45,7 @@ SECTIONS = "tests/control/test_commit.py::test_sections_of_a_step_break_no_promi
 EXPERTS = "tests/training/step/test_experts.py::test_a_device_to_whose_experts_no_token_goes_takes_part_all_the_same"
 OF_EXPERTS = "tests/training/step/test_experts.py::test_tokens_that_are_sent_to_experts_give_what_one_device_computes"
 IN_PARTS = "tests/training/step/test_contexts.py::test_devices_that_share_samples_compute_what_one_device_computes"
-PARTS_COUNTED = (
-    "tests/e2e/test_sharding.py::test_devices_that_share_samples_compute_what_one_process_computes[optimizer]"
-)
+PARTS_COUNTED = "tests/training/step/test_contexts.py::test_one_of_the_devices_that_share_a_microbatch_counts_it"
 SHARED_OUT = "tests/control/test_commit.py::test_devices_that_share_out_a_stage_break_no_promise"
 SHARED_WEIGHTS = "tests/training/step/test_node_sums.py::test_whole_weights_are_those_of_all_shares_to_the_last_bit"
 POSTED = "tests/training/step/test_node_sums.py::test_what_a_device_posts_does_not_depend_on_where_it_was_interrupted"

@@ -150,7 +150,9 @@ def test_samples_that_depend_on_what_was_read_before_are_refused_before_anything
     with pytest.raises(ConfigError, match=r"Trainer\(train_dataset=…\): sample 0 is another one when it is read again"):
         trainer(tmp_path, train_dataset=ShorterAndShorter(rows(11))).job().check()
     evaluated = {"eval_dataset": ShorterAndShorter(rows(11)), "eval_strategy": "steps", "eval_steps": 2}
-    with pytest.raises(ConfigError, match=r"Trainer\(eval_dataset=…\): sample [0-9] is another one when it is read again"):
+    with pytest.raises(
+        ConfigError, match=r"Trainer\(eval_dataset=…\): sample [0-9] is another one when it is read again"
+    ):
         trainer(tmp_path, **evaluated).job().check()
 
 

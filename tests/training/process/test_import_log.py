@@ -37,9 +37,10 @@ def open_files() -> list[int]:
     return [int(name) for name in os.listdir("/proc/self/fd")]
 
 
-def inode_of(file: int) -> int | None:
+def inode_of(file: int) -> tuple[int, int] | None:
     try:
-        return os.fstat(file).st_ino
+        stat = os.fstat(file)
+        return stat.st_dev, stat.st_ino
     except OSError:
         return None
 
@@ -49,7 +50,7 @@ def test_a_log_that_the_script_has_closed_is_written_no_more_nor_what_has_its_nu
 ) -> None:
     log = make_log()
     noting = ImportLog(log)
-    inode = os.fstat(log).st_ino
+    inode = inode_of(log)
     (number,) = (file for file in open_files() if file != log and inode_of(file) == inode)
     os.close(number)
     noting.find_spec("unheard")

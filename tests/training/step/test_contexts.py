@@ -11,9 +11,11 @@ from torch import nn
 
 from oobleck.errors import ConfigError
 from oobleck.job import LoraSpec, ModelSpec, Recompute, Scalar, Sharding
+from oobleck.schedule import ScheduleKind
 from oobleck.training.data.batches import IGNORED_LABEL, Batch
 from oobleck.training.model.structure import ModelStructure
 from oobleck.training.model.tensor_parallel import sharded
+from oobleck.training.step.step_work import PipelineRank
 from tests.training.model.test_adapters import adapted
 from tests.training.step.test_experts import mixture
 from tests.training.step.test_node_sums import KEY, LEVELS, SHORT, Device, devices_of, on_all
@@ -222,3 +224,18 @@ def test_rotary_positions_that_depend_on_the_length_are_refused(kind: str) -> No
     structure.config.rope_parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
     with pytest.raises(ConfigError, match="its rotary positions depend on the length of a sample"):
         sharded(structure, rank=0, degree=2, sharding="all", context_parallel=2)
+
+
+def test_one_of_the_devices_that_share_a_microbatch_counts_it() -> None:
+    structure = structure_for("llama")
+    shares = [sharded(structure, rank=rank, degree=4, sharding="all", context_parallel=2) for rank in range(4)]
+    alone: dict[str, Any] = {
+        "stage": 0,
+        "num_stages": 1,
+        "group": None,
+        "schedule": ScheduleKind.ONE_F_ONE_B,
+        "is_sharded": True,
+    }
+    ranks = [PipelineRank(rank=each.rank, degree=each.degree, part=each.part, **alone) for each in shares]
+    assert [share.lane for share in shares] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert [(rank.reports, rank.counts) for rank in ranks] == [(True, True), (True, False)] * 2
