@@ -40,9 +40,9 @@ def open_files() -> list[int]:
 def inode_of(file: int) -> tuple[int, int] | None:
     try:
         stat = os.fstat(file)
-        return stat.st_dev, stat.st_ino
     except OSError:
         return None
+    return stat.st_dev, stat.st_ino
 
 
 def test_a_log_that_the_script_has_closed_is_written_no_more_nor_what_has_its_number_then(
