@@ -41,7 +41,7 @@ def test_a_plan_is_shown_with_its_failures_and_its_timeline(profile_file, capsys
         "batch 48 in microbatches of 2, 8 tokens each, f = 1",
         "tokens/s",
         "6 nodes form 2 pipelines (3, 3 nodes).",
-        "2 pipelines: 1 would take 31.5 % longer a step, and f = 1 asks for at least 2; 3 would take 5.0 %",
+        "2 pipelines: 1 would take 29.8 % longer a step, and f = 1 asks for at least 2; 3 would take 3.5 %",
         "templates",
         "stages of a pipeline of 3 nodes",
         "after losing any one node",

@@ -43,6 +43,7 @@ OWN_PROTOCOL = {
     "runtime/tensorboard_file.py": "events; OSError, without which the run goes on",
     "host/streams.py": "standard streams",
     "training/data/corpus.py": "an empty file, as a lock",
+    "training/flash/files.py": "a checkpoint's files, beside where they belong until all are there; the rank fails",
     "cli/verify/both_ways.py": "the logs of two processes; the comparison ends",
     "training/forking/process_names.py": "the name of a process; without it, another is shown",
     "training/process/warmer.py": "an empty file, as a mark",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, load_model
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -61,7 +61,7 @@ def run_of(made: Any, theirs: Any, tmp_path: Path) -> Any:
     """Tell a trainer of two steps, and of a checkpoint of the run that has all that transformers saved."""
     original = Path(theirs.args.output_dir) / "checkpoint-2"
     reading = made_by(transformers.Trainer, tmp_path / "reading")
-    reading._load_from_checkpoint(str(original))
+    load_model(reading.model, original / "model.safetensors")
     found = import_trainer_checkpoint(original, reading.model, decayed_parameters(reading), optimizer_options(reading))
     told = dataclasses.replace(saved(2), name=found.name)
     return followed(made, found.parent, begun(), step(1, 5.0), step(2, 5.0), told)

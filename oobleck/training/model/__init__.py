@@ -7,10 +7,9 @@ from oobleck.training.randomness import MicrobatchKey
 from .adapters import Adapters, add_adapters, plain_name, save_adapters, tied_parameters, unwrapped
 from .configuration import build_model
 from .contexts import ContextShare, share_contexts
-from .documents import separates_documents
 from .experts import experts_per_token
 from .forward_passes import Precision, check_attention, require_compiler, use_attention
-from .layer_trial import try_layers
+from .layer_trial import separates_documents, try_layers
 from .live_model import LiveModel
 from .loss_trial import BatchSizes, CapturedHead, made_up_weights, with_tried_loss
 from .models import StageModel

@@ -27,7 +27,7 @@ from oobleck.training.data import Batch
 from oobleck.training.randomness import MicrobatchKey
 
 from . import losses
-from .exchange import Exchanging, exchanged
+from .experts import Exchanging, exchanged
 from .forward_passes import use_attention, use_plain_experts
 from .models import StageModel
 from .structure import ModelStructure

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,6 @@ from torch import nn
 from oobleck.errors import ConfigError
 
 from . import losses
-from .exchange import Exchanging, exchanged
 from .structure import ModelStructure
 
 _PLAN = "ep_dispatch_experts"
@@ -28,6 +28,16 @@ _TOKENS = 5
 _TOLERANCE = 1e-4
 # What a module's own code may raise where it is called otherwise than by its block.
 _MISFITS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
+
+class Exchanging(Protocol):
+    """Collectives of the devices of a stage."""
+
+    def exchange(self, rows: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Send rows to each device, in the order of devices, and return those that all send here, in the same order.
+
+        `counts[i][j]` says how many rows device i sends to device j.
+        """
 
 
 class Collectives(Exchanging, Protocol):
@@ -106,6 +116,22 @@ def place_experts(module: Any, *, rank: int, degree: int, collectives: Collectiv
         return (placed * weights[..., None]).sum(1).to(hidden.dtype)
 
     module.forward = forward
+
+
+def exchanged(rows: torch.Tensor, counts: Sequence[Sequence[int]], collectives: Exchanging) -> torch.Tensor:
+    """Return what `exchange` does; gradients of it return to the devices that the rows came from."""
+    return _Exchange.apply(rows, counts, collectives)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, counts: Sequence[Sequence[int]], collectives: Exchanging) -> Any:
+        ctx.back, ctx.collectives = [*zip(*counts, strict=True)], collectives
+        return collectives.exchange(rows.contiguous(), counts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.collectives.exchange(gradients[0].contiguous(), ctx.back), None, None
 
 
 def _try(structure: ModelStructure, name: str, module: Any) -> None:

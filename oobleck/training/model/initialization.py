@@ -17,7 +17,7 @@ from oobleck.training.randomness import derive_seed, drawing_from
 
 from .adapters import initialize_adapter, is_adapted, plain_name
 from .layered_model import SplittableModel
-from .split_probe import cannot_split
+from .splitting import cannot_split
 
 
 def unset(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

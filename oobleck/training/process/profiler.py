@@ -22,18 +22,10 @@ from oobleck.job import CompileMode, Recompute
 from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, SplitBackward
 from oobleck.planner.profiles import ASSUMED_COMMUNICATION_BYTES, LEVELS, LINKS, Recomputed
 from oobleck.training import flow as flows
+from oobleck.training import model as models
 from oobleck.training.assembly import Assembly
 from oobleck.training.data import Batch
-from oobleck.training.model import (
-    ContextShare,
-    MicrobatchKey,
-    ModelStructure,
-    Precision,
-    StageModel,
-    experts_per_token,
-    share_contexts,
-    share_for,
-)
+from oobleck.training.model import MicrobatchKey, ModelStructure, Precision, StageModel
 from oobleck.training.weight_gradients import WeightGradients
 
 from .allocated import Allocated
@@ -122,8 +114,7 @@ def measure_profile(
         attention=attention,
     )
     if context_parallel > 1:
-        share_contexts(stage, ContextShare(0, context_parallel, context_parallel, alone))
-    on_gpu = stage.device.type == "cuda"
+        models.share_contexts(stage, models.ContextShare(0, context_parallel, context_parallel, alone))
     batch = sample.to(stage.device)
     received: Carried | None = _hidden_states(structure, batch, stage) if structure.flow is None else None
     hidden_bytes = microbatch_size * structure.sequence_length * structure.hidden_size * stage.hidden_dtype.itemsize
@@ -137,30 +128,10 @@ def measure_profile(
             cost = _with_levels(stage, layer, batch, received, cost, is_auto=recompute == "auto")
             measured[kind] = replace(cost, context_bytes=_sent_bytes(stage, layer, batch, received, alone))
         cost = measured[kind]
-        elements = _num_elements(structure, structure.layer_parameters(layer))
-        trained = _num_elements(structure, structure.trained_parameters(layer))
         output_bytes = 0 if layer == structure.num_layers - 1 else hidden_bytes
         if structure.flow is not None:
             received, output_bytes = _passed_on(stage, layer, batch, received)
-        layers.append(
-            LayerProfile(
-                name=name,
-                forward_s={1: cost.forward_s},
-                backward_s={1: cost.backward_s},
-                param_bytes=elements * dtype.itemsize,
-                frozen_bytes=(elements - trained) * dtype.itemsize,
-                optimizer_bytes=trained * dtype.itemsize * state_tensors,
-                activation_bytes=cost.activation_bytes,
-                output_bytes=output_bytes,
-                split=cost.split,
-                recomputed=cost.recomputed,
-                # Copies of gradients and messages in transit are counted on GPUs only.
-                copy_bytes=cost.cast_bytes + (trained * dtype.itemsize if on_gpu else 0),
-                transient_bytes=cost.transient_bytes,
-                message_bytes=output_bytes if on_gpu else 0,
-                context_bytes=cost.context_bytes,
-            )
-        )
+        layers.append(_layer_profile(stage, layer, name, cost, output_bytes=output_bytes, state_tensors=state_tensors))
     return Profile(
         model=structure.config.model_type,
         microbatch_size=microbatch_size,
@@ -170,6 +141,31 @@ def measure_profile(
             name=device_name(stage.device), memory_bytes=device_memory_bytes, communication_bytes=communication_bytes
         ),
         network=_ASSUMED_NETWORK,
+    )
+
+
+def _layer_profile(
+    stage: StageModel, layer: int, name: str, cost: _Cost, *, output_bytes: int, state_tensors: int
+) -> LayerProfile:
+    structure, itemsize, on_gpu = stage.structure, stage.dtype.itemsize, stage.device.type == "cuda"
+    elements = _num_elements(structure, structure.layer_parameters(layer))
+    trained = _num_elements(structure, structure.trained_parameters(layer))
+    return LayerProfile(
+        name=name,
+        forward_s={1: cost.forward_s},
+        backward_s={1: cost.backward_s},
+        param_bytes=elements * itemsize,
+        frozen_bytes=(elements - trained) * itemsize,
+        optimizer_bytes=trained * itemsize * state_tensors,
+        activation_bytes=cost.activation_bytes,
+        output_bytes=output_bytes,
+        split=cost.split,
+        recomputed=cost.recomputed,
+        # Copies of gradients and messages in transit are counted on GPUs only.
+        copy_bytes=cost.cast_bytes + (trained * itemsize if on_gpu else 0),
+        transient_bytes=cost.transient_bytes,
+        message_bytes=output_bytes if on_gpu else 0,
+        context_bytes=cost.context_bytes,
     )
 
 
@@ -198,7 +194,7 @@ def profile_of_job(assembly: Assembly, *, device_memory_bytes: int, owns_device:
         whole=assembly.train.largest_batch(job.microbatch_size) if structure.whole_loss is not None else None,
         context_parallel=job.context_parallel,
     )
-    experts = share_for(job, structure, rank=0).experts
+    experts = models.share_for(job, structure, rank=0).experts
     return _with_experts(
         profile, structure, frozenset().union(*experts.values()), itemsize=precision.parameters.itemsize
     )
@@ -209,7 +205,7 @@ def _with_experts(profile: Profile, structure: ModelStructure, parameters: froze
 
     def with_own(index: int, layer: LayerProfile) -> LayerProfile:
         elements = _num_elements(structure, parameters.intersection(structure.layer_parameters(index)))
-        messages = layer.output_bytes * experts_per_token(structure) if elements else 0
+        messages = layer.output_bytes * models.experts_per_token(structure) if elements else 0
         return replace(layer, expert_bytes=elements * itemsize, expert_message_bytes=messages)
 
     return replace(profile, layers=tuple(itertools.starmap(with_own, enumerate(profile.layers))))

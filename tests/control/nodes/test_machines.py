@@ -38,8 +38,8 @@ def test_until_an_agent_speaks_the_names_of_hosts_are_taken_for_machines(machine
         machines.put(each, None)
     machines.put(spec("a", "one", (0, 1)), said("a", "m"))
     machines.put(spec("c", "two"), said("c", "n"))
-    assert machines.share("a") == Share(num_cores=64 // 3, memory_bytes=64 * GIB // 3)
-    assert machines.share("c") == Share(num_cores=64, memory_bytes=64 * GIB)
+    assert machines.share("a") == Share(num_cores=64 // 3, memory_bytes=64 * GIB // 3, num_workers=3)
+    assert machines.share("c") == Share(num_cores=64, memory_bytes=64 * GIB, num_workers=1)
 
 
 def test_two_names_of_one_machine_share_it(machines: Machines):
@@ -47,7 +47,7 @@ def test_two_names_of_one_machine_share_it(machines: Machines):
     assert machines.share("a").num_cores == 64
     machines.put(spec("alias"), said("alias", "m"))
     assert machines.touched_by("alias") == ("a",)
-    assert machines.share("a") == machines.share("alias") == Share(num_cores=32, memory_bytes=32 * GIB)
+    assert machines.share("a") == machines.share("alias") == Share(num_cores=32, memory_bytes=32 * GIB, num_workers=2)
 
 
 def test_one_name_of_two_machines_is_not_shared_once_both_have_spoken(machines: Machines):
@@ -64,20 +64,20 @@ def test_one_name_of_two_machines_is_not_shared_once_both_have_spoken(machines: 
 def test_pods_of_one_machine_have_what_their_own_limits_leave_them(machines: Machines):
     machines.put(spec("a"), said("a", "m", pod("first")))
     machines.put(spec("b"), said("b", "m", pod("second", 2, 8 * GIB)))
-    assert machines.share("a") == Share(num_cores=4, memory_bytes=16 * GIB)
-    assert machines.share("b") == Share(num_cores=2, memory_bytes=8 * GIB)
+    assert machines.share("a") == Share(num_cores=4, memory_bytes=16 * GIB, num_workers=2)
+    assert machines.share("b") == Share(num_cores=2, memory_bytes=8 * GIB, num_workers=2)
 
 
 def test_nodes_in_one_pod_share_its_limits(machines: Machines):
     machines.put(spec("a"), said("a", "m", pod("one")))
     machines.put(spec("b"), said("b", "m", pod("one")))
-    assert machines.share("a") == machines.share("b") == Share(num_cores=2, memory_bytes=8 * GIB)
+    assert machines.share("a") == machines.share("b") == Share(num_cores=2, memory_bytes=8 * GIB, num_workers=2)
 
 
 def test_limits_that_promise_more_than_the_machine_has_are_cut_to_it(machines: Machines):
     for name in ("a", "b"):
         machines.put(spec(name), said(name, "m", pod(f"of {name}", 60, None)))
-    assert machines.share("a") == Share(num_cores=32, memory_bytes=32 * GIB)
+    assert machines.share("a") == Share(num_cores=32, memory_bytes=32 * GIB, num_workers=2)
 
 
 def test_the_same_group_on_two_machines_is_two(machines: Machines):

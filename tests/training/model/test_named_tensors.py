@@ -12,7 +12,7 @@ import torch
 from oobleck.errors import ConfigError
 from oobleck.job import Task
 from oobleck.training.data.batches import IGNORED_LABEL, Batch
-from oobleck.training.model.documents import separates_documents
+from oobleck.training.model.layer_trial import separates_documents
 from oobleck.training.model.structure import ModelStructure
 from tests.training.zoo import (
     KEY,
