@@ -221,7 +221,7 @@ class _Replay:
         options: Mapping[str, Any],
     ) -> torch.Tensor:
         if self.part is None:
-            self._require_known(states, options)
+            self._require_known(states, mask, options)
             self.calls.append((tuple(states), mask, _computed(module, states, mask, options)))
             return self.calls[-1][2]
         whole, whole_mask, output = self.calls[self.num_answered]
@@ -234,8 +234,12 @@ class _Replay:
             raise _Differs("its attention would be another")
         return output[:, self.part]
 
-    def _require_known(self, states: Sequence[torch.Tensor], options: Mapping[str, Any]) -> None:
+    def _require_known(
+        self, states: Sequence[torch.Tensor], mask: torch.Tensor | None, options: Mapping[str, Any]
+    ) -> None:
         unknown = [name for name, each in options.items() if isinstance(each, torch.Tensor) and name != "position_ids"]
+        if mask is not None and mask.shape[1] != 1:
+            unknown.append("a mask")
         if unknown:
             raise _Differs(f"its attention takes {', '.join(unknown)} for all heads at once")
         queries, keys = states[0].shape[1], states[1].shape[1]
