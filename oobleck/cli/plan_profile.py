@@ -39,7 +39,7 @@ def profile_of(options: inputs.PlanningOptions, *, expert_parallel: bool = False
             )
         if context_parallel > 1:
             raise UsageError(
-                "--context-parallel and --profile were both given; a profile has been made for so many devices"
+                "--context-parallel and --profile were both given; a profile is made for a number of devices"
             )
         return _read(options.profile_file, options)
     if options.model is None or options.device is None:

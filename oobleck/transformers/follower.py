@@ -248,7 +248,7 @@ class RunFollower:
                     trainer._track_num_input_tokens(inputs)
                 trainer.current_flos += float(trainer.floating_point_ops(inputs))
             trainer.store_flos()
-        # It is the user's code, which workers call for microbatches, and nobody has asked for this count.
+        # It is the user's code, which workers call for microbatches, and the script has not asked for this count.
         except Exception as error:
             if self._counts_tokens:
                 raise

@@ -15,7 +15,7 @@ import torch
 from transformers import trainer_utils
 
 from oobleck.errors import CorruptCheckpoint
-from oobleck.host.writing import write_whole
+from oobleck.host.writing import write_in_place
 from oobleck.training.checkpoint import exported_optimizer
 from oobleck.training.model import unwrapped
 
@@ -63,7 +63,7 @@ class PlainCheckpoints:
     def write_state(self, step: int, content: str) -> None:
         """Write the trainer's state beside the weights, if these could be written."""
         if (target := self.of_step(step)) is not None:
-            write_whole(target / _STATE, content)
+            write_in_place(target / _STATE, content)
 
     def rotate(self) -> None:
         """Remove those before the newest `save_total_limit`; the best one is kept, and named by the state."""

@@ -4,7 +4,7 @@
     python tools/bench/restart_peers.py --python peers/bin/python --runs 3
 
 All rows are of one run and one small model, with two ranks, of which the second gets a SIGKILL; as in `restart.py`,
-times count to the end of the first step after it. Each peer has its own launcher and its defaults, starts anew for
+times count to the end of the first step after it. Each peer has its own launcher and its defaults, starts again for
 each kill, and is left out by name where the interpreter lacks it. torchft's replica and NVRx's rank are not replaced:
 the other one goes on alone. DLRover saves in memory after every step, NVRx's script every five steps to a file. The
 table is Markdown.

@@ -37,7 +37,7 @@ def corrected(
 def _corrected(kind: NodeKind, *, plain: Sequence[float], split: Sequence[float]) -> NodeKind:
     if not plain and not split:
         return kind
-    # Where nobody runs one of the two ways, it is taken to be off by as much as the other.
+    # Where no node runs one of the two ways, it is taken to be off by as much as the other.
     whole = median(plain or split)
     parts = median(split or plain)
     if max(abs(whole - 1), abs(parts - 1)) <= CLOSE:

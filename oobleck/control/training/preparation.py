@@ -33,7 +33,7 @@ class _Wanted:
     key: str
     num_devices: int
     is_unmeasured: bool = False
-    """No earlier run has left it, and nobody is asked to measure it."""
+    """No earlier run has left it, and no worker is asked to measure it."""
     asked: set[WorkerId] = field(default_factory=set)
     """The workers that measure it."""
     measured: dict[WorkerId, Profile] = field(default_factory=dict)

@@ -95,7 +95,7 @@ def _measured_beside(job: JobSpec, cache_dir: Path, assembly: Assembly, workers:
 
     Raises RuntimeError or EOFError if one of them fails.
     """
-    # Processes that begin anew, because torch's threads do not survive a fork.
+    # Processes that start again, because torch's threads do not survive a fork.
     context = multiprocessing.get_context("spawn")
     begin, job_json = context.Barrier(workers), encode_json(job)
     answers = []
@@ -124,7 +124,7 @@ def _measure_beside(
         assembly = _assembled(job, cache_dir, threads)
         begin.wait()
     except BaseException:
-        begin.abort()  # else the others would wait for ever
+        begin.abort()  # else the others would wait without end
         raise
     answer.send(profile_to_json(_measured(assembly, memory_bytes)))
 

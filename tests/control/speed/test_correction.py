@@ -47,7 +47,7 @@ def test_a_profile_is_as_much_too_short_as_all_passes_are_longer():
     assert found.profile.layers[0].forward_s[1] == pytest.approx(1.5 * profile.layers[0].forward_s[1])
     assert found.profile.layers[0].split == replace(
         SPLIT, forward_s=1.5, backward_input_s=1.5, backward_weight_s=1.5
-    ), "what nobody has run is taken to be off by as much"
+    ), "what no node has run is taken to be off by as much"
 
 
 def test_split_passes_are_corrected_apart():
