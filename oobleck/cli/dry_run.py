@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
 
 from oobleck.control.scaling import first_target
-from oobleck.control.training import check_possible, fixed_schedule, planner_for
+from oobleck.control.training import check_possible, choose_sharding, fixed_schedule, planner_for
 from oobleck.errors import ConfigError, UsageError, UserError
 from oobleck.host.machine import this_machine
 from oobleck.host.places import place_of
@@ -68,7 +69,15 @@ def dry_run(
     else:
         kinds, times = _one_kind(job, base_dir, first, find_outline, num_local=num_local)
     domains = {spec.name: spec.domain for spec in source.specs if spec.domain}
-    planner = planner_for(job, kinds, {node: shape.kind for node, shape in shapes.items()}, domain_of=domains)
+    make_planner = partial(
+        planner_for, job, kinds, {node: shape.kind for node, shape in shapes.items()}, domain_of=domains
+    )
+    sharding, choices = (
+        choose_sharding(job, lambda each: make_planner(sharding=each), list(shapes))
+        if len(job.shardings) > 1
+        else (None, ())
+    )
+    planner = make_planner(sharding=sharding)
     ordered = planner.best_first(list(shapes))
     target = first_target(job, planner, ordered)
     resting = frozenset(ordered[target.num_nodes :])
@@ -79,6 +88,7 @@ def dry_run(
         kind=fixed_schedule(job),
         num_lanes=job.num_lanes,
         context_parallel=job.context_parallel,
+        choices=choices,
     )
     if not as_json:
         text = f"dry run of {job.tag}: nothing is started. Times: {times}\n"

@@ -25,6 +25,7 @@ from .spec import (
     ScheduleName,
     ScriptSpec,
     Sharding,
+    ShardingChoice,
     Task,
     check_model_numbers,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "ScheduleName",
     "ScriptSpec",
     "Sharding",
+    "ShardingChoice",
     "Task",
     "check_kind_name",
     "check_model_numbers",

@@ -23,6 +23,8 @@ microbatches' losses, or is made of the losses of the script's own batches, whic
 Tracker = Literal["clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 """Places that transformers' own callbacks report to, by its names."""
 Sharding = Literal["none", "optimizer", "gradients", "all"]
+ShardingChoice = Literal["none", "optimizer", "gradients", "all", "auto"]
+"""With `auto`, the planner chooses one of the others but `none`, once the layers are measured."""
 Recompute = Literal["none", "selective", "all", "auto"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zero-bubble", "auto"]
@@ -376,9 +378,9 @@ class JobSpec:
     steps have several. All but the last keep the sums so far in extra memory."""
     tensor_parallel: int = bounded(1, 1, MAX_DEVICES)
     """The number of a node's devices that share each stage, by the model's own plan."""
-    sharding: Sharding = "none"
+    sharding: ShardingChoice = "none"
     """What the devices of a node that hold one stage share out: nothing, the optimizer's state, that and gradients, or
-    weights as well."""
+    weights as well; with `auto`, what allows the shortest step."""
     sharding_devices: int = bounded(1, 1, MAX_DEVICES)
     """The number of a node's devices that hold one stage and take a microbatch each, with `sharding`."""
     expert_parallel: bool = False
@@ -483,6 +485,11 @@ class JobSpec:
     def num_lanes(self) -> int:
         """The microbatches that the devices of a stage compute at once, which a plan counts as one."""
         return max(1, self.sharding_devices // self.context_parallel)
+
+    @property
+    def shardings(self) -> tuple[Sharding, ...]:
+        """What devices may share out: one word, unless that is left to the planner."""
+        return ("optimizer", "gradients", "all") if self.sharding == "auto" else (self.sharding,)
 
     @property
     def devices_per_stage(self) -> int:

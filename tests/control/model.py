@@ -64,7 +64,7 @@ from oobleck.control.protocol import (
 from oobleck.control.recovery import Phase
 from oobleck.control.training.coordinator import Coordinator
 from oobleck.errors import ExitCode
-from oobleck.job import CheckpointSpec, ControlSpec, DataSpec, JobSpec, NodeSpec, ScheduleName, Sharding
+from oobleck.job import CheckpointSpec, ControlSpec, DataSpec, JobSpec, NodeSpec, ScheduleName, ShardingChoice
 from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, WorkerId, profile_to_json
 from oobleck.sim.cluster.fabric import Fabric, Violation
 from oobleck.sim.cluster.layers import Version
@@ -90,7 +90,7 @@ class Shape:
     devices: int = 1
     sharding_devices: int = 1
     """How many of them hold a stage together."""
-    sharding: Sharding = "optimizer"
+    sharding: ShardingChoice = "optimizer"
     """What these share out."""
     context_parallel: int = 1
     """How many of them share each microbatch."""

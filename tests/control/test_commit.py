@@ -35,6 +35,8 @@ SHARDED = (
     Shape(num_nodes=5, devices=2, sharding_devices=2, layers_per_device=2, layer_s=0.6, num_microbatches=6),
     Shape(num_nodes=3, devices=4, sharding_devices=2, layers_per_device=8, num_microbatches=6, sharding="gradients"),
     Shape(num_nodes=5, devices=2, sharding_devices=2, layers_per_device=8, num_microbatches=6, sharding="all"),
+    Shape(num_nodes=4, devices=2, sharding_devices=2, layers_per_device=8, sharding="auto"),
+    Shape(num_nodes=4, devices=2, sharding_devices=2, layers_per_device=3, sharding="auto", eval_steps=2),
     Shape(num_nodes=4, devices=2, sharding_devices=2, layers_per_device=8, sharding="all", eval_steps=2, reductions=2),
     Shape(num_nodes=4, devices=2, sharding_devices=2, context_parallel=2, layers_per_device=8, num_microbatches=6),
     Shape(

@@ -75,6 +75,34 @@ def test_sharded_stages_compute_what_one_process_computes(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("memory_bytes", "sharding"), [(10**9, "optimizer"), (38 * 10**6, "all")])
+def test_what_devices_share_out_is_chosen_once_and_stays(runner: Runner, memory_bytes: int, sharding: str) -> None:
+    """Where memory is short, another choice has no plan. A node is killed, then the master, and a worker under the next.
+
+    The losses are those of one process.
+    """
+    path = runner.job_file(GPT2.replace("n_embd: 32, n_layer: 4", "n_embd: 128, n_layer: 6"))
+    path.write_text(path.read_text(encoding="utf-8").replace("max_steps: 24", f"max_steps: {ENDLESS}"), "utf-8")
+    options = ("--job", str(path), *by("auto"), "--set", f"device_memory_bytes={memory_bytes}")
+    with runner.up(*options, "--kill", f"node2@{KILL_STEP}", nodes=("--local", "3")) as up:
+        up.wait_for_loss("node2")
+        up.wait_for_steps(3)
+        up.process.kill()
+        up.process.wait()
+        with runner.up(*options, nodes=("--local", "3")) as successor:
+            successor.wait_for_steps(3)
+            os.kill(worker_pids(runner)["node1"], signal.SIGKILL)
+            successor.wait_for("the node's workers are started again")
+            successor.wait_for_steps(3)
+            outcome = stopped(runner, successor)
+    (chosen,) = [entry for entry in runner.journal() if entry["@type"] == "ShardingChosen"]
+    assert (chosen["sharding"], len(chosen["step_s"])) == (sharding, 3)
+    assert outcome.exit_code == 0, outcome.output
+    assert (outcome.summary["samples_repeated"], outcome.summary["samples_missing"]) == (0, 0)
+    assert_losses(outcome.losses, each_loss(path, runner.directory / "alone"))
+
+
+@pytest.mark.slow
 def test_what_devices_saved_in_shares_is_gone_on_from_without_shares_and_the_other_way_round(
     runner: Runner, path: Path, tmp_path: Path, reference: tuple[Reference, list[float]]
 ) -> None:

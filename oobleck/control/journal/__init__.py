@@ -46,6 +46,7 @@ from .plan_entries import (
     PlanCause,
     RecoveryDone,
     RecoveryStarted,
+    ShardingChosen,
 )
 from .plan_lines import JournalLine, PlanLine, PlanPacker, PlanUnpacker
 from .rank_entries import (
@@ -186,6 +187,7 @@ __all__ = [
     "ScalingDecided",
     "ScriptStarted",
     "ShardQuarantined",
+    "ShardingChosen",
     "ShardsKnown",
     "Silent",
     "StageView",

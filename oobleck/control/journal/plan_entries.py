@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 from oobleck.control.protocol import NOTHING, PartialStep, Segment
+from oobleck.job import Sharding
 from oobleck.planner import ExecutionPlan, WorkerId
 from oobleck.schedule import ScheduleKind
 
@@ -272,4 +273,20 @@ class RecoveryDone(Entry):
         return f"{what}; {self.action.words}; {copied}; {steps} lost"
 
 
-PlanEntry = PlanAdopted | PipelinesFormed | HangExplained | RecoveryStarted | LayersArriving | RecoveryDone
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingChosen(Entry):
+    """What the devices of a stage share out until the run ends, where the job leaves that to the planner."""
+
+    sharding: Sharding
+    step_s: tuple[tuple[Sharding, float | None], ...]
+    """The predicted seconds of a step of each choice; None where it has no plan."""
+
+    @property
+    def sentence(self) -> str:
+        each = (f"{name} {'has no plan' if taken_s is None else f'{taken_s:.3g} s'}" for name, taken_s in self.step_s)
+        return f"sharding: {self.sharding} is chosen by the predicted steps: {', '.join(each)}"
+
+
+PlanEntry = (
+    PlanAdopted | ShardingChosen | PipelinesFormed | HangExplained | RecoveryStarted | LayersArriving | RecoveryDone
+)

@@ -93,6 +93,7 @@ def update_of(base: protocol.OrderedPlan | None, order: protocol.PlanOrder, work
             *others_regrouped,
         ),
         assignment_version=common.assignment_version,
+        sharding=common.sharding,
     )
 
 
@@ -123,6 +124,7 @@ def _common(
             sorted(others, key=lambda each: (each.device, places.get(each.node, len(places)), each.node)), places
         ),
         assignment_version=update.assignment_version,
+        sharding=update.sharding,
         # A worker that became ready in the base's generation was too late for the base's order, hence not `>`.
         addresses=tuple(address for since, address in addresses if base is None or since >= base.generation),
     )

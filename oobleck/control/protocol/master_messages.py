@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from oobleck.job import JobSpec
+from oobleck.job import JobSpec, Sharding
 from oobleck.plan import LayerTransfer, WorkerId
 
 from . import checkpoint_messages, records
@@ -154,6 +154,8 @@ class PlanUpdate(OrderedPlan):
     """Workers that form all their groups again; the others keep groups that sum gradients where these fit."""
     assignment_version: int = 0
     """See `StepRecords`."""
+    sharding: Sharding | None = None
+    """What the devices of a stage share out, the same in all plans of a run; None where the job says it."""
 
     @property
     def ordered(self) -> OrderedPlan:

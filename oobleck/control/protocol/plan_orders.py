@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
+from oobleck.job import Sharding
 from oobleck.plan import ExecutionPlan, PipelineTemplate, ScheduleKind
 
 from . import records
@@ -139,6 +140,7 @@ class CommonOrder:
     others_regrouped: WorkerNames
     """Regrouped workers that are not in the plan."""
     assignment_version: int
+    sharding: Sharding | None
     addresses: tuple[records.WorkerAddress, ...]
     """Where workers listen that became ready since the base was ordered; without a base, all ready workers."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from oobleck.control.recovery import Phase
 
 from .coordinator import Coordinator
-from .planning import check_possible, fixed_schedule, planner_for, schedules_for
+from .planning import check_possible, choose_sharding, fixed_schedule, planner_for, schedules_for
 from .replayed_run import ReplayedRun
 from .startup import finished_text
 
@@ -14,6 +14,7 @@ __all__ = [
     "Phase",
     "ReplayedRun",
     "check_possible",
+    "choose_sharding",
     "finished_text",
     "fixed_schedule",
     "planner_for",

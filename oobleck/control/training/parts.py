@@ -55,7 +55,7 @@ class Parts:
         scaling = self.scaling = Scaling(job, members, progress)
         make_planner = partial(planner_for, job, kind_of=members.kinds, domain_of=members.domains)
         replanning = self.replanning = Replanning(
-            members, progress, scaling, sharding, partial(schedules_for, job), make_planner
+            job, members, progress, scaling, sharding, partial(schedules_for, job), make_planner
         )
         decider = Decider(members, lifecycle, progress, saving, restoring, replanning)
         history = PlanHistory(max_steps=job.max_steps)

@@ -6,12 +6,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from oobleck.errors import PlanningError
-from oobleck.job import JobSpec
-from oobleck.planner import ExecutionPlan, NodeKind, PlannerSettings, Profile
+from oobleck.job import JobSpec, Sharding
+from oobleck.planner import Decision, ExecutionPlan, NodeKind, PlannerSettings, Profile
 from oobleck.schedule import ScheduleKind
 
 if TYPE_CHECKING:
     from oobleck.planner import Planner
+
+_CLEARLY_SHORTER = 0.03
+"""The part of a step that is worth more exchanges, which hide behind passes less than a prediction says."""
 
 
 def planner_for(
@@ -20,11 +23,13 @@ def planner_for(
     kind_of: Mapping[str, str] | None = None,
     *,
     domain_of: Mapping[str, str] | None = None,
+    sharding: Sharding | None = None,
 ) -> Planner:
     """Return a planner for a job's settings, and for nodes of one kind or of several. Raises PlanningError.
 
     `kind_of` names each node's kind if there are several, `domain_of` the failure domains that are known; both may
-    grow. The first call of a process loads numpy.
+    grow. `sharding` is what devices share out where the job leaves that to the planner (`choose_sharding`), by default
+    as little as the job allows. The first call of a process loads numpy.
     """
     # At the module's top, these would load numpy before a new master looks for its nodes.
     from oobleck.planner import Planner
@@ -48,10 +53,37 @@ def planner_for(
         kind_of,
         domain_of=domain_of,
         tensor_parallel=job.devices_per_stage,
-        sharding=job.sharding,
+        sharding=sharding or job.shardings[0],
         is_cast=job.dtype in ("bfloat16", "float16"),
         make_cutter=cutter,
     )
+
+
+def choose_sharding(
+    job: JobSpec, make_planner: Callable[[Sharding], Planner], nodes: Sequence[str]
+) -> tuple[Sharding, tuple[tuple[Sharding, float | None], ...]]:
+    """Return what devices share out under the first plan of these nodes, and the seconds of a step of each choice.
+
+    These are None where there is no plan. The choice keeps f + 1 copies of each layer if any does; beside that, devices
+    exchange more only for a clearly shorter step. Raises PlanningError if there is no plan at all.
+    """
+    seconds: list[tuple[Sharding, float | None]] = []
+    best: Decision | None = None
+    chosen = job.shardings[0]
+    for sharding in job.shardings:
+        try:
+            decision = make_planner(sharding).initial_plan(nodes)
+        except PlanningError as error:
+            last = error
+            seconds.append((sharding, None))
+            continue
+        seconds.append((sharding, decision.predicted_step_s))
+        is_shorter = best is not None and decision.predicted_step_s < best.predicted_step_s * (1 - _CLEARLY_SHORTER)
+        if best is None or (decision.redundant, is_shorter) > (best.redundant, False):
+            best, chosen = decision, sharding
+    if best is None:
+        raise last
+    return chosen, tuple(seconds)
 
 
 def check_possible(job: JobSpec, *, kinds: Collection[str] = (), num_layers: int | None = None) -> None:

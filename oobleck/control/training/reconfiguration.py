@@ -282,7 +282,8 @@ class Reconfiguration:
             is_from_scratch=self._lineage.is_from_scratch,
             num_sections=sections if all(kind in SECTIONED_KINDS for kind in schedules) else 1,
         )
-        return replace(update, regrouped=regrouped(self._members.ready_worker_ids, statuses, newest))
+        ready = self._members.ready_worker_ids
+        return replace(update, regrouped=regrouped(ready, statuses, newest), sharding=self._replanning.sharding)
 
     def _orders(self, choice: Choice, update: PlanUpdate, answers: states.Answers | None) -> SendOrders:
         """Return the orders of an update, each as a change of the plan that its worker reports to have."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from oobleck.control.data import Sharding
 from oobleck.control.events import Turn
-from oobleck.control.journal import PaceChanged, PlanCause, ProfileKnown
+from oobleck.control.journal import PaceChanged, PlanCause, ProfileKnown, ShardingChosen
 from oobleck.control.nodes import Membership
 from oobleck.control.plans import shares_of
 from oobleck.control.protocol import Pace, Status
@@ -21,9 +21,12 @@ from oobleck.control.scaling import Scaling
 from oobleck.control.speed import SlowNodeRetry, SpeedTracker, corrected, found_out_s
 from oobleck.control.steps import NO_SECTION, PlanHistory, Progress, Verdict, broken_pipelines
 from oobleck.errors import PlanningError
+from oobleck.job import JobSpec
+from oobleck.job import Sharding as StateSharding  # the other one is of data
 from oobleck.plan import ScheduleKind
 from oobleck.planner import Decision, ExecutionPlan, NodeKind, Profile, WorkerId, profile_to_json
 
+from .planning import choose_sharding
 from .replayed_run import ReplayedRun
 
 if TYPE_CHECKING:
@@ -61,15 +64,18 @@ class Aftermath:
 class Replanning:
     """Knows the profiles and their planner, the nodes' paces, and the copies of layers that are not to be trusted."""
 
+    _job: JobSpec
     _members: Membership
     _progress: Progress
     _scaling: Scaling
     _sharding: Sharding
     _schedules_for: Callable[..., tuple[ScheduleKind, ...]]
     """Takes a profile and a plan, and `profile_of`: `schedules_for` of the job."""
-    _make_planner: Callable[[Sequence[NodeKind]], Planner]
-    """May raise PlanningError. The first plan calls it, because it takes a while."""
+    _make_planner: Callable[..., Planner]
+    """`planner_for` of the job. May raise PlanningError. The first plan calls it, because it takes a while."""
     kinds: tuple[NodeKind, ...] = ()
+    sharding: StateSharding | None = None
+    """What devices share out, chosen with the first plan; None where the job says it."""
     _planner: Planner | None = None
     _paces: SpeedTracker = field(default_factory=SpeedTracker)
     _slow_retry: SlowNodeRetry = field(default_factory=SlowNodeRetry)
@@ -83,7 +89,7 @@ class Replanning:
 
     def take_over(self, replayed: ReplayedRun, now_s: float) -> None:
         self.kinds, self._from_s = replayed.kinds, now_s + _FINDING_S
-        self._plan = replayed.generations.plan
+        self._plan, self.sharding = replayed.generations.plan, replayed.sharding
         self._paces.restore(replayed.slow)
         self._leave_out(replayed.generations.plan, replayed.predicted_step_s, now_s)
         self._scaling.restore(replayed.target, replayed.num_changes, now_s)
@@ -91,7 +97,15 @@ class Replanning:
     def begin(self, turn: Turn, kinds: tuple[NodeKind, ...], nodes: Sequence[str]) -> None:
         """Begin to plan with these profiles. Raises PlanningError."""
         self.kinds = kinds
+        if len(self._job.shardings) > 1:
+            self._choose_sharding(turn, nodes)
         self._scaling.begin(turn, self.planner, nodes)
+
+    def _choose_sharding(self, turn: Turn, nodes: Sequence[str]) -> None:
+        self.sharding, seconds = choose_sharding(
+            self._job, lambda each: self._make_planner(self.kinds, sharding=each), nodes
+        )
+        turn.record(ShardingChosen(t_s=turn.now_s, sharding=self.sharding, step_s=seconds))
 
     def know(self, kinds: tuple[NodeKind, ...]) -> tuple[NodeKind, ...]:
         """Plan for these kinds, too, and return the new ones. Raises PlanningError, and changes nothing then."""
@@ -103,7 +117,7 @@ class Replanning:
             if kind.name not in known
         )
         if new:
-            self._planner = self._make_planner((*self.kinds, *new))
+            self._planner = self._planner_of((*self.kinds, *new))
             self.kinds = (*self.kinds, *new)
         return new
 
@@ -126,8 +140,11 @@ class Replanning:
         """Raises PlanningError if the profiles allow none."""
         if self._planner is None:
             assert self.kinds
-            self._planner = self._make_planner(self.kinds)
+            self._planner = self._planner_of(self.kinds)
         return self._planner
+
+    def _planner_of(self, kinds: Sequence[NodeKind]) -> Planner:
+        return self._make_planner(kinds, sharding=self.sharding)
 
     # --- memory --------------------------------------------------------------------------------------------
 
@@ -148,7 +165,7 @@ class Replanning:
             return
         less = replace(kind, profile=replace(kind.profile, device=replace(device, memory_bytes=max(1, most))))
         try:
-            smaller = self._make_planner((less,))
+            smaller = self._planner_of((less,))
             # Without the node, which may not come back.
             smaller.initial_plan(sorted(self._members.ready_names - {node}))
         except PlanningError as error:
@@ -194,7 +211,7 @@ class Replanning:
         changed = [(new, old) for new, old in zip(kinds, self.kinds, strict=True) if new is not old]
         if not changed:
             return None
-        self.kinds, self._planner = kinds, self._make_planner(kinds)
+        self.kinds, self._planner = kinds, self._planner_of(kinds)
         self._paces.begin_again()
         for new, old in changed:
             turn.record(profile_known(new, turn.now_s))

@@ -16,7 +16,7 @@ from oobleck.control.data import ShardRemains
 from oobleck.control.nodes import Membership, MemberState
 from oobleck.control.protocol import CommitRecord
 from oobleck.control.steps import STEPS_TIMED, PlanHistory
-from oobleck.job import JobSpec, NodeSpec
+from oobleck.job import JobSpec, NodeSpec, Sharding
 from oobleck.planner import NodeKind, WorkerId, profile_from_json
 
 
@@ -34,6 +34,8 @@ class ReplayedRun:
     generations: PlanHistory = field(init=False, compare=False)
     profiles: dict[str, journal.ProfileKnown] = field(default_factory=dict)
     """Keyed by the kind of node."""
+    sharding: Sharding | None = None
+    """What devices share out, where the job leaves that to the planner."""
     plans: list[journal.PlanAdopted] = field(default_factory=list, init=False)
     """All that `generations` is restored from, `began` and `restored`; the last one is the newest."""
     records: list[CommitRecord] = field(default_factory=list)
@@ -150,6 +152,8 @@ class ReplayedRun:
                 known = KnownCheckpoint(name=entry.name, step=entry.step, saved_at=entry.saved_at, is_final=is_final)
                 self.saved.append(known)
                 del self.saved[: -self.job.checkpoint.save_total_limit]  # the others are removed by then
+            case journal.ShardingChosen(sharding=sharding):
+                self.sharding = sharding
             case journal.PaceChanged(node=node, factor=factor) if factor > 1:
                 self.slow[node] = factor
             case journal.PaceChanged(node=node):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from oobleck.control.protocol import WorkerAddress
 from oobleck.control.steps import CommitState, Committee, GroupKey
-from oobleck.job import JobSpec
+from oobleck.job import JobSpec, Sharding
 from oobleck.planner import WorkerId
 
 from .fabric import Contribution, Violation, Wait, label
@@ -147,7 +147,11 @@ class NodeSums:
     def __init__(self, job: JobSpec, commit_state: CommitState, groups: GroupTable, layers: HeldLayers) -> None:
         self._worker_id, self._stopped = commit_state.worker_id, commit_state.is_pipeline_stopped
         self._groups, self._layers = groups, layers
-        self._num_devices, self._sharding = job.sharding_devices, job.sharding
+        self._num_devices, self._sharding = job.sharding_devices, job.shardings[0]
+
+    def adopt(self, sharding: Sharding | None) -> None:
+        """Share out what the plan says, if it says anything."""
+        self._sharding = sharding or self._sharding
 
     def begin(self, key: GroupKey, step: int, *, interrupted: Callable[[], bool] | None = None) -> Moves:
         """Begin a program, or an evaluation: take all weights, unless each pass takes its own."""

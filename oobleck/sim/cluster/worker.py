@@ -48,7 +48,7 @@ class VirtualWorker:
         self._follower = steps.Follower(job, self.commit_state, records=records, evaluates=True)
         agreements = steps.Agreements(worker_id, lock=nullcontext())
         self._agreements = VirtualAgreements(agreements, self.commit_state, ports)
-        node_sums = NodeSums(job, self.commit_state, self._groups, self.store)
+        node_sums = self._node_sums = NodeSums(job, self.commit_state, self._groups, self.store)
         self._programs = self.programs(
             ports, self.commit_state, self._follower.partial_commit, self._carry_out, node_sums
         )
@@ -220,6 +220,7 @@ class VirtualWorker:
         self.store.adopt(tuple(effect.layers), self._received, keeping, initial=update.initial)
         self._records.assignment_version = update.assignment_version
         self._received = {}
+        self._node_sums.adopt(update.sharding)
         self.driver.adopt(update.plan, effect.seat, effect.committee)
         for layer, version in self.store.held.items():
             if version.partial != update.partial.microbatches:

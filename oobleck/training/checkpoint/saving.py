@@ -103,6 +103,10 @@ class LayerSaver:
 
     # --- training thread -----------------------------------------------------------------------------------
 
+    def share_as(self, share: Share) -> None:
+        """Share layers out so from now on; nothing is saved yet."""
+        self._part = share
+
     def is_wanted(self, step: int) -> bool:
         """Return whether this worker requests a save after `step`."""
         wanted = self._wanted  # read once, since the control thread sets it

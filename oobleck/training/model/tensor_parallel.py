@@ -228,14 +228,17 @@ def sharded(
 
 
 def share_for(job: JobSpec, structure: ModelStructure, *, rank: int) -> Share:
-    """Cut a model as a job asks for, for one of the devices of a stage. Raises ConfigError as the cuts do."""
+    """Cut a model as a job asks for, for one of the devices of a stage. Raises ConfigError as the cuts do.
+
+    Where the planner has not chosen yet what devices share out, they share out the least.
+    """
     if job.sharding == "none":
         return share_of(structure, rank=rank, degree=job.tensor_parallel)
     return sharded(
         structure,
         rank=rank,
         degree=job.sharding_devices,
-        sharding=job.sharding,
+        sharding=job.shardings[0],
         expert_parallel=job.expert_parallel,
         context_parallel=job.context_parallel,
         attention=job.attn_implementation,

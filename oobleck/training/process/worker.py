@@ -13,6 +13,7 @@ import queue
 import socket
 import threading
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, assert_never
 
@@ -22,6 +23,7 @@ from oobleck.control import protocol
 from oobleck.control.steps import CommitState, Interrupted, PeerLost
 from oobleck.errors import ConfigError, PeerError
 from oobleck.host.streams import shield_scripts
+from oobleck.job import JobSpec
 from oobleck.job.secrets import Hiding
 from oobleck.planner import WorkerId, profile_to_json
 from oobleck.training import comm
@@ -30,7 +32,7 @@ from oobleck.training.checkpoint import LayerSaver
 from oobleck.training.data import ShardScanner
 from oobleck.training.forking import has_cuda_driver
 from oobleck.training.likeness import things_of_worker
-from oobleck.training.model import require_compiler, share_for
+from oobleck.training.model import Share, require_compiler, share_for
 from oobleck.training.step import Engine
 from oobleck.training.worker_log import WorkerLog, start_logging
 from oobleck.wire import FrameDecoder, encode_frame
@@ -166,21 +168,14 @@ class _Worker:
             self._records.on_news(self._waiter.announce)
             self._scanner = ShardScanner(shards.survey, setup.worker_id.device, link.send)
         self._saving: LayerSaver | None = None
-        share = share_for(job, assembly.structure, rank=setup.worker_id.device % job.devices_per_stage)
+        share = self._share(job)
         if setup.storage is not None and job.checkpoint.enabled:
             self._saving = LayerSaver(
                 setup.worker_id, setup.storage, share, link.send, tag=job.tag, device=self._device
             )
-        self._engine = Engine(
-            assembly,
-            share,
-            groups=self._groups,
-            agreements=self._agreements,
-            commit_state=self._commit_state,
-            saving=self._saving,
-            next_update=self._next_order,
-            report=link.send,
-        )
+        self._first_update: protocol.PlanUpdate | None = None
+        """What the engine is made for, where the first plan says what devices share out."""
+        self._engine = self._make_engine(job, share) if len(job.shardings) == 1 else None
 
     def run(self) -> NoReturn:
         threading.Thread(target=self._read, daemon=True, name="control").start()
@@ -211,7 +206,31 @@ class _Worker:
             len(structure.layer_names),
             dataset.num_samples,
         )
+        if self._engine is None:
+            self._first_update = update = self._next_order()
+            assert update.sharding is not None
+            job = replace(self._job, sharding=update.sharding)
+            self._log.info("shares out what the plan says: %s", update.sharding)
+            share = self._share(job)
+            if self._saving is not None:
+                self._saving.share_as(share)
+            self._engine = self._make_engine(job, share)
         self._engine.run()
+
+    def _share(self, job: JobSpec) -> Share:
+        return share_for(job, self._assembly.structure, rank=self._worker_id.device % job.devices_per_stage)
+
+    def _make_engine(self, job: JobSpec, share: Share) -> Engine:
+        return Engine(
+            replace(self._assembly, job=job),
+            share,
+            groups=self._groups,
+            agreements=self._agreements,
+            commit_state=self._commit_state,
+            saving=self._saving,
+            next_update=self._next_order,
+            report=self._link.send,
+        )
 
     def _read(self) -> NoReturn:
         while True:
@@ -276,6 +295,9 @@ class _Worker:
         self._agreements.note_lost(worker_id)
 
     def _next_order(self) -> protocol.PlanUpdate:
+        if (update := self._first_update) is not None:
+            self._first_update = None
+            return update
         while True:
             self._waiter.wait(lambda: self._commit_state.has_update or not self._measurements.empty(), lambda: False)
             if not self._measurements.empty():

@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from oobleck.control.journal import PlanAdopted
-from oobleck.control.training.planning import check_possible, schedules_for
+from oobleck.control.journal import PlanAdopted, ShardingChosen
+from oobleck.control.training.planning import check_possible, choose_sharding, planner_for, schedules_for
 from oobleck.errors import PlanningError
-from oobleck.job import JobSpec
-from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate
+from oobleck.job import JobSpec, Sharding
+from oobleck.planner import ExecutionPlan, NodeKind, Pipeline, PipelineTemplate, StageTemplate
 from oobleck.schedule import ScheduleKind
-from tests.control.bench import Bench
+from tests.control.bench import Bench, living
 from tests.control.model import Shape
+from tests.examples import examples
+
+from .test_coordinator import succeed
 
 PAIRS = Shape(layers_per_device=2)
 """Four nodes in two pipelines of two."""
@@ -101,3 +106,61 @@ def test_more_chunks_than_the_layers_of_two_stages_are_refused_by_name() -> None
     check_possible(replace(job, schedule="1f1b"), num_layers=2)
     with pytest.raises(PlanningError, match=r"num_chunks is 3: .* need 6 layers, and the model has 5"):
         check_possible(job, num_layers=5)
+
+
+SHARED = Shape(devices=2, sharding_devices=2, sharding="auto")
+"""Four nodes of two devices that hold a stage together."""
+NODES = tuple(node.name for node in SHARED.nodes)
+
+
+@given(layers_per_device=st.integers(1, 9), sharding=st.sampled_from(["optimizer", "gradients", "all"]))
+@examples(30)
+def test_devices_share_out_as_little_as_a_short_step_allows(layers_per_device: int, sharding: Sharding) -> None:
+    """No other choice keeps more copies, or has a step that is clearly shorter."""
+    shape = replace(SHARED, layers_per_device=layers_per_device)
+    kinds = [NodeKind(name="kind", profile=shape.profile, devices_per_node=2)]
+    chosen, seconds = choose_sharding(shape.job, lambda each: planner_for(shape.job, kinds, sharding=each), NODES)
+    assert [name for name, _ in seconds] == ["optimizer", "gradients", "all"]
+    fixed = replace(shape.job, sharding=sharding)
+    mine = planner_for(replace(shape.job, sharding=chosen), kinds).initial_plan(NODES)
+    try:
+        other = planner_for(fixed, kinds).initial_plan(NODES)
+    except PlanningError:
+        assert dict(seconds)[sharding] is None
+        return
+    assert dict(seconds)[sharding] == other.predicted_step_s
+    assert mine.redundant >= other.redundant
+    if mine.redundant == other.redundant:
+        assert mine.predicted_step_s <= other.predicted_step_s / 0.97
+        more = ["optimizer", "gradients", "all"]
+        if more.index(sharding) < more.index(chosen):
+            assert mine.predicted_step_s < other.predicted_step_s * 0.98
+
+
+def test_where_no_choice_has_a_plan_the_reason_is_that_of_the_last() -> None:
+    shape = replace(SHARED, num_nodes=1, layers_per_device=1, num_layers=9)
+    kinds = [NodeKind(name="kind", profile=shape.profile, devices_per_node=2)]
+    with pytest.raises(PlanningError, match="memory"):
+        choose_sharding(shape.job, lambda each: planner_for(shape.job, kinds, sharding=each), ["n0"])
+
+
+@pytest.mark.parametrize(("layers_per_device", "sharding"), [(3, "all"), (8, "optimizer")])
+def test_what_is_shared_out_is_in_each_order_until_the_run_ends(layers_per_device: int, sharding: str) -> None:
+    """After a loss and under another master, too, whatever would be chosen for fewer nodes."""
+    bench = Bench(replace(SHARED, layers_per_device=layers_per_device))
+    bench.prepare()
+    (chosen,) = bench.journal(ShardingChosen)
+    assert chosen.sharding == sharding
+    assert chosen.sentence.startswith(f"sharding: {sharding} is chosen by the predicted steps: optimizer 0.")
+    assert {update.sharding for update in bench.updates} == {sharding}
+    succeed(bench)
+    for node in NODES:
+        bench.up(node, pid=7, generation=1, workers=living(0, 1))
+    bench.fail("n3")
+    bench.fail("n2")
+    for node in NODES[:2]:
+        for device in range(2):
+            bench.answer(node, device=device, layers=(0, 1, 2, 3), adopted=1)
+    bench.wait(0.01)
+    assert {update.sharding for update in bench.updates} == {sharding}
+    assert not bench.journal(ShardingChosen)
