@@ -75,11 +75,13 @@ def test_sharded_stages_compute_what_one_process_computes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("memory_bytes", "sharding"), [(10**9, "optimizer"), (38 * 10**6, "all")])
+@pytest.mark.parametrize(
+    ("memory_bytes", "sharding"), [(10**9, "optimizer"), (54 * 10**6, "gradients"), (46 * 10**6, "all")]
+)
 def test_what_devices_share_out_is_chosen_once_and_stays(runner: Runner, memory_bytes: int, sharding: str) -> None:
-    """Where memory is short, another choice has no plan. A node is killed, then the master, and a worker under the next.
+    """Where memory is short, a node holds the model only with another choice.
 
-    The losses are those of one process.
+    A node is killed, then the master, and a worker under the next one. The losses are those of one process.
     """
     path = runner.job_file(GPT2.replace("n_embd: 32, n_layer: 4", "n_embd: 128, n_layer: 6"))
     path.write_text(path.read_text(encoding="utf-8").replace("max_steps: 24", f"max_steps: {ENDLESS}"), "utf-8")

@@ -28,7 +28,7 @@ from oobleck.training.randomness import MicrobatchKey
 
 from . import losses
 from .experts import Exchanging, exchanged
-from .forward_passes import use_attention, use_plain_experts
+from .forward_passes import uncompiled, use_attention, use_plain_experts
 from .models import StageModel
 from .structure import ModelStructure
 
@@ -157,7 +157,7 @@ def _use(stage: StageModel, degree: int, keeper: _Attention) -> None:
     def mask_of(*, q_length: int, kv_length: int, **options: Any) -> torch.Tensor | None:
         return sdpa_mask(q_length=degree * q_length, kv_length=degree * kv_length, **options)
 
-    AttentionInterface.register(name, _attend)
+    AttentionInterface.register(name, uncompiled(_attend) if stage.compiles else _attend)
     AttentionMaskInterface.register(name, mask_of)
     use_attention(stage.model, name)
     for layer in range(stage.structure.num_layers):

@@ -53,6 +53,11 @@ def compile_forward(module: nn.Module, mode: CompileMode) -> None:
     module.forward = torch.compile(module.forward, dynamic=False, mode=mode)
 
 
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function so that compiled code calls it as it is: devices exchange tensors in it."""
+    return torch.compiler.disable(function)  # type: ignore[no-any-return,no-untyped-call]
+
+
 def require_compiler(
     device: torch.device, *, find: Callable[[str], str | None] = shutil.which, headers: Path | None = None
 ) -> None:

@@ -75,6 +75,7 @@ class StageModel:
         self.structure = structure
         self.dtype = dtype
         self.autocast = autocast
+        self.compiles = compiles
         self.device = torch.device(device)
         self.chunks: tuple[range, ...] = ()
         self._parameters: dict[str, nn.Parameter] = {}

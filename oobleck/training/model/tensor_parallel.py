@@ -31,6 +31,7 @@ from . import losses, token_shares
 from .contexts import ContextShare, require_shared_contexts, share_contexts
 from .experts import Collectives as ExpertCollectives
 from .experts import experts_of, place_experts
+from .forward_passes import uncompiled
 from .models import StageModel
 from .structure import ModelStructure
 from .token_shares import TokenShare, can_cut_tokens, hidden_in, with_hidden
@@ -247,7 +248,7 @@ def share_for(job: JobSpec, structure: ModelStructure, *, rank: int) -> Share:
 
 def install(stage: StageModel, share: Share, sum_up: Collectives) -> None:
     """Have the modules of a stage, which was built from the share's structure, compute this device's share."""
-    tokens = None
+    tokens, eager = None, uncompiled if stage.compiles else _as_it_is
     if share.context_parallel > 1:
         share_contexts(stage, ContextShare(share.rank, share.degree, share.context_parallel, sum_up))
     if share.cuts_tokens:
@@ -260,15 +261,17 @@ def install(stage: StageModel, share: Share, sum_up: Collectives) -> None:
             for name, inner in named.items():
                 if name in share.experts:
                     place_experts(inner, rank=share.rank, degree=share.degree, collectives=sum_up)
+                    inner.forward = eager(inner.forward)
                 match share.styles.get(name):
                     case Style.COLUMNS:
                         parent = name.rpartition(".")[0]
                         if parent not in entrances:
                             entrances[parent] = _Entrance(sum_up, tokens)
-                            entrances[parent].watch(named[parent])
-                        inner.register_forward_pre_hook(entrances[parent].enter)
+                            entrances[parent].watch(named[parent], eager)
+                        inner.register_forward_pre_hook(eager(entrances[parent].enter))
+                        inner.forward = eager(inner.forward)
                     case Style.ROWS:
-                        inner.forward = partial(_row_forward, inner, sum_up, tokens)
+                        inner.forward = eager(partial(_row_forward, inner, sum_up, tokens))
                     case Style.EMBEDDING:
                         inner.forward = partial(_embedding_forward, inner, share, sum_up)
                     case Style.HEAD:
@@ -288,6 +291,10 @@ def initialize_share(
         with torch.no_grad():
             for name, parameter in source.parameters.items():
                 parameters[name].copy_(share.part_of(name, parameter))
+
+
+def _as_it_is(function: Any) -> Any:
+    return function
 
 
 class _Enter(torch.autograd.Function):
@@ -340,10 +347,10 @@ class _Entrance:
         self._entered: tuple[torch.Tensor, torch.Tensor] | None = None
         """The newest input, and the value that the children take."""
 
-    def watch(self, module: nn.Module) -> None:
-        module.register_forward_hook(self.leave)
+    def watch(self, module: nn.Module, eager: Callable[[Any], Any]) -> None:
+        module.register_forward_hook(eager(self.leave))
         if self._tokens is not None:
-            module.register_forward_pre_hook(partial(self._gather, self._tokens), with_kwargs=True)
+            module.register_forward_pre_hook(eager(partial(self._gather, self._tokens)), with_kwargs=True)
 
     def _gather(self, tokens: TokenShare, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give the module the hidden states of all tokens."""
