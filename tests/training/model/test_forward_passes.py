@@ -46,7 +46,7 @@ def test_modes_that_make_graphs_of_gpus_are_refused_there():
 
 
 def test_a_backward_pass_that_is_compiled_whole_is_not_split():
-    with pytest.raises(ConfigError, match="compile.*false with zero-bubble: .* cannot be split"):
+    with pytest.raises(ConfigError, match=r"compile.*false with zero-bubble: .* cannot be split"):
         JobSpec(compile=True, schedule="zero-bubble")
 
 
