@@ -118,13 +118,14 @@ def chunks_footprint(profile: Profile, chunks: Sequence[StageTemplate]) -> Footp
     )
 
 
-def exchange_s(profile: Profile, chunks: Sequence[StageTemplate]) -> float:
-    """Return the seconds of a step in which a stage's devices exchange what they share out, after its last pass."""
-    if not profile.exchange_s_per_byte:
-        return 0.0
-    return profile.exchange_s_per_byte * sum(
-        profile.layers[layer].exchanged_bytes for chunk in chunks for layer in chunk.layers
-    )
+def closing_s(profile: Profile, chunks: Sequence[StageTemplate]) -> float:
+    """Return the seconds of a step after a stage's last pass, but for the reduction.
+
+    Its devices exchange what they share out, and update their parameters.
+    """
+    layers = [profile.layers[layer] for chunk in chunks for layer in chunk.layers]
+    updating_s = sum(layer.update_s for layer in layers) / chunks[0].num_devices
+    return profile.exchange_s_per_byte * sum(layer.exchanged_bytes for layer in layers) + updating_s
 
 
 def cut_seconds(network: NetworkProfile, output_bytes: int, *, same_node: bool) -> float:
@@ -181,6 +182,7 @@ class StageCosts:
         # The first stage exchanges nothing to its left, and the last one nothing to its right.
         self._messages = np.array([0, *(layer.message_bytes for layer in layers[:-1]), 0], dtype=np.float64)
         self._trained = prefix_sums([layer.trained_bytes for layer in layers])
+        self._updating = prefix_sums([layer.update_s for layer in layers])
         self._exchanged = prefix_sums([layer.exchanged_bytes for layer in layers])
         self._empty = np.tri(self.num_layers + 1, dtype=bool)
         self._cuts = {}
@@ -298,7 +300,7 @@ class StageCosts:
         # The chunks of a stage take turns on its devices, so their seconds add up.
         size = template.num_stages
         return Timing(
-            first_s=math.fsum(seconds) + self.exchange_s(template),
+            first_s=math.fsum(seconds) + self.closing_s(template),
             next_s=max(math.fsum(seconds[stage::size]) for stage in range(size)),
             # Whoever cuts chunks judges their memory by a timeline.
             most_microbatches=self.most_microbatches(template) if template.num_chunks == 1 else math.inf,
@@ -338,9 +340,9 @@ class StageCosts:
         shares = [float(sums[least - (least - self.num_layers) // size] - sums[least]) for least in range(len(layers))]
         return max(float(sums[-1]) / size, *shares)
 
-    def exchange_s(self, template: PipelineTemplate) -> float:
-        """Return the seconds of a step in which the devices of the largest stage exchange what they share out."""
-        return max(exchange_s(self.profile, template.chunks_of(stage)) for stage in range(template.num_stages))
+    def closing_s(self, template: PipelineTemplate) -> float:
+        """Return `closing_s` of the stage where it is the longest."""
+        return max(closing_s(self.profile, template.chunks_of(stage)) for stage in range(template.num_stages))
 
     def fits(self, template: PipelineTemplate, num_microbatches: int | None = None, *, more_copies: int = 0) -> bool:
         """Return whether every stage holds its state, its microbatches in flight, and more copies of gradients.
@@ -382,10 +384,12 @@ class StageCosts:
             nodes[stage.node_index] += int(self._trained[stage.stop_layer] - self._trained[stage.first_layer])
         return max(nodes)
 
-    def exchanges_s(self, stops: NDArray[np.int64]) -> Floats:
-        """Return what `exchange_s` would be for each of many cuts, [candidate, S + 1]."""
-        largest: Floats = self.profile.exchange_s_per_byte * np.diff(self._exchanged[stops], axis=1).max(axis=1)
-        return largest
+    def closings_s(self, template: PipelineTemplate, stops: NDArray[np.int64]) -> Floats:
+        """Return what `closing_s` would be for each of many cuts of the template, [candidate, S + 1]."""
+        exchanging_s = self.profile.exchange_s_per_byte * np.diff(self._exchanged[stops], axis=1)
+        counts = [stage.num_devices for stage in template.stages]
+        longest: Floats = (exchanging_s + np.diff(self._updating[stops], axis=1) / counts).max(axis=1)
+        return longest
 
     def most_reduced(self, template: PipelineTemplate, stops: NDArray[np.int64]) -> Floats:
         """Return what `reduced_bytes` would be for each of many cuts of the template, [candidate, S + 1]."""

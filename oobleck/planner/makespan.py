@@ -96,7 +96,7 @@ class PassTimes:
             hidden_s = np.minimum(reduce_s, plain[1].max(axis=0))
             saves = split_s + reduce_s <= (1 - LEAST_GAIN) * (plain_s + reduce_s - hidden_s)
             found = np.where(fits & saves, split_s, plain_s)
-        whole_s: Floats = found + self._costs.exchanges_s(stops)
+        whole_s: Floats = found + self._costs.closings_s(template, stops)
         return whole_s
 
     def _steps_s(self, passes: _Passes, num_microbatches: int, key: object) -> Floats:

@@ -32,7 +32,10 @@ def grouped(profile: Profile, settings: PlannerSettings, degree: int) -> tuple[P
         ),
         # The devices of a group share its layers, but each may hold the whole message: what models cut by tokens is
         # known to workers alone.
-        layers=tuple(replace(layer, message_bytes=degree * layer.message_bytes) for layer in layers),
+        layers=tuple(
+            replace(layer, message_bytes=degree * layer.message_bytes, update_s=layer.update_s / degree)
+            for layer in layers
+        ),
     ), replace(
         settings,
         devices_per_node=settings.devices_per_node // degree,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from oobleck.planner import PipelineTemplate, Profile, StageTemplate
-from oobleck.planner.costs import chunks_footprint, cut_seconds, exchange_s, stage_footprint
+from oobleck.planner.costs import chunks_footprint, closing_s, cut_seconds, stage_footprint
 from oobleck.planner.profiles import stage_more_s
 
 from .cost import StageCost
@@ -46,7 +46,7 @@ def stage_costs(
                 weight_activation_bytes=sum(part.kept_bytes for part in parts) if is_split else None,
                 send_forward_s=_send_s(profile, stages, index, index + 1),
                 send_backward_s=_send_s(profile, stages, index, index - 1),
-                reduce_s=reduce_s + exchange_s(profile, template.chunks_of(index)) if is_first_chunk else 0.0,
+                reduce_s=reduce_s + closing_s(profile, template.chunks_of(index)) if is_first_chunk else 0.0,
                 activation_bytes=held.activation_bytes,
                 static_bytes=static_bytes,
             )

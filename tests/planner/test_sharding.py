@@ -8,7 +8,7 @@ import pytest
 
 from oobleck.job import Sharding
 from oobleck.planner import Planner, PlannerSettings, StageTemplate
-from oobleck.planner.costs import exchange_s
+from oobleck.planner.costs import closing_s
 from oobleck.planner.sharding import with_exchanges
 from oobleck.schedule.forecast import forecast
 
@@ -74,7 +74,7 @@ def test_tokens_travel_to_experts_in_each_pass_and_their_weights_stay() -> None:
     assert found.layers[0].forward_s[1] == pytest.approx(1.0 + both_ways_s)
     assert found.layers[0].backward_s[1] == pytest.approx(2.0 + both_ways_s)
     stage = StageTemplate(first_layer=0, stop_layer=2, node_index=0)
-    assert exchange_s(found, [stage]) == pytest.approx(3 * PER_BYTE * 2 * 200)  # of 800 trained bytes, 600 are experts'
+    assert closing_s(found, [stage]) == pytest.approx(3 * PER_BYTE * 2 * 200)  # of 800 trained bytes, 600 are experts'
     short = replace(layer, forward_s={1: 1e-6}, backward_s={1: 2e-6}, expert_message_bytes=0)
     short = with_exchanges(replace(mixture, layers=(short,) * 2), D, "all").layers[0]
     gather_s = LATENCY + 400 * PER_BYTE

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from oobleck import __version__
 from oobleck.job import JobSpec
 
-_MEASURES = 4
-"""Raise it when profiles measure more, or otherwise. 4: all workers of a machine measure at the same time."""
+_MEASURES = 5
+"""Raise it when profiles measure more, or otherwise. 5: the updates of parameters."""
 
 
 def profile_key(

@@ -86,6 +86,8 @@ class LayerProfile:
     """Bytes kept from the forward to the backward pass of one microbatch."""
     output_bytes: int
     """Bytes sent to the next layer; a gradient of the same size comes back."""
+    update_s: float = 0.0
+    """Seconds of each step, after all microbatches, in which one device updates the layer's parameters."""
     split: SplitBackward | None = None
     """None if not measured."""
     copy_bytes: int = 0
@@ -126,6 +128,7 @@ class LayerProfile:
             )
         if any(set(each.more_s) != set(self.backward_s) for each in self.recomputed.values()):
             raise ConfigError(f"{where}: recomputed and backward_s must name the same device counts")
+        _check_number(f"{where}: update_s", self.update_s, most=_MAX_SECONDS)
         for field_name in (*_BYTES_KEYS, *_OPTIONAL_KEYS):
             _check_number(f"{where}: {field_name}", getattr(self, field_name), most=_MAX_BYTES)
         _check_number(f"{where}: frozen_bytes", self.frozen_bytes, most=self.param_bytes)
@@ -267,6 +270,7 @@ def with_speed(profile: Profile, speed: float) -> Profile:
             forward_s={count: seconds / speed for count, seconds in layer.forward_s.items()},
             backward_s={count: seconds / speed for count, seconds in layer.backward_s.items()},
             split=split,
+            update_s=layer.update_s / speed,
         ).with_recomputed(
             lambda each: replace(each, more_s={count: seconds / speed for count, seconds in each.more_s.items()})
         )
@@ -286,6 +290,7 @@ def in_one_layer(profile: Profile, *, name: str) -> Profile:
         optimizer_bytes=sum(layer.optimizer_bytes for layer in layers),
         activation_bytes=sum(layer.activation_bytes for layer in layers),
         output_bytes=0,
+        update_s=sum(layer.update_s for layer in layers),
         copy_bytes=sum(layer.copy_bytes for layer in layers),
         transient_bytes=max(layer.transient_bytes for layer in layers),
     )
@@ -304,7 +309,7 @@ def profile_to_json(profile: Profile) -> str:
                 **{key: getattr(layer, key) for key in _BYTES_KEYS},
                 **({} if layer.split is None else {"split": asdict(layer.split)}),
                 **({"recomputed": _recomputed_to(layer)} if layer.recomputed else {}),
-                **{key: value for key in _OPTIONAL_KEYS if (value := getattr(layer, key))},
+                **{key: value for key in ("update_s", *_OPTIONAL_KEYS) if (value := getattr(layer, key))},
             }
             for layer in profile.layers
         ],
@@ -359,7 +364,7 @@ def _read_layer(value: object, index: int) -> LayerProfile:
     table = JsonTable(value, f"layer {index}")
     if isinstance(name := table.items.get("name"), str):
         table.where = f"layer {index} ({name})"
-    table.check_keys(_LAYER_KEYS, optional=("split", "recomputed", *_OPTIONAL_KEYS))
+    table.check_keys(_LAYER_KEYS, optional=("split", "recomputed", "update_s", *_OPTIONAL_KEYS))
     return LayerProfile(
         name=table.text("name"),
         forward_s=_read_seconds(table.table("forward_s")),
@@ -367,6 +372,7 @@ def _read_layer(value: object, index: int) -> LayerProfile:
         **{key: table.integer(key) for key in _BYTES_KEYS},
         split=_read_split(table.table("split")) if "split" in table.items else None,
         recomputed=_read_recomputed(table.table("recomputed")) if "recomputed" in table.items else {},
+        update_s=table.number("update_s") if "update_s" in table.items else 0.0,
         **{key: _integer_or_0(table, key) for key in _OPTIONAL_KEYS},
     )
 

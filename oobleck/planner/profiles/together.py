@@ -31,6 +31,7 @@ def _typical_layer(layers: Sequence[LayerProfile]) -> LayerProfile:
         first,
         forward_s=_medians([layer.forward_s for layer in layers]),
         backward_s=_medians([layer.backward_s for layer in layers]),
+        update_s=median(layer.update_s for layer in layers),
         split=replace(
             splits[0],
             forward_s=median(split.forward_s for split in splits),

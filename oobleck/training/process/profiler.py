@@ -5,6 +5,7 @@ Each layer is measured alone, so that a model much larger than the device can be
 
 from __future__ import annotations
 
+import copy
 import itertools
 import platform
 import time
@@ -26,6 +27,7 @@ from oobleck.training import model as models
 from oobleck.training.assembly import Assembly
 from oobleck.training.data import Batch
 from oobleck.training.model import MicrobatchKey, ModelStructure, Precision, StageModel
+from oobleck.training.optim import Optimizer
 from oobleck.training.weight_gradients import WeightGradients
 
 from .allocated import Allocated
@@ -56,6 +58,7 @@ class _Cost:
     """Copies of weights that autocast makes once for all microbatches."""
     transient_bytes: int
     context_bytes: int = 0
+    update_s: float = 0.0
     recomputed: Mapping[str, Recomputed] = field(default_factory=dict)
 
 
@@ -83,6 +86,7 @@ def measure_profile(
     compiles: CompileMode | None = None,
     attention: str | None = None,
     splits: bool = False,
+    optimizer: Optimizer | None = None,
     state_tensors: int = 2,
     communication_bytes: int = 0,
     whole: Batch | None = None,
@@ -90,10 +94,10 @@ def measure_profile(
 ) -> Profile:
     """Measure all layers for microbatches of `microbatch_size` samples: the median of five runs after two to warm up.
 
-    With `splits`, also measure backward passes in two parts. `state_tensors` is the number of tensors that the
-    optimizer keeps for a parameter, each of the parameter's size; `communication_bytes` is what NCCL keeps on the
-    device; `whole` is a microbatch for a model that is kept whole. If `context_parallel` devices share each microbatch,
-    the profile is that of one of them, which measures no exchange.
+    With `splits`, also measure backward passes in two parts, and with an `optimizer` its updates. `state_tensors` is the
+    number of tensors that it keeps for a parameter, each of the parameter's size; `communication_bytes` is what NCCL
+    keeps on the device; `whole` is a microbatch for a model that is kept whole. If `context_parallel` devices share each
+    microbatch, the profile is that of one of them, which measures no exchange.
 
     The memory in use at any time is one layer with its gradients and activations. Changes the state of the device's
     generator.
@@ -126,7 +130,11 @@ def measure_profile(
         if kind not in measured:
             cost = _measure(stage, layer, batch, received, compiles=compiles is not None, splits=splits)
             cost = _with_levels(stage, layer, batch, received, cost, is_auto=recompute == "auto")
-            measured[kind] = replace(cost, context_bytes=_sent_bytes(stage, layer, batch, received, alone))
+            measured[kind] = replace(
+                cost,
+                context_bytes=_sent_bytes(stage, layer, batch, received, alone),
+                update_s=0.0 if optimizer is None else _update_s(stage, layer, optimizer),
+            )
         cost = measured[kind]
         output_bytes = 0 if layer == structure.num_layers - 1 else hidden_bytes
         if structure.flow is not None:
@@ -159,6 +167,7 @@ def _layer_profile(
         optimizer_bytes=trained * itemsize * state_tensors,
         activation_bytes=cost.activation_bytes,
         output_bytes=output_bytes,
+        update_s=cost.update_s,
         split=cost.split,
         recomputed=cost.recomputed,
         # Copies of gradients and messages in transit are counted on GPUs only.
@@ -189,6 +198,7 @@ def profile_of_job(assembly: Assembly, *, device_memory_bytes: int, owns_device:
         compiles=job.compiles,
         attention=job.attn_implementation,
         splits=job.may_split_backward,
+        optimizer=optimizer,
         state_tensors=optimizer.layout(device).num_tensors,
         communication_bytes=bytes_of_nccl(device, owns_device=owns_device),
         whole=assembly.train.largest_batch(job.microbatch_size) if structure.whole_loss is not None else None,
@@ -319,6 +329,27 @@ def _sent_bytes(stage: StageModel, layer: int, batch: Batch, received: Carried |
     stage.carry(batch, None if stage.is_first else received, num_items=max(1, batch.num_items), key=_KEY)
     stage.adopt(0, 0, {})
     return alone.sent_bytes - before
+
+
+@torch.no_grad()
+def _update_s(stage: StageModel, layer: int, optimizer: Optimizer) -> float:
+    """Measure what follows the passes of a step: a layer's gradients are copied, their norm taken, and applied."""
+    stage.adopt(layer, layer + 1, {})
+    stage.initialize([layer], seed=0)
+    trained = stage.trained_parameters
+    own = copy.copy(optimizer)  # the worker's own has no parameters before its first plan
+    own.adopt(stage.parameters)
+    gradients = [torch.randn_like(parameter) for parameter in trained.values()]
+    times = []
+    for _ in range(_NUM_WARMUPS + _NUM_RUNS if trained else 0):
+        start_s = _now_s(stage.device)
+        flat = torch.cat([gradient.view(-1) for gradient in gradients])
+        float(torch.linalg.vector_norm(flat))
+        pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
+        own.step(1, dict(zip(trained, pieces, strict=True)), 0.5)
+        times.append(_now_s(stage.device) - start_s)
+    stage.adopt(0, 0, {})
+    return median(times[_NUM_WARMUPS:]) if times else 0.0
 
 
 def _run_split(stage: StageModel, batch: Batch, received: Carried | None, put_off: WeightGradients) -> SplitBackward:
