@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from oobleck.job import Sharding
-from oobleck.planner import Planner, PlannerSettings, StageTemplate
+from oobleck.planner import Planner, PlannerSettings, Profile, StageTemplate
 from oobleck.planner.costs import closing_s
 from oobleck.planner.sharding import with_exchanges
 from oobleck.schedule.forecast import forecast
@@ -86,3 +86,22 @@ def test_frozen_experts_have_no_gradients_to_sum() -> None:
     layer = replace(profile().layers[0], frozen_bytes=600, expert_bytes=600)
     assert (layer.exchanged_bytes, layer.gathered_bytes) == (400, 400)
     assert replace(layer, frozen_bytes=100).exchanged_bytes == 300
+
+
+@pytest.mark.parametrize(("num_devices", "degree", "more_s"), [(1, 1, 1.0), (2, 1, 0.5), (D, D, 0.25)])
+def test_plans_and_timelines_know_the_updates_of_the_stage_with_most(
+    num_devices: int, degree: int, more_s: float
+) -> None:
+    """After all passes; devices that share a stage share its update, too."""
+    settings = PlannerSettings(num_microbatches=4, devices_per_node=num_devices, fault_threshold=0, num_pipelines=1)
+    plain = profile()
+    updating = replace(plain, layers=tuple(replace(layer, update_s=0.5) for layer in plain.layers))
+
+    def steps_s(of: Profile) -> tuple[float, float, float]:
+        planner = Planner(of, settings, tensor_parallel=degree)
+        decision = planner.initial_plan(["node0"])
+        costs = planner.template_step_s(1, 4)
+        return decision.predicted_step_s, forecast(planner.profile, decision.plan).step_s, costs
+
+    for with_s, without_s in zip(steps_s(updating), steps_s(plain), strict=True):
+        assert with_s - without_s == pytest.approx(more_s)

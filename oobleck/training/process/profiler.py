@@ -94,10 +94,10 @@ def measure_profile(
 ) -> Profile:
     """Measure all layers for microbatches of `microbatch_size` samples: the median of five runs after two to warm up.
 
-    With `splits`, also measure backward passes in two parts, and with an `optimizer` its updates. `state_tensors` is the
-    number of tensors that it keeps for a parameter, each of the parameter's size; `communication_bytes` is what NCCL
-    keeps on the device; `whole` is a microbatch for a model that is kept whole. If `context_parallel` devices share each
-    microbatch, the profile is that of one of them, which measures no exchange.
+    With `splits`, measure backward passes in two parts as well; with an `optimizer`, its updates. `state_tensors` is
+    the number of tensors that it keeps for a parameter, each of the parameter's size; `communication_bytes` is what
+    NCCL keeps on the device; `whole` is a microbatch for a model that is kept whole. Where `context_parallel` devices
+    share a microbatch, the profile is that of one of them, which measures no exchange.
 
     The memory in use at any time is one layer with its gradients and activations. Changes the state of the device's
     generator.

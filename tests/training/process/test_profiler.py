@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oobleck.job import DataSpec, JobSpec, ModelSpec
+from oobleck.job import DataSpec, JobSpec, LoraSpec, ModelSpec
 from oobleck.planner import Profile, profile_from_json, profile_to_json
 from oobleck.training.assembly import assemble
 from oobleck.training.model.structure import ModelStructure
@@ -210,3 +210,19 @@ def test_the_profile_of_devices_that_share_samples_is_that_of_one_of_them(tmp_pa
         # Half of 16 tokens' queries, outputs (32 numbers each), keys and values (16 each), in float32.
         assert (own.context_bytes, other.context_bytes) == (2 * 16 * (32 + 32 + 16 + 16) * 4 // 2, 0)
     assert [layer.context_bytes for layer in (part.layers[0], part.layers[-1])] == [0, 0]
+
+
+def test_the_update_of_a_layer_is_measured_with_the_jobs_optimizer(tmp_path: Path):
+    """Frozen layers have none, and the optimizer knows nothing of it afterwards."""
+    job = JobSpec(
+        model=ModelSpec(type="gpt2", config={"n_embd": 64, "n_layer": 2, "n_head": 2}),
+        data=DataSpec(sequence_length=32, vocab_size=2000, max_bytes=100_000),
+    )
+    assembly = assemble(job, cache_dir=tmp_path)
+    layers = profile_of_job(assembly, device_memory_bytes=1 << 30).layers
+    assert all(0 < layer.update_s < 1 for layer in layers)
+    with pytest.raises(KeyError):
+        assembly.optimizer.named_state([assembly.structure.layer_parameters(0)[0]])
+    adapted = replace(job, model=replace(job.model, lora=LoraSpec(r=2)))
+    layers = profile_of_job(assemble(adapted, cache_dir=tmp_path), device_memory_bytes=1 << 30).layers
+    assert (layers[0].update_s, layers[1].update_s > 0) == (0.0, True)
