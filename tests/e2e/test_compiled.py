@@ -20,7 +20,7 @@ MIXTRAL = LLAMA.replace("type: llama", "type: mixtral, num_local_experts: 4")
 @pytest.mark.parametrize(
     ("head", "settings"),
     [
-        (LLAMA, ("tensor_parallel=2",)),
+        (LLAMA.replace("num_key_value_heads: 1", "num_key_value_heads: 2"), ("tensor_parallel=2",)),
         (LLAMA, ("sharding=optimizer", "sharding_devices=2")),
         (LLAMA, ("sharding=gradients", "sharding_devices=2", "recompute=all")),
         (LLAMA, ("sharding=all", "sharding_devices=2")),
