@@ -6,7 +6,8 @@ wanted ── a worker is ready ──> looked up ── found ─────�
                                              └── one that measures is lost ────┘
 
 Workers of one machine share its memory, its caches and its clock, so a pass takes longer while all compute than where
-one does alone. A machine's workers therefore measure at the same time, as they will train.
+one does alone. A machine's workers therefore measure at the same time, as they will train. Where torch compiles, one of
+them does so before, for all.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class _Wanted:
     num_devices: int
     is_unmeasured: bool = False
     """No earlier run has left it, and no worker is asked to measure it."""
+    is_compiled: bool = False
+    """Where torch compiles, one worker has measured before the others of its machine, which use what it compiled."""
     asked: set[WorkerId] = field(default_factory=set)
     """The workers that measure it."""
     measured: dict[WorkerId, Profile] = field(default_factory=dict)
@@ -160,7 +163,13 @@ class Preparation:
             raise PeerError("sent a profile that it was not asked for")
         wanted.measured[worker_id] = profile_from_json(message.profile_json, source="measured profile")
         wanted.asked.remove(worker_id)
-        if not wanted.asked:
+        if wanted.asked:
+            return
+        if not wanted.is_compiled:
+            wanted.is_compiled = wanted.is_unmeasured = True
+            wanted.measured.clear()
+            self._have_measured(turn)
+        else:
             profile = typical_profile([measured for _, measured in sorted(wanted.measured.items())])
             self._know(kind, profile)
             turn.do((Store(key=wanted.key, value_json=profile_to_json(profile)),))
@@ -239,6 +248,10 @@ class Preparation:
         for wanted in self._wanted.values():
             there = self._workers_beside_first(wanted) if wanted.is_unmeasured else []
             if there:
+                if self._job.compile and not wanted.is_compiled and len(there) > 1:
+                    there = there[:1]
+                else:
+                    wanted.is_compiled = True
                 wanted.is_unmeasured, wanted.asked = False, set(there)
                 turn.record(MeasurementBegun(t_s=turn.now_s, what=Measured.LAYERS, workers=tuple(there)))
                 self._ask(turn, there)

@@ -182,6 +182,27 @@ def test_the_profile_has_the_median_times_of_those_who_measured_and_the_least_me
     assert profile_from_json(stored.value_json) == expected
 
 
+def test_one_worker_compiles_before_all_of_its_machine_measure():
+    """They find what it has compiled; what it took meanwhile does not count."""
+    bench = Bench(Shape(num_nodes=1, devices=2), job=replace(Shape().job, compile=True))
+    bench.up("n0")
+    for device in range(2):
+        bench.say("n0", ready(device=device))
+    profile_json = profile_to_json(Shape().profile)
+    slow_json = profile_to_json(with_speed(Shape().profile, 0.5))
+    assert asked(bench.feed(ProfileFound(profile_json=None, kind=bench.nodes[0].kind))) == ["n0"]
+    commands = bench.say("n0", Profiled(device=0, profile_json=slow_json))
+    assert asked(commands) == ["n0"] * 2
+    assert not [command for command in commands if isinstance(command, Store)]
+    bench.say("n0", Profiled(device=1, profile_json=profile_json))
+    (stored,) = (
+        command
+        for command in bench.say("n0", Profiled(device=0, profile_json=profile_json))
+        if isinstance(command, Store)
+    )
+    assert stored.value_json == profile_json
+
+
 def test_workers_on_other_numbers_of_a_machine_have_other_profiles():
     def key(*hosts: str) -> str:
         nodes = tuple(NodeSpec(name=f"n{index}", host=host) for index, host in enumerate(hosts))
