@@ -78,7 +78,8 @@ def save_files(step: int, directory: str | os.PathLike[str], *, disk_every: int 
     The files may be on each node's own disk or in its memory, or on a shared disk. When this returns, they are saved as
     `save` saves a state, with copies on other nodes, and may be removed. O(size).
 
-    Raises UsageError for links, and for a file that is another one on another node, and OSError.
+    Raises UsageError for what it cannot save (links, pipes), a file that changes meanwhile, and one that is another one
+    on another node, and OSError: on all ranks alike.
     """
     interface.check_step(_SAVE, step, disk_every)
     root = Path(directory)
