@@ -161,8 +161,8 @@ def _own_files(peers: Peers, root: Path, listing: _Listing) -> list[_Seen]:
     """Return the files that this rank saves. Raises UsageError and OSError, on all ranks alike."""
     listings = [decode_json(_Listing, text) for text in peers.gather(encode_json(listing))]
     viewers: dict[str, dict[tuple[int, int, int], list[int]]] = {}
-    for rank, each in enumerate(listings):
-        for file in each.files:
+    for rank, seen in enumerate(listings):
+        for file in seen.files:
             viewers.setdefault(file.path, {}).setdefault(file.identity, []).append(rank)
     several = {path: each for path, each in viewers.items() if len(each) > 1}
     with _agreed(peers, _SAVE):
