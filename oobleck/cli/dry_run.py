@@ -7,6 +7,7 @@ model's shape and a data sheet. The sizes of layers are the model's own in eithe
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,8 @@ from oobleck.control.scaling import first_target
 from oobleck.control.training import check_possible, choose_sharding, fixed_schedule, planner_for
 from oobleck.errors import ConfigError, UsageError, UserError
 from oobleck.host.machine import this_machine
-from oobleck.host.places import place_of
+from oobleck.host.places import is_url, place_of
+from oobleck.host.user_path import expand_user
 from oobleck.job import DEFAULT_KIND, JobSpec, NodeSpec
 from oobleck.planner import KNOWN_DEVICES, LayerProfile, NodeKind, Profile, profile_from_json
 from oobleck.planner.profiles import (
@@ -101,16 +103,32 @@ def dry_run(
 
 def _check_base_dir(base_dir: Path) -> None:
     """Raise ConfigError unless a run could make its directory there."""
-    there = next(path for path in (base_dir.absolute(), *base_dir.absolute().parents) if os.path.lexists(path))
+    if problem := _why_not_made(base_dir):
+        raise ConfigError(f"base directory {base_dir}: {problem}; name another by --base-dir")
+
+
+def _why_not_made(directory: Path) -> str | None:
+    """Return why a directory that may not exist yet cannot be made and written to; None if it can be."""
+    there = next(path for path in (directory.absolute(), *directory.absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
-        raise ConfigError(f"base directory {base_dir}: {there} is not a directory")
+        return f"{there} is not a directory"
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"base directory {base_dir}: you may not write in {there}; name another by --base-dir")
+        return f"you may not write in {there}"
+    try:
+        # Some file systems, such as /proc, say that all may write, and have nobody do it.
+        os.rmdir(tempfile.mkdtemp(prefix=".oobleck-", dir=there))
+    except OSError as error:
+        return f"nothing can be written in {there} ({error.strerror})"
+    return None
 
 
 def _check_paths(job: JobSpec, resume: str) -> None:
-    """Raise ConfigError for files or a checkpoint that this machine does not have."""
+    """Raise ConfigError for files, a checkpoint, or a place for checkpoints that this machine does not have."""
     check_local_files(job.data, job.checkpoint)
+    directory = job.checkpoint.directory
+    is_here = job.checkpoint.enabled and directory is not None and not is_url(directory)
+    if is_here and directory is not None and (problem := _why_not_made(expand_user(directory))):
+        raise ConfigError(f"checkpoint.directory: {directory}: {problem}; name another one")
     if resume not in ("auto", "never") and not _holds_checkpoint(place_of(resume, "--resume")):
         raise ConfigError(f"--resume {resume}: there is no checkpoint that can be used")
 

@@ -229,6 +229,16 @@ def test_what_a_run_would_refuse_is_refused_by_a_dry_run(tmp_path, capsys, argum
     assert not (tmp_path / "base").exists()
 
 
+def test_a_directory_for_checkpoints_that_cannot_be_written_to_is_refused_by_name(tmp_path, capsys):
+    """All may write in /proc, as it says itself, and nobody can."""
+    job = tmp_path / "job.yaml"
+    job.write_text("model: {type: gpt2, n_embd: 8, n_layer: 1, n_head: 1}\ncheckpoint: {directory: /proc/x}\n")
+    assert dry_run(tmp_path / "base", "--local", 2, "--job", job) == ExitCode.CONFIG
+    said = capsys.readouterr().err
+    assert "checkpoint.directory: /proc/x: nothing can be written in /proc" in said
+    assert "name another one" in said
+
+
 def test_a_base_directory_that_cannot_be_is_refused(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert dry_run(tmp_path / "file" / "deep", "--local", 2) == ExitCode.CONFIG

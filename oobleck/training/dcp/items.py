@@ -46,10 +46,5 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    parts: tuple[PartItems, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Wants:
     wants: tuple[Want, ...]

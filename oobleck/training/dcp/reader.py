@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 from typing import Any
@@ -14,13 +13,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from oobleck.errors import CorruptCheckpoint, PeerError, UsageError
-from oobleck.storage.scripts import TREE
+from oobleck.errors import CorruptCheckpoint, UsageError
 from oobleck.training import flash
 from oobleck.training.tensor_bytes import as_tensor
 from oobleck.wire import decode_json, encode_json
 
-from .items import DTYPES, Item, PartItems, Served, Want, Wants
+from .items import DTYPES, Item, PartItems, Want, Wants
 
 
 class Reader(StorageReader):
@@ -37,10 +35,9 @@ class Reader(StorageReader):
         self._items: dict[int, dict[str, Item]] = {}
         if found is None:
             return
-        served = Served(parts=tuple(_items_of(saver, found.parts[saver].read()) for saver in found.served))
-        for text in found.peers.gather(encode_json(served)):
-            for part in decode_json(Served, text).parts:
-                self._items[part.saver] = {item.entry: item for item in part.items}
+        for text in found.texts("oobleck.dcp.Reader"):
+            part = decode_json(PartItems, text)
+            self._items[part.saver] = {item.entry: item for item in part.items}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing: the reader has chosen its state."""
@@ -120,16 +117,6 @@ class Reader(StorageReader):
         assert self._found is not None
         tensor = as_tensor(*self._found.parts[want.saver].read()[want.entry])
         return tensor[tuple(slice(start, start + size) for start, size in zip(want.offsets, want.sizes, strict=True))]
-
-
-def _items_of(saver: int, tensors: flash.Tensors) -> PartItems:
-    try:
-        return decode_json(PartItems, json.loads(bytes(tensors[TREE][1])))
-    except (KeyError, TypeError, ValueError, PeerError) as error:
-        raise UsageError(
-            f"oobleck.dcp.Reader: rank {saver}'s part of the newest state is not one of oobleck.dcp.Writer: load it by "
-            "oobleck.checkpoint.load"
-        ) from error
 
 
 def _fill(item: ReadItem, box: torch.Tensor, planner: LoadPlanner) -> None:

@@ -7,7 +7,6 @@ Elsewhere each save is written to disk before it returns.
 from __future__ import annotations
 
 from oobleck.errors import BadStep
-from oobleck.storage.scripts import Tensors
 
 from .files import load_files, save_files
 from .interface import find_newest, load, place, save, save_flat
@@ -17,7 +16,6 @@ from .tensors import Flat
 __all__ = [
     "BadStep",
     "Flat",
-    "Tensors",
     "find_newest",
     "load",
     "load_files",

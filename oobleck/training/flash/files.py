@@ -6,21 +6,22 @@ see: each file is saved by one of the ranks that see it, and laid out by one ran
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import torch
 
-from oobleck.errors import CorruptCheckpoint, PeerError, UsageError
+from oobleck.errors import CorruptCheckpoint, UsageError
+from oobleck.host.writing import naming
 from oobleck.storage import scripts
-from oobleck.training import attempts
 from oobleck.training.tensor_bytes import as_tensor
 from oobleck.wire import decode_json, encode_json
 
@@ -28,6 +29,7 @@ from . import interface
 from .loader import Found, Peers
 from .tensors import Flat
 
+_SAVE, _LOAD = "oobleck.checkpoint.save_files", "oobleck.checkpoint.load_files"
 _ENTRY = "files"
 _MARK = ".oobleck-files"
 """Is in each directory that `load_files` has laid out."""
@@ -38,20 +40,17 @@ _LEAST_ROOM = 1 << 16
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
     path: str
-    """Within the directory."""
+    """Within the directory; that of an empty directory ends with a slash."""
     offset: int
     size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _PartFiles:
+class PartFiles:
+    """What a rank's part says of its files."""
+
     saver: int
     files: tuple[_File, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Served:
-    parts: tuple[_PartFiles, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +63,13 @@ class _Seen:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Listing:
     files: tuple[_Seen, ...]
-    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Problem:
+    message: str
+    errno: int
+    """0 unless the system has raised it."""
 
 
 def save_files(step: int, directory: str | os.PathLike[str], *, disk_every: int = 100) -> None:
@@ -73,28 +78,23 @@ def save_files(step: int, directory: str | os.PathLike[str], *, disk_every: int 
     The files may be on each node's own disk or in its memory, or on a shared disk. When this returns, they are saved as
     `save` saves a state, with copies on other nodes, and may be removed. O(size).
 
-    Raises UsageError for links, and for a file that is another one on another node, and OSError.
+    Raises UsageError for what it cannot save (links, pipes), a file that changes meanwhile, and one that is another one
+    on another node, and OSError: on all ranks alike.
     """
+    interface.check_step(_SAVE, step, disk_every)
     root = Path(directory)
-    attempts.check_attempt()
-    rank, world_size = interface.place()
-    peers = Peers(rank, world_size)
+    peers = interface.all_ranks(_SAVE)
     peers.gather(b"")  # only now have all ranks written theirs
-    mine = _own_files(peers, root)
+    with _agreed(peers, _SAVE):
+        listing = _Listing(files=tuple(sorted(_seen(root), key=lambda file: file.path)))
+    mine = _own_files(peers, root, listing)
+    with _agreed(peers, _SAVE):
+        files, data = _read(root, mine)
     peers.close()
-    flat, files, offset = Flat(), [], 0
-    data = bytearray(_room_for(sum(size for _, size in mine)))
-    for path, size in mine:
-        with (root / path).open("rb") as file:
-            num_read = file.readinto(memoryview(data)[offset : offset + size])
-        if num_read != size:
-            raise UsageError(f"oobleck.checkpoint.save_files: {root / path} was changed while it was read")
-        files.append(_File(path=path, offset=offset, size=size))
-        offset += size
     # Each rank's part is a piece that no other rank has.
-    flat.shardings = (scripts.Sharding(device="cpu", mesh=(world_size,), names=(), cut=(0,)),)
+    flat = Flat(shardings=(scripts.Sharding(device="cpu", mesh=(peers.world_size,), names=(), cut=(0,)),))
     flat.tensors[_ENTRY] = torch.frombuffer(data, dtype=torch.uint8)
-    flat.tree = encode_json(_PartFiles(saver=rank, files=tuple(files))).decode()
+    flat.tree = encode_json(PartFiles(saver=peers.rank, files=files)).decode()
     interface.save_flat(step, flat, disk_every=disk_every)
 
 
@@ -106,93 +106,158 @@ def load_files(directory: str | os.PathLike[str]) -> int | None:
 
     Raises UsageError if anything else is there, or the newest state has no files, and as `load` does.
     """
-    root = Path(directory)
-    if root.exists() and not (root / _MARK).exists() and (not root.is_dir() or any(root.iterdir())):
-        raise UsageError(
-            f"oobleck.checkpoint.load_files: {root} is there, and is none of its own; name another directory"
-        )
+    peers = interface.all_ranks(_LOAD)
+    with _agreed(peers, _LOAD):
+        root = Path(directory).resolve()
+        if root.exists() and not (root / _MARK).exists() and (not root.is_dir() or any(root.iterdir())):
+            raise UsageError(f"{root} is there, and is none of its own; name another directory")
+    peers.close()
     found = interface.find_newest()
     if found is None:
         return None
-    parts = _listed(found)
-    writers = _writers(found.peers, root)
+    parts = sorted((_part_of(text) for text in found.texts(_LOAD)), key=lambda part: part.saver)
     new = root.with_name(f".{root.name}.new")
-    is_writer = found.peers.rank in writers
-    if is_writer:
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir(parents=True)
-    for saver, files in sorted(parts.items()):
-        for file in files:
-            _exchange(found, saver, file, writers, new)
-    if is_writer:
-        (new / _MARK).touch()
-        shutil.rmtree(root, ignore_errors=True)
-        os.replace(new, root)
+    writers = _writers(found.peers, root)
+    problem: OSError | None = None
+    with _agreed(found.peers, _LOAD):
+        if found.peers.rank in writers:
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir(parents=True)
+    for part in parts:
+        for file in part.files:
+            # A rank whose disk is full goes on to receive, so that no other one waits for it.
+            problem = _exchange(found, part.saver, file, writers, None if problem else new) or problem
+    with _agreed(found.peers, _LOAD):
+        if found.peers.rank in writers:
+            _take_place(new, root, problem)
     found.close()
     return found.chosen.note.step
+
+
+@contextmanager
+def _agreed(peers: Peers, call: str) -> Iterator[None]:
+    """Raise on all ranks, which leave this together and close their peers, what any of them raises in here."""
+    mine: _Problem | None = None
+    try:
+        yield
+    except (UsageError, OSError) as error:
+        mine = _Problem(
+            message=str(error).encode(errors="backslashreplace").decode(), errno=getattr(error, "errno", None) or 0
+        )
+    answers = peers.gather(encode_json(mine) if mine else b"")
+    problem = next((decode_json(_Problem, answer) for answer in answers if answer), None)
+    if problem is None:
+        return
+    peers.close()
+    if problem.errno:
+        raise OSError(problem.errno, f"{call}: {problem.message}")
+    raise UsageError(f"{call}: {problem.message}")
 
 
 # --- which files a rank saves ----------------------------------------------------------------------------------------
 
 
-def _own_files(peers: Peers, root: Path) -> list[tuple[str, int]]:
-    """Return the files that this rank saves, with their sizes. Raises UsageError, on all ranks alike."""
-    try:
-        mine = _Listing(files=tuple(sorted(_seen(root), key=lambda file: file.path)))
-    except (UsageError, OSError) as error:
-        mine = _Listing(files=(), problem=str(error))
-    listings = [decode_json(_Listing, text) for text in peers.gather(encode_json(mine))]
-    if problem := next((each.problem for each in listings if each.problem), ""):
-        raise UsageError(f"oobleck.checkpoint.save_files: {problem}")
+def _own_files(peers: Peers, root: Path, listing: _Listing) -> list[_Seen]:
+    """Return the files that this rank saves. Raises UsageError and OSError, on all ranks alike."""
+    listings = [decode_json(_Listing, text) for text in peers.gather(encode_json(listing))]
     viewers: dict[str, dict[tuple[int, int, int], list[int]]] = {}
-    for rank, listing in enumerate(listings):
-        for file in listing.files:
+    for rank, seen in enumerate(listings):
+        for file in seen.files:
             viewers.setdefault(file.path, {}).setdefault(file.identity, []).append(rank)
-    if not viewers:
-        raise UsageError(f"oobleck.checkpoint.save_files: there is no file in {root}, on any rank")
-    _compare(peers, root, {path: each for path, each in viewers.items() if len(each) > 1})
+    several = {path: each for path, each in viewers.items() if len(each) > 1}
+    with _agreed(peers, _SAVE):
+        if not viewers:
+            raise UsageError(f"there is no file in {root}, on any rank")
+        _check_parents(viewers)
+        sums = {
+            path: _crc32(root / path)
+            for path, identities in several.items()
+            if any(ranks[0] == peers.rank for ranks in identities.values())
+        }
+    with _agreed(peers, _SAVE):
+        _compare([json.loads(text) for text in peers.gather(json.dumps(sums).encode())], several)
     owned = []
     for index, (path, each) in enumerate(sorted(viewers.items())):
-        (_, size, _), ranks = next(iter(each.items()))
+        identity, ranks = next(iter(each.items()))
         if ranks[index % len(ranks)] == peers.rank:
-            owned.append((path, size))
+            owned.append(_Seen(path=path, identity=identity))
     return owned
 
 
 def _seen(root: Path) -> Iterator[_Seen]:
     if not root.is_dir():
         return  # another node's ranks may have written all
-    for place, directories, names in os.walk(root):
+    for place, directories, names in os.walk(root, onerror=_raise):
         for name in (*directories, *names):
             path = Path(place, name)
             if path.is_symlink():
                 raise UsageError(f"{path} is a link; save the directory with the files themselves")
+            if not path.is_dir() and not path.is_file():
+                raise UsageError(f"{path} is neither a file nor a directory; remove it, or save another directory")
+        if not directories and not names and Path(place) != root:
+            yield _Seen(path=_within(Path(place), root) + "/", identity=(0, 0, 0))
         for name in names:
             path = Path(place, name)
-            stat = path.stat()
-            relative = path.relative_to(root).as_posix()
-            if relative != _MARK:
-                yield _Seen(path=relative, identity=(stat.st_ino, stat.st_size, stat.st_mtime_ns))
+            if (relative := _within(path, root)) != _MARK:
+                yield _Seen(path=relative, identity=_identity(path.stat()))
 
 
-def _compare(peers: Peers, root: Path, several: Mapping[str, Mapping[tuple[int, int, int], Sequence[int]]]) -> None:
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _within(path: Path, root: Path) -> str:
+    relative = path.relative_to(root).as_posix()
+    try:
+        relative.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{str(path)!a} has a name that is not UTF-8; rename it") from error
+    return relative
+
+
+def _identity(stat: os.stat_result) -> tuple[int, int, int]:
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _check_parents(paths: Iterable[str]) -> None:
+    """Raise UsageError where a path lies below one that is a file elsewhere."""
+    files = {path for path in paths if not path.endswith("/")}
+    for path in sorted(paths):
+        above = {path.rstrip("/")} - {path} | {each.as_posix() for each in PurePosixPath(path).parents}
+        for file in sorted(above & files):
+            raise UsageError(
+                f"{file} is a file where one rank runs and a directory where another runs; give them names of their own"
+            )
+
+
+def _compare(
+    sums: Sequence[Mapping[str, list[int]]], several: Mapping[str, Mapping[tuple[int, int, int], Sequence[int]]]
+) -> None:
     """See that files of one name are the same on all nodes. Raises UsageError, on all ranks alike."""
-    if not several:
-        return
-    sums = {
-        path: _crc32(root / path)
-        for path, identities in several.items()
-        if any(ranks[0] == peers.rank for ranks in identities.values())
-    }
-    all_sums = [json.loads(text) for text in peers.gather(json.dumps(sums).encode())]
     for path, identities in sorted(several.items()):
         first, *others = (ranks[0] for ranks in identities.values())
         for other in others:
-            if all_sums[other][path] != all_sums[first][path]:
+            if sums[other][path] != sums[first][path]:
                 raise UsageError(
-                    f"oobleck.checkpoint.save_files: {path} is one file where rank {first} runs and another one where "
-                    f"rank {other} runs; give them names of their own"
+                    f"{path} is one file where rank {first} runs and another one where rank {other} runs; give them "
+                    "names of their own"
                 )
+
+
+def _read(root: Path, seen: Sequence[_Seen]) -> tuple[tuple[_File, ...], bytearray]:
+    """Read these files, one after the other. Raises UsageError for one that is changed meanwhile, and OSError."""
+    files, offset = [], 0
+    data = bytearray(_room_for(sum(file.identity[1] for file in seen)))
+    for file in seen:
+        path, size = root / file.path, file.identity[1]
+        if not file.path.endswith("/"):
+            with path.open("rb") as opened:
+                num_read = opened.readinto(memoryview(data)[offset : offset + size])
+                if num_read != size or _identity(os.fstat(opened.fileno())) != file.identity:
+                    raise UsageError(f"{path} was changed while it was read; save once all ranks have written theirs")
+        files.append(_File(path=file.path, offset=offset, size=size))
+        offset += size
+    return tuple(files), data
 
 
 def _crc32(path: Path) -> list[int]:
@@ -213,55 +278,37 @@ def _room_for(num_bytes: int) -> int:
 
 
 def _writers(peers: Peers, root: Path) -> list[int]:
-    """Return the lowest rank of those that see each directory."""
+    """Return the lowest rank of those that see each directory. Raises OSError, on all ranks alike."""
     token = peers.gather(secrets.token_hex(8).encode())[0].decode()
-    root.parent.mkdir(parents=True, exist_ok=True)
     probe = root.with_name(f".{root.name}.{token}.{peers.rank}")
-    probe.touch()
-    peers.gather(b"")
-    seen = [int(path.name.rpartition(".")[2]) for path in root.parent.glob(f".{root.name}.{token}.*")]
+    with _agreed(peers, _LOAD):
+        root.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+    with _agreed(peers, _LOAD):
+        seen = [int(path.name.rpartition(".")[2]) for path in root.parent.glob(f".{glob.escape(root.name)}.{token}.*")]
     leaders = [int(text) for text in peers.gather(str(min(seen)).encode())]
     with suppress(OSError):
         probe.unlink()
     return sorted(set(leaders))
 
 
-def _listed(found: Found) -> dict[int, tuple[_File, ...]]:
-    """Return the files of each rank's part. Raises UsageError and CorruptCheckpoint."""
-    served = _Served(parts=tuple(_files_of(saver, found.parts[saver].read()) for saver in found.served))
-    parts = {}
-    for text in found.peers.gather(encode_json(served)):
-        for part in decode_json(_Served, text).parts:
-            parts[part.saver] = part.files
-    return parts
-
-
-def _files_of(saver: int, tensors: scripts.Tensors) -> _PartFiles:
-    try:
-        part = decode_json(_PartFiles, json.loads(bytes(tensors[scripts.TREE][1])))
-    except (KeyError, TypeError, ValueError, PeerError) as error:
-        raise UsageError(
-            f"oobleck.checkpoint.load_files: rank {saver}'s part of the newest state was not saved by save_files: "
-            "load it as it was saved"
-        ) from error
+def _part_of(text: str) -> PartFiles:
+    part = decode_json(PartFiles, text)
     for file in part.files:
         if PurePosixPath(file.path).is_absolute() or ".." in PurePosixPath(file.path).parts:
             raise CorruptCheckpoint(f"a saved file with the path {file.path!r}")
     return part
 
 
-def _exchange(found: Found, saver: int, file: _File, writers: Sequence[int], new: Path) -> None:
-    """Have all writers write a file of a part. All ranks call this, in the same order."""
+def _exchange(found: Found, saver: int, file: _File, writers: Sequence[int], new: Path | None) -> OSError | None:
+    """Have all writers write a file of a part below `new`; return what went wrong. All ranks call this, in order."""
     rank, server = found.peers.rank, found.servers[saver]
     if rank != server and rank not in writers:
-        return
-    target = new / file.path
+        return None
     data = torch.empty(0, dtype=torch.uint8)
     if rank == server:
         data = as_tensor(*found.parts[saver].read()[_ENTRY])[file.offset : file.offset + file.size]
-    if rank in writers:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.touch()
+    target = _Target(new / file.path if new is not None and rank in writers else None, file)
     for start in range(0, file.size, _CHUNK_BYTES):
         num_bytes = min(_CHUNK_BYTES, file.size - start)
         requests = []
@@ -271,8 +318,48 @@ def _exchange(found: Found, saver: int, file: _File, writers: Sequence[int], new
         else:
             chunk = torch.empty(num_bytes, dtype=torch.uint8)
             found.peers.receive(chunk, server)
-        if rank in writers:
-            with target.open("ab") as to:
-                to.write(chunk.numpy().data)
+        target.add(chunk.numpy().data)
         for request in requests:
             request.wait()
+    return target.problem
+
+
+class _Target:
+    """A file as it is written, until something goes wrong."""
+
+    def __init__(self, path: Path | None, file: _File) -> None:
+        """Write nothing without a path."""
+        self._path = path
+        self.problem: OSError | None = None
+        with self._kept():
+            if path is not None and file.path.endswith("/"):
+                path.mkdir(parents=True, exist_ok=True)
+            elif path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch()
+
+    def add(self, data: memoryview) -> None:
+        with self._kept():
+            if self._path is not None and self.problem is None:
+                with naming(self._path), self._path.open("ab") as to:
+                    to.write(data)
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.problem = error
+
+
+def _take_place(new: Path, root: Path, problem: OSError | None) -> None:
+    """Give a directory its name, in which all went well. Raises OSError, and removes it, if something did not."""
+    try:
+        if problem is not None:
+            raise problem
+        (new / _MARK).touch()
+        shutil.rmtree(root, ignore_errors=True)
+        new.replace(root)
+    except OSError:
+        shutil.rmtree(new, ignore_errors=True)
+        raise

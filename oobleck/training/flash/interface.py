@@ -185,16 +185,10 @@ def find_newest() -> Found | None:
 
 def _begin_load() -> tuple[Loader, Callable[[], None]]:
     """Return a loader of what this rank can read, and what says afterwards which parts are not used."""
-    attempts.check_attempt()
     this = _this()
-    rank, world_size = place()
-    if world_size > 1 and not dist.is_initialized():
-        raise UsageError(
-            "oobleck.checkpoint.load: call it after torch.distributed.init_process_group(), for all ranks load the same"
-        )
+    peers = all_ranks("oobleck.checkpoint.load")
     problems: list[str] = []
     parts = this.parts(report=problems.append)
-    peers = Peers(rank, world_size)
     this.settle_start(peers, parts)
 
     def report() -> None:
@@ -255,7 +249,7 @@ def save(
     ranks BadStep for a bad step, which is not saved. A script that catches it may skip the step: `load` returns the
     state before.
     """
-    _check_step(step, disk_every)
+    check_step("oobleck.checkpoint.save", step, disk_every)
     this = _begin_save()
     if on_bad_step is not None:
         if on_bad_step not in ("redo", "stop") or loss is None:
@@ -269,7 +263,7 @@ def save(
 
 def save_flat(step: int, flat: Flat, *, disk_every: int = _DISK_EVERY) -> None:
     """Save what a rank has of a state, as `save` does."""
-    _check_step(step, disk_every)
+    check_step("oobleck.checkpoint.save", step, disk_every)
     _save(_begin_save(), step, flat, loss=None, disk_every=disk_every)
 
 
@@ -288,11 +282,21 @@ def _save(this: _Process, step: int, flat: Flat, *, loss: float | None, disk_eve
     attempts.note_saved()
 
 
-def _check_step(step: int, disk_every: int) -> None:
+def check_step(call: str, step: int, disk_every: int) -> None:
+    """Raise UsageError, which names the call, unless both are numbers that a save takes."""
     if type(step) is not int or step < 0:
-        raise UsageError(f"oobleck.checkpoint.save: step {step!r} is not a whole number from 0")
-    if disk_every < 1:
-        raise UsageError(f"oobleck.checkpoint.save: disk_every={disk_every}; it must be at least 1")
+        raise UsageError(f"{call}: step {step!r} is not a whole number from 0")
+    if type(disk_every) is not int or disk_every < 1:
+        raise UsageError(f"{call}: disk_every={disk_every!r}; it must be a whole number from 1")
+
+
+def all_ranks(call: str) -> Peers:
+    """Return all ranks, which make this call together. Raises UsageError that names it, and Interrupted."""
+    attempts.check_attempt()
+    rank, world_size = place()
+    if world_size > 1 and not dist.is_initialized():
+        raise UsageError(f"{call}: call it after torch.distributed.init_process_group(), for all ranks act together")
+    return Peers(rank, world_size)
 
 
 def place() -> tuple[int, int]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from oobleck.errors import CorruptCheckpoint, StatesLost
+from oobleck.errors import CorruptCheckpoint, StatesLost, UsageError
 from oobleck.storage import TensorSpec, scripts
 from oobleck.training.tensor_bytes import as_tensor
 from oobleck.wire import decode_json, encode_json
@@ -65,10 +66,39 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
+_SAVED_AND_LOADED = {
+    "PartFiles": ("oobleck.checkpoint.save_files", "oobleck.checkpoint.load_files"),
+    "PartItems": ("oobleck.dcp.Writer", "oobleck.dcp.Reader"),
+}
+"""The calls that save and load a part, keyed by the class in its tree; all others are of the pair below."""
+_SAVE, _LOAD = "oobleck.checkpoint.save", "oobleck.checkpoint.load"
+
+
+def _calls_of(tree: scripts.TreeNode) -> tuple[str, str]:
+    """Return the calls that save and load a part with this tree."""
+    said: object = None
+    with suppress(ValueError):
+        said = json.loads(tree) if isinstance(tree, str) else None
+    return _SAVED_AND_LOADED.get(str(said.get("@type")) if isinstance(said, dict) else "", (_SAVE, _LOAD))
+
+
+def _check_call(call: str, calls: tuple[str, str]) -> None:
+    saved, loaded = calls
+    if call != loaded:
+        raise UsageError(f"{call}: the newest state is one of {saved}; load it by {loaded}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Holdings:
     parts: tuple[scripts.Holding, ...]
     problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Texts:
+    calls: tuple[tuple[str, str], ...]
+    """Of the parts that a rank serves."""
+    texts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +133,12 @@ class Loader:
             exchange = _Exchange(self._peers, chosen, self._parts)
             has_read = exchange.has_read()
             if all(answer == b"1" for answer in self._peers.gather(b"1" if has_read else b"0")):
-                state = exchange.state()
+                tree = exchange.tree()
+                calls = _calls_of(tree)
+                state = exchange.state(tree) if calls[1] == _LOAD else None
                 # From here on, other ranks may overwrite what this one has read.
                 self._peers.close()
+                _check_call(_LOAD, calls)
                 return state, chosen
             # Some rank has found damage, and all choose again without the damaged parts.
             self._leave_out(exchange.damaged)
@@ -162,6 +195,22 @@ class Found:
     def on_close(self, function: Callable[[], None]) -> None:
         self._on_close.append(function)
 
+    def texts(self, call: str) -> list[str]:
+        """Return what each part says of itself.
+
+        Raises UsageError, on all ranks alike, if the state is not one that this call loads.
+        """
+        mine = [json.loads(bytes(self.parts[saver].read()[scripts.TREE][1])) for saver in self.served]
+        calls = sorted({_calls_of(tree) for tree in mine})
+        texts = tuple(mine) if all(loaded == call for _, loaded in calls) else ()
+        answers = self.peers.gather(encode_json(_Texts(calls=tuple(calls), texts=texts)))
+        reports = [decode_json(_Texts, answer) for answer in answers]
+        for other in sorted({each for report in reports for each in report.calls}):
+            if other[1] != call:
+                self.peers.close()
+                _check_call(call, other)
+        return [text for report in reports for text in report.texts]
+
     def close(self) -> None:
         """Note that this rank has read all, and wait for the others."""
         self.peers.close()
@@ -201,15 +250,15 @@ class _Exchange:
                     sources.append(source)
         return sources
 
-    def state(self) -> object:
-        """Exchange all values with other ranks, and return the state."""
-        tree = self._exchange_tree()
+    def state(self, tree: scripts.TreeNode) -> object:
+        """Exchange all tensors with other ranks, and return the state."""
         tensors = {leaf.entry: self._exchange(leaf) for leaf in leaves(tree)}
         return put_together(tree, tensors, self._now)
 
     # --- values that all ranks have alike ----------------------------------------------------------------------------
 
-    def _exchange_tree(self) -> scripts.TreeNode:
+    def tree(self) -> scripts.TreeNode:
+        """Exchange the values with other ranks, and return their tree."""
         mine = self._wants[self._peers.rank][0]
         # A receiver has to allocate the text. Whoever sends one may receive its own from a third rank.
         sizes = [

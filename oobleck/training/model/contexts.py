@@ -122,6 +122,8 @@ def require_shared_contexts(structure: ModelStructure, *, degree: int, attention
         else:
             try:
                 why = _try(stage, degree)
+            except ConfigError:
+                why = "its attention can be computed by nothing but its own code"
             except _MISFITS as error:
                 why = " ".join(str(error).split())
     if why is not None:

@@ -192,6 +192,12 @@ def with_made(structure: ModelStructure, change: Any) -> ModelStructure:
     return replace(structure, make=make)
 
 
+def with_own_attention() -> ModelStructure:
+    sizes: dict[str, Scalar] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    spec = ModelSpec(type="falcon", config=sizes)
+    return of_length(ModelStructure.from_spec(spec, vocab_size=VOCAB_SIZE, sequence_length=LENGTH))
+
+
 def looks_back(model: Any) -> None:
     block = model.model.layers[0]
     block.post_attention_layernorm.register_forward_hook(lambda _module, _args, output: Looking()(output))
@@ -209,9 +215,10 @@ def looks_back(model: Any) -> None:
         (lambda: structure_for("llama"), 3, "data.sequence_length: 16 is no multiple of 3"),
         (lambda: of_length(structure_for("llama"), 24), 8, "8 devices cannot share its 4 heads of queries"),
         (lambda: of_length(mixture("gpt_oss")), 2, "its attention is not computed by sdpa"),
+        (with_own_attention, 2, "its attention can be computed by nothing but its own code"),
         (lambda: with_made(structure_for("llama"), looks_back), 2, "depends on others, beside attention"),
     ],
-    ids=["dropout", "masked", "length", "heads", "sinks", "looks-back"],
+    ids=["dropout", "masked", "length", "heads", "sinks", "own-attention", "looks-back"],
 )
 def test_models_whose_samples_cannot_be_shared_are_refused_by_name(make: Any, degree: int, words: str) -> None:
     with pytest.raises(ConfigError, match=f"context_parallel: .*{words}"):
