@@ -115,7 +115,7 @@ def _why_not_made(directory: Path) -> str | None:
     if not os.access(there, os.W_OK | os.X_OK):
         return f"you may not write in {there}"
     try:
-        # Some file systems, such as /proc, say that all may write, and have nobody do it.
+        # Some file systems, such as /proc, say that anyone may write, and refuse each attempt.
         os.rmdir(tempfile.mkdtemp(prefix=".oobleck-", dir=there))
     except OSError as error:
         return f"nothing can be written in {there} ({error.strerror})"
