@@ -63,6 +63,13 @@ SAVING = (
     Shape(num_nodes=2, devices=2, save_steps=1),
     Shape(num_nodes=3, num_pipelines=3, save_steps=2),
 )
+ASKING = (
+    Shape(asks_every=1, max_steps=4),
+    Shape(asks_every=1, max_steps=5, stops_at=2, save_steps=2),
+    Shape(num_nodes=5, layers_per_device=2, asks_every=2, max_steps=5, eval_steps=2, stops_at=4),
+    Shape(num_nodes=4, num_pipelines=2, asks_every=3, max_steps=6, stops_at=3, save_steps=2),
+    Shape(num_nodes=4, num_pipelines=2, num_microbatches=8, reductions=2, asks_every=1, stops_at=2, eval_steps=1),
+)
 ALL_KINDS = ("kill", "cut", "crash", "freeze", "hang", "stick", "blip", "join", "drain", "stop", "master")
 
 
@@ -105,10 +112,11 @@ def scenarios_in_commits() -> st.SearchStrategy[Scenario]:
 
 
 def test_an_undisturbed_run_commits_every_step_in_turn():
-    for shape in (*SHAPES, *SHARDED, *IN_SECTIONS):
+    for shape in (*SHAPES, *SHARDED, *IN_SECTIONS, *ASKING):
         world = play(Scenario(shape, faults=(), seed=0, calm=0))
         assert world.ended is not None
         assert world.ended.exit_code == 0
+        assert world.stopped_at == shape.stops_at
 
 
 @examples(50)
@@ -182,6 +190,12 @@ TAKEN_OVER = Scenario(
 @examples(50)
 @given(scenario=scenarios(KINDS, max_faults=4, shapes=SAVING))
 def test_no_run_waits_for_a_save_that_nobody_makes(scenario: Scenario):
+    play(scenario)
+
+
+@examples(60)
+@given(scenario=scenarios(KINDS, max_faults=4, shapes=ASKING))
+def test_a_script_stops_at_the_step_where_it_says_so(scenario: Scenario):
     play(scenario)
 
 

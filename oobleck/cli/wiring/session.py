@@ -14,7 +14,15 @@ import trio
 
 from oobleck.cli.control import request_of
 from oobleck.control import journal
-from oobleck.control.events import AddRequested, DrainRequested, MemoryRanOut, NodeLeftOut, Remark, StopRequested
+from oobleck.control.events import (
+    AddRequested,
+    DrainRequested,
+    MemoryRanOut,
+    NodeLeftOut,
+    Remark,
+    ScriptAnswered,
+    StopRequested,
+)
 from oobleck.control.replay import RunBooks
 from oobleck.errors import ExitCode, NodeUnreachable, UsageError
 from oobleck.host.streams import Output
@@ -188,6 +196,9 @@ class Session:
             case control_client.StopRequest(now=now):
                 self._master.submit(StopRequested(now=now, exit_code=ExitCode.DONE, reason="stopped on request"))
                 return {"stopping": "now" if now else "after the step in flight"}
+            case control_client.AllowRequest(step=step, through=through):
+                self._master.submit(ScriptAnswered(step=step, through=through))
+                return {"allowed": through}
             case control_client.AddRequest(node=node):
                 self._master.submit(AddRequested(spec=self._spec_to_add(node)))
                 return {"adding": node}

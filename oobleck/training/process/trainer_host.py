@@ -9,7 +9,8 @@ calls the script's callbacks, and continues with the trained weights when the ru
     receives    {"microbatch_size": …}, if another one is set than was described
     sends       {}, or {"problem": …, "is_usage": …}
     receives    {"log": …, "checkpoints": …}, the journal's entries, and at last {"exit_code": …, "checkpoints": …}
-    sends       "stop" when a callback asks for that
+    sends       "stop" when a callback asks for that, "allow STEP THROUGH" when callbacks have heard of a step, and the
+                others up to THROUGH may begin
 """
 
 from __future__ import annotations
@@ -131,6 +132,8 @@ class _TrainerHost:
                 run.take(decode_json(JournalEntry, line))
                 if run.wants_stop:
                     self._master.sendall(b"stop\n")
+                elif (allowed := run.take_allowed()) is not None:
+                    self._master.sendall(b"allow %d %d\n" % allowed)
         return {"exit_code": _GONE}
 
 
