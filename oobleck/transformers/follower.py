@@ -125,7 +125,10 @@ class RunFollower:
 
         None where no worker waits for that. It is not called while callbacks want training to stop.
         """
-        return self._answers.take() if self._is_asked else None
+        answer = self._answers.take() if self._is_asked else None
+        if answer is not None and self._trainer.control.should_training_stop:
+            return answer[0], answer[0] + 1  # they stop it before the first step, of which transformers does one
+        return answer
 
     def finish(self, checkpoints: Path) -> TrainOutput:
         """Load the trained weights, and return what `train()` returns.

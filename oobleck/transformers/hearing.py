@@ -12,6 +12,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from .checks import evaluates, hears, overrider_of
 from .epochs import Epochs
+from .streams import is_stream
 
 
 def strategy_steps(args: Any, max_steps: int) -> TrainerState:
@@ -33,9 +34,11 @@ class Hearing:
         self._args, self._epochs, self._max_steps = trainer.args, epochs, max_steps
         self._steps = strategy_steps(trainer.args, max_steps)
         self._eval_steps = evaluation_steps(trainer, epochs, self._steps)
-        self._at_each_step = hears(trainer, "on_step_begin") or hears(trainer, "on_step_end")
         self._at_logs = hears(trainer, "on_log") or overrider_of(trainer, "log") is not None
         self._at_epochs = hears(trainer, "on_epoch_begin") or hears(trainer, "on_epoch_end")
+        # Where epochs of a stream end is known once it is read.
+        is_unknown = is_stream(trainer.train_dataset) and (self._at_logs or self._at_epochs)
+        self._at_each_step = is_unknown or hears(trainer, "on_step_begin") or hears(trainer, "on_step_end")
         self._at_first = hears(trainer, "on_train_begin")
         is_early = any(isinstance(each, EarlyStoppingCallback) for each in trainer.callback_handler.callbacks)
         hears_evaluations = hears(trainer, "on_evaluate") or overrider_of(trainer, "evaluate") is not None
@@ -53,11 +56,9 @@ class Hearing:
 
     def is_asked(self, step: int) -> bool:
         """Return whether callbacks that can stop training hear of a step."""
-        is_epochs = self._epochs.epoch_of(step)[1] == 0 or self._epochs.is_last(step)
         return (
             self._at_each_step
-            or (self._at_first and step == 1)
-            or (self._at_epochs and is_epochs)
+            or (self._at_epochs and (self._epochs.epoch_of(step)[1] == 0 or self._epochs.is_last(step)))
             or (self._at_logs and self._is_logged(step))
             or (self._at_evaluations and self.is_evaluated(step))
         )

@@ -62,10 +62,13 @@ def train_here(trainer: Any, script: Path) -> TrainOutput:
         del os.environ[SCRIPT_WAITS]
     follower: RunFollower = trainer.follow(job)
     follower.saves_in(run.checkpoints)
+    is_stopping = False
     for event in run:
         follower.take(event.entry)
         if follower.wants_stop:
-            run.stop()
+            if not is_stopping:
+                run.stop()
+            is_stopping = True
         elif (allowed := follower.take_allowed()) is not None:
             run.allow(step=allowed[0], through=allowed[1])
     run.wait()

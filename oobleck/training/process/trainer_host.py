@@ -125,13 +125,16 @@ class _TrainerHost:
 
     def _follow(self, run: Any, log: Path) -> Any:
         """Follow the run until it has ended; returns the master's last line."""
+        is_stopping = False
         with _output_in(log):
             for line in _at_once(self.lines):
                 if not line.startswith(_IS_ENTRY):
                     return json.loads(line)
                 run.take(decode_json(JournalEntry, line))
                 if run.wants_stop:
-                    self._master.sendall(b"stop\n")
+                    if not is_stopping:
+                        self._master.sendall(b"stop\n")
+                    is_stopping = True
                 elif (allowed := run.take_allowed()) is not None:
                     self._master.sendall(b"allow %d %d\n" % allowed)
         return {"exit_code": _GONE}

@@ -1,4 +1,4 @@
-"""Steps wait for a script's answers: none begins before the script has heard of those before it, and none waits forever.
+"""Steps wait for a script: none begins before the script has heard of those before it, and none waits forever.
 
 A script that follows the journal and the master's part are one against the other here, without workers; `test_commit`
 has both among workers and their faults.
