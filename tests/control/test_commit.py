@@ -193,6 +193,11 @@ def test_no_run_waits_for_a_save_that_nobody_makes(scenario: Scenario):
     play(scenario)
 
 
+BEGINS_LATE = Scenario(ASKING[0], (Fault(69, "kill", 0), Fault(0, "master", 0)), seed=0, calm=0)
+"""The first plan that a script hears of, after a takeover, finishes a step of the one before."""
+
+
+@example(scenario=BEGINS_LATE)
 @examples(60)
 @given(scenario=scenarios(KINDS, max_faults=4, shapes=ASKING))
 def test_a_script_stops_at_the_step_where_it_says_so(scenario: Scenario):

@@ -32,12 +32,12 @@ class Answers:
     def note(self, entry: JournalEntry) -> None:
         """Note that the script has heard of an entry."""
         match entry:
-            case PlanAdopted(boundary=boundary, restored_step=restored):
+            case PlanAdopted(boundary=boundary, restored_step=restored, finish=finish):
                 if restored is not None:  # the run goes back, and asks at the first step that it runs again
                     self._heard, self._allowed = None, min(self._allowed, restored + 1)
                     self._evaluated_step = min(self._evaluated_step, restored)
-                if not self._has_begun:
-                    self._has_begun, self._heard = True, boundary
+                if not self._has_begun:  # a plan may be the first that it hears of, and finish a step before
+                    self._has_begun, self._heard = True, boundary if finish is None else None
             case StepDone(record=record):
                 # Before its first plan, it follows a master that has taken over, and that may have heard of this one.
                 is_due = self._has_begun and self._is_evaluated(record.step)
