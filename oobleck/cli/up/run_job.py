@@ -409,7 +409,8 @@ def _start_callbacks(
         )
     else:
         process = None
-    if run.trainer is None and os.environ.get(SCRIPT_WAITS) != SCRIPT_ANSWERS:
+    # `oobleck verify` has the script's workers alone.
+    if run.trainer is None and run.job.control.waits_for_script and os.environ.get(SCRIPT_WAITS) != SCRIPT_ANSWERS:
         master.submit(ScriptEnded())
     if process is None:
         return None
