@@ -74,7 +74,6 @@ class RunFollower:
         """Wishes of callbacks that stderr has been told to be without effect."""
         hearing = Hearing(trainer, self._epochs, max_steps=self._max_steps)
         self._answers = journal.Answers(is_asked=hearing.is_asked, is_evaluated=hearing.is_evaluated)
-        self._is_asked = hearing.is_wanted
         self._last_record: CommitRecord | None = None
         handler = trainer.callback_handler
         handler.optimizer = OnNodes("the optimizer", self._refuse_use)
@@ -123,9 +122,9 @@ class RunFollower:
     def take_allowed(self) -> tuple[int, int] | None:
         """Return the newest step that callbacks have heard of, and the last one that may begin before they hear more.
 
-        None where no worker waits for that. It is not called while callbacks want training to stop.
+        None where workers need no word. It is not called while callbacks want training to stop.
         """
-        answer = self._answers.take() if self._is_asked else None
+        answer = self._answers.take()
         if answer is not None and self._trainer.control.should_training_stop:
             return answer[0], answer[0] + 1  # they stop it before the first step, of which transformers does one
         return answer
