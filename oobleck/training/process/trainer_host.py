@@ -24,7 +24,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -80,6 +80,11 @@ class _TrainerHost:
         self.has_begun = True
         self._master.sendall(json.dumps(answer).encode() + b"\n")
 
+    def _tell(self, word: bytes) -> None:
+        # A run that has ended does not listen any more while the last entries are taken.
+        with suppress(OSError):
+            self._master.sendall(word)
+
     def train(self, trainer: Any) -> Any:
         """Have a trainer's job trained; returns what its `train()` returns. Exits with the run's status if that fails.
 
@@ -133,10 +138,10 @@ class _TrainerHost:
                 run.take(decode_json(JournalEntry, line))
                 if run.wants_stop:
                     if not is_stopping:
-                        self._master.sendall(b"stop\n")
+                        self._tell(b"stop\n")
                     is_stopping = True
                 elif (allowed := run.take_allowed()) is not None:
-                    self._master.sendall(b"allow %d %d\n" % allowed)
+                    self._tell(b"allow %d %d\n" % allowed)
         return {"exit_code": _GONE}
 
 
