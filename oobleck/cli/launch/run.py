@@ -135,7 +135,7 @@ class Run:
 
         Runs with `control.waits_for_script` wait for that.
         """
-        with suppress(control_client.NoActiveRun):
+        with suppress(control_client.NoActiveRun, PeerError):  # it may end meanwhile
             self._ask(control_client.AllowRequest(step=step, through=through))
 
     def __enter__(self) -> Run:
