@@ -81,6 +81,21 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptAnswered:
+    """The job's script has heard of a step, and lets others begin; `control.waits_for_script` has workers wait."""
+
+    step: int
+    """The newest one that it has heard of."""
+    through: int
+    """The last one that may begin before it is asked again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptEnded:
+    """The job's script answers no more: steps wait for nobody."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AddRequested:
     """The job gets another node, or a lost one again."""
 
@@ -143,6 +158,8 @@ Event = (
     | ProfileFound
     | Remark
     | MessageReceived
+    | ScriptAnswered
+    | ScriptEnded
     | StopRequested
 )
 

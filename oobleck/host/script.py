@@ -32,6 +32,9 @@ SCRIPT_WAITS = "OOBLECK_SCRIPT_WAITS"
 """An environment variable that is set if a script already waits for the run in its own process, or if neither its
 callbacks nor the lines after its `train()` are to run."""
 
+SCRIPT_ANSWERS = "answers"
+"""The value of SCRIPT_WAITS with which the script that waits lets each step begin."""
+
 SCRIPT_STREAM = "script://data"
 """The shard that stands for the samples of a job's script."""
 

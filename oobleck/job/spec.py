@@ -238,6 +238,8 @@ class ControlSpec:
     notice_interval_s: float = bounded(5.0, _LEAST_SECONDS, _MAX_SECONDS)
     webhook_url: str | None = None
     """A URL that gets the run's start, end, recoveries, warnings and errors, in the form of Slack's webhooks."""
+    waits_for_script: bool = False
+    """Whether a step begins only once the callbacks of the script's trainer have heard of the step before."""
 
     def __post_init__(self) -> None:
         must = check_spec(self, "control.")

@@ -62,6 +62,14 @@ class StopRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AllowRequest:
+    """Say that the script has heard of a step, and that those up to `through` may begin."""
+
+    step: int
+    through: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AddRequest:
     """Add a node, by a name that the run knows, or by a line of a hostfile."""
 
@@ -128,6 +136,7 @@ ControlRequest = (
     StatusRequest
     | KillRequest
     | StopRequest
+    | AllowRequest
     | AddRequest
     | DrainRequest
     | SignalRequest

@@ -64,7 +64,7 @@ def evaluates_here(trainer: Any) -> bool:
         or str(trainer.args.metric_for_best_model or "loss").removeprefix("eval_") != "loss"
         or not _has_samples_by_number(trainer.eval_dataset)
         or any(rule_of_method(name).fate is Fate.AFTERWARDS for name, _ in _overridden(trainer))
-        or _hears(trainer, "on_prediction_step")
+        or hears(trainer, "on_prediction_step")
         or not _has_loss(trainer)
     )
 
@@ -85,11 +85,11 @@ def _has_loss(trainer: Any) -> bool:
 def gathers(trainer: Any) -> bool:
     """Return whether the weights of each evaluation's step are brought into the script's own process."""
     return evaluates_here(trainer) or (
-        evaluates(trainer) and (asks_for_best(trainer.args) or _hears(trainer, "on_evaluate"))
+        evaluates(trainer) and (asks_for_best(trainer.args) or hears(trainer, "on_evaluate"))
     )
 
 
-def _hears(trainer: Any, event: str) -> bool:
+def hears(trainer: Any, event: str) -> bool:
     """Return whether a callback that is not of transformers has an event."""
     return any(
         not type(each).__module__.startswith("transformers.") and _has_event(each, event)

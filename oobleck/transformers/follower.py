@@ -30,6 +30,7 @@ from .checks import asks_for_best
 from .elsewhere import OnNodes, WeightsElsewhere
 from .gathered import GatheredWeights, evaluate, fitted
 from .handed_over import handed_over
+from .hearing import Hearing
 from .kept_state import KeptStates, new_state
 from .plain_checkpoints import PlainCheckpoints
 from .streams import is_stream
@@ -71,6 +72,9 @@ class RunFollower:
         """The checkpoint of the present step, whose state is not final."""
         self._remarked: set[str] = set()
         """Wishes of callbacks that stderr has been told to be without effect."""
+        hearing = Hearing(trainer, self._epochs, max_steps=self._max_steps)
+        self._answers = journal.Answers(is_asked=hearing.is_asked, is_evaluated=hearing.is_evaluated)
+        self._last_record: CommitRecord | None = None
         handler = trainer.callback_handler
         handler.optimizer = OnNodes("the optimizer", self._refuse_use)
         handler.lr_scheduler = OnNodes("the learning rate's scheduler", self._refuse_use)
@@ -102,7 +106,9 @@ class RunFollower:
     def wants_stop(self) -> bool:
         """Whether a callback has set `control.should_training_stop` before the last step."""
         step = self._trainer.state.global_step
-        is_asked = bool(self._trainer.control.should_training_stop) and step < self._max_steps
+        # Like transformers, train a step all the same if callbacks stop training before the first one.
+        has_begun = self._first_step is not None or bool(self._problem)
+        is_asked = has_begun and bool(self._trainer.control.should_training_stop) and step < self._max_steps
         if is_asked and self._stopped_at is None:
             self._stopped_at = step
         return is_asked
@@ -111,6 +117,17 @@ class RunFollower:
         """Apply the journal's next entry to the trainer. A callback that fails is reported on stderr."""
         with self._elsewhere:
             self._take(entry)
+        self._answers.note(entry)
+
+    def take_allowed(self) -> tuple[int, int] | None:
+        """Return the newest step that callbacks have heard of, and the last one that may begin before they hear more.
+
+        None where workers need no word. It is not called while callbacks want training to stop.
+        """
+        answer = self._answers.take()
+        if answer is not None and self._trainer.control.should_training_stop:
+            return answer[0], answer[0] + 1  # they stop it before the first step, of which transformers does one
+        return answer
 
     def finish(self, checkpoints: Path) -> TrainOutput:
         """Load the trained weights, and return what `train()` returns.
@@ -122,6 +139,7 @@ class RunFollower:
             raise ConfigError(self._problem)
         self._load(checkpoints, newest_weights(checkpoints))
         self._weights.are_here = True
+        self._end_epoch_early(checkpoints)
         best = self._best.weights() if self._best is not None else None
         if best is not None and trainer.args.load_best_model_at_end:
             self._load(checkpoints, best)
@@ -147,7 +165,7 @@ class RunFollower:
         if self._stopped_at is not None and trainer.state.global_step > self._stopped_at:
             sys.stderr.write(
                 f"oobleck: a callback asked to stop after step {self._stopped_at}, and the run stopped after step "
-                f"{trainer.state.global_step}: workers do not wait for callbacks\n"
+                f"{trainer.state.global_step}: workers had begun these steps\n"
             )
         trainer.log(metrics)
         # First, because an error of a callback in on_train_end ends the script.
@@ -163,6 +181,21 @@ class RunFollower:
         # The script may hold these tensors, in an optimizer of its own for instance.
         after = model.state_dict(keep_vars=True)
         assert all(after[name] is tensor for name, tensor in known.items()), "values are set, tensors stay"
+
+    def _end_epoch_early(self, checkpoints: Path) -> None:
+        """Do what transformers does at the end of an epoch that a callback has stopped within."""
+        trainer, step = self._trainer, self._trainer.state.global_step
+        if step != self._stopped_at or self._last_record is None or self._epochs.is_last(step):
+            return
+        args, control = trainer.args, trainer.control
+        self._call("on_epoch_end")
+        self._log(self._last_record)
+        if args.eval_strategy == IntervalStrategy.EPOCH and control.should_evaluate:
+            metrics = self._evaluate_here()
+            if metrics is not None and self._is_best(metrics):
+                self._best = None  # whose weights are older than those that are loaded
+        if args.save_strategy == SaveStrategy.EPOCH and control.should_save:
+            self._saved(newest_checkpoint(checkpoints)[0], step)
 
     def _restore(self, restored: str | None, step: int) -> None:
         """Restore the state of a step from the checkpoint `restored`, or else the step alone."""
@@ -216,6 +249,7 @@ class RunFollower:
         trainer, step = self._trainer, record.step
         if self._first_step is None:
             self._first_step = step
+        self._last_record = record
         self._note_state()  # of the step before, which may have been evaluated
         _, within = self._epochs.epoch_of(step)
         if within == 0:
@@ -295,14 +329,21 @@ class RunFollower:
             self._note_state()
             self._unwritten = entry.name, entry.step  # again, as its evaluation may still come
         self._write_state(entry.name, entry.step)
-        if self._trainer.args.save_strategy != SaveStrategy.BEST:
+        if self._is_save_due(entry.step):
             with self._weights.saved(entry.name):
                 self._saved(entry.name, entry.step)
 
-    def _saved(self, name: str, step: int) -> None:
+    def _is_save_due(self, step: int) -> bool:
+        """Return whether the script asks for a checkpoint of a step: the run saves others for itself."""
+        strategy, is_last = self._trainer.args.save_strategy, step == self._max_steps
+        if strategy == SaveStrategy.STEPS:
+            return is_last or step % self._trainer.state.save_steps == 0
+        return strategy == SaveStrategy.EPOCH and (is_last or self._epochs.is_last(step))
+
+    def _saved(self, name: str | None, step: int) -> None:
         """Report a checkpoint once, with the state as it was at its step."""
         state = self._trainer.state
-        if step == self._saved_step or self._trainer.args.save_strategy == SaveStrategy.NO:
+        if step == self._saved_step:
             return
         self._saved_step = step
         now = state.global_step, state.epoch  # the checkpoint was complete on disk some steps later

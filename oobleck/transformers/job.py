@@ -20,7 +20,7 @@ import torch
 import transformers
 from transformers import TrainerState
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+from transformers.trainer_utils import SaveStrategy
 
 from oobleck.errors import ConfigError, UncutModel
 from oobleck.host.script import GATHERS, SCRIPT_WAITS, Job
@@ -34,6 +34,7 @@ from oobleck.training.padding_trial import try_padding
 from .brought import brought_optimizer, brought_schedule, let_create
 from .checks import evaluates, evaluates_here, gathers, overrider_of
 from .epochs import EpochOrder, Epochs
+from .hearing import Hearing, evaluation_steps, strategy_steps
 from .loader import evaluation_batches, training_loader
 from .streams import StreamEpochs, StreamOrder, is_stream, opened_stream
 from .whole import TrainerLoss, find_counting, why_whole
@@ -305,8 +306,7 @@ def _settings(
 ) -> dict[str, Any]:
     """With `counting`, the model computes its own loss."""
     args = trainer.args
-    state = TrainerState()
-    state.compute_steps(args, max_steps)  # type: ignore[no-untyped-call]  # transformers' own
+    state = strategy_steps(args, max_steps)
     sizes, brought = _sizes(trainer, batch, length), brought_optimizer(trainer)
     peak = args.learning_rate if brought is None else brought.options["lr"]
     embedding = trainer.model.get_input_embeddings() if counting is None else None
@@ -337,9 +337,10 @@ def _settings(
         "checkpoint": {},
         "control": {"start_timeout_s": _START_TIMEOUT_S},
     }
-    if evaluates(trainer):
-        by_epoch = args.eval_strategy == IntervalStrategy.EPOCH
-        settings["eval_steps"] = epochs.num_steps if by_epoch else int(state.eval_steps)
+    if (eval_steps := evaluation_steps(trainer, epochs, state)) is not None:
+        settings["eval_steps"] = eval_steps
+    if Hearing(trainer, epochs, max_steps=max_steps).is_wanted:
+        settings["control"]["waits_for_script"] = True
     settings["checkpoint"] = _checkpoints(trainer, state, epochs, eval_steps=settings.get("eval_steps"))
     return settings
 

@@ -13,7 +13,7 @@ from transformers.trainer_utils import TrainOutput
 
 import oobleck
 from oobleck.errors import UsageError, UserError
-from oobleck.host.script import SCRIPT_WAITS
+from oobleck.host.script import SCRIPT_ANSWERS, SCRIPT_WAITS
 
 from .follower import RunFollower
 from .job import TrainerJob
@@ -55,17 +55,22 @@ def train_here(trainer: Any, script: Path) -> TrainOutput:
         set_keys["microbatch_size"] = job.batch_size
     wanted = trainer.resume(job)
     source = "auto" if wanted is True else wanted or "never"
-    os.environ[SCRIPT_WAITS] = "1"  # the run finds its script waiting here, and does not start it once more
+    os.environ[SCRIPT_WAITS] = SCRIPT_ANSWERS  # the run finds its script waiting here, and does not start it once more
     try:
         run = oobleck.launch(script, arguments=sys.argv[1:], local=num_nodes, resume=source, set=set_keys)
     finally:
         del os.environ[SCRIPT_WAITS]
     follower: RunFollower = trainer.follow(job)
     follower.saves_in(run.checkpoints)
+    is_stopping = False
     for event in run:
         follower.take(event.entry)
         if follower.wants_stop:
-            run.stop()
+            if not is_stopping:
+                run.stop()
+            is_stopping = True
+        elif (allowed := follower.take_allowed()) is not None:
+            run.allow(step=allowed[0], through=allowed[1])
     run.wait()
     return follower.finish(run.checkpoints)
 

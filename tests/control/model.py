@@ -26,12 +26,13 @@ from oobleck.control.events import (
     NodeUp,
     ProfileFound,
     Record,
+    ScriptAnswered,
     Send,
     SendAll,
     SendOrders,
     StopRequested,
 )
-from oobleck.control.journal import ConnectionLost, JobEnded, JournalEntry, PlanAdopted, StepDone, Unreachable
+from oobleck.control.journal import Answers, ConnectionLost, JobEnded, JournalEntry, PlanAdopted, StepDone, Unreachable
 from oobleck.control.plans.sections import committed_after
 from oobleck.control.protocol import (
     PROTOCOL_VERSION,
@@ -113,6 +114,10 @@ class Shape:
     follow: bool = False
     epochs: int = 1
     at_once: int | None = None
+    asks_every: int | None = None
+    """Steps wait for the script's answer after every so many; None where there is no script."""
+    stops_at: int | None = None
+    """The step after which the script wants training to stop."""
     save_steps: int | None = None
     """Save after every so many steps; None where nothing is ever saved."""
 
@@ -125,7 +130,13 @@ class Shape:
     def job(self) -> JobSpec:
         return JobSpec(
             tag="model",
-            control=ControlSpec(heartbeat_interval_s=0.5, lease_s=3.0, rejoin_after_s=0.0, orphan_timeout_s=20.0),
+            control=ControlSpec(
+                heartbeat_interval_s=0.5,
+                lease_s=3.0,
+                rejoin_after_s=0.0,
+                orphan_timeout_s=20.0,
+                waits_for_script=self.asks_every is not None,
+            ),
             max_steps=self.max_steps,
             global_batch_size=self.num_microbatches * self.sharding_devices // self.context_parallel,
             microbatch_size=1,
@@ -210,6 +221,24 @@ class VirtualNode:
         return not (self.is_dead or self.is_cut or self.is_dropped)
 
 
+class _Script:
+    """A script that follows the journal, and answers where it is asked."""
+
+    def __init__(self, shape: Shape) -> None:
+        every, last = shape.asks_every, shape.max_steps
+        self._answers = Answers(
+            is_asked=lambda step: every is not None and step % every == 0, is_evaluated=shape.job.is_evaluated
+        )
+        self._is_on = every is not None
+        self._last = last
+        self.answers: deque[tuple[int, int]] = deque()
+
+    def hear(self, entry: JournalEntry) -> None:
+        self._answers.note(entry)
+        if self._is_on and (answer := self._answers.take()) is not None and answer[0] < self._last:
+            self.answers.append(answer)
+
+
 class World:
     """Nodes, their workers and a coordinator. `moves` names what can happen next, `make` lets it happen."""
 
@@ -237,6 +266,9 @@ class World:
         self.shards = VirtualShards(self.job.data.shards, shape.shards)
         self.shards.is_complete = not shape.follow
         self.nodes: dict[str, VirtualNode] = {}
+        self._script = _Script(shape)
+        self.stopped_at: int | None = None
+        """The step after which the script has wanted training to stop."""
         self._fabric = Fabric()
         self._letters: dict[tuple[WorkerId, WorkerId], deque[CommitMessage]] = {}
         """Between workers, by who sent them to whom."""
@@ -272,6 +304,7 @@ class World:
                     found.append(f"fail {worker.worker_id}")
         ways = [pair for pair in self._letters if pair not in self._held and self._hears(pair[1])]
         found += [f"carry {source}>{target}" for source, target in ways]
+        found += ["answer"] if self._script.answers else []
         return [*found, "time"]
 
     def make(self, move: str) -> None:
@@ -299,6 +332,8 @@ class World:
                 self._deliver_up(self.nodes[subject])
             case "down":
                 self._deliver_down(self.nodes[subject])
+            case "answer":
+                self._answer()
             case "write":
                 self._write(self.nodes[subject])
             case "time":
@@ -380,6 +415,7 @@ class World:
         self.coordinator = Coordinator(
             self.job, self.shape.nodes, started_at="2026-01-01T00:00:00Z", python_version="3.11.0", replayed=replayed
         )
+        self._script = _Script(self.shape)  # which starts again with its master
         self._carry_out(self.coordinator.start(self.now_s))
 
     def _end_workers(self, node: VirtualNode) -> None:
@@ -440,6 +476,14 @@ class World:
             case _:
                 if message.device in node.workers:
                     node.workers[message.device].take(message)
+
+    def _answer(self) -> None:
+        step, through = self._script.answers.popleft()
+        if step == self.shape.stops_at:
+            self.stopped_at = step
+            self._feed(StopRequested(now=False, exit_code=0, reason="the script stops"))
+        else:
+            self._feed(ScriptAnswered(step=step, through=through))
 
     def _write(self, node: VirtualNode) -> None:
         said = node.disk.work()
@@ -615,9 +659,12 @@ class World:
                 if plan.num_microbatches != self.shape.num_microbatches:
                     raise Violation(f"{plan.num_microbatches} microbatches are planned")
         self.journal.append(entry)
+        self._script.hear(entry)
 
     def _go_back(self, step: int, generation: int) -> None:
         """What was done after this step is of a past that never was."""
+        if self.stopped_at is not None and step < self.stopped_at:
+            self.stopped_at = None
         del self._done[step:]
         self._copied = frozenset()
         self._versions = {old: version for old, version in self._versions.items() if old <= step}
@@ -698,7 +745,9 @@ class World:
         assert self.ended is not None
         done = self._done
         steps = [record.step for record in done]
-        was_stopped = self.ended.exit_code == 130 or self.ended.reason.startswith("stopped;")
+        was_stopped = self.ended.exit_code == 130 or self.ended.reason.startswith(("stopped;", "the script stops"))
+        if self.stopped_at is not None and "master" not in self.made and len(steps) != self.stopped_at:
+            raise Violation(f"the script stops after step {self.stopped_at}, and the run after {steps}")
         num_steps = len(steps) if "all data" in self.ended.reason else self.shape.max_steps
         if self.ended.exit_code == 0 and not was_stopped and steps != list(range(1, num_steps + 1)):
             raise Violation(f"the run ends well after steps {steps}")

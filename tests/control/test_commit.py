@@ -65,6 +65,13 @@ SAVING = (
     Shape(num_nodes=2, devices=2, save_steps=1),
     Shape(num_nodes=3, num_pipelines=3, save_steps=2),
 )
+ASKING = (
+    Shape(asks_every=1, max_steps=4),
+    Shape(asks_every=1, max_steps=5, stops_at=2, save_steps=2),
+    Shape(num_nodes=5, layers_per_device=2, asks_every=2, max_steps=5, eval_steps=2, stops_at=4),
+    Shape(num_nodes=4, num_pipelines=2, asks_every=3, max_steps=6, stops_at=3, save_steps=2),
+    Shape(num_nodes=4, num_pipelines=2, num_microbatches=8, reductions=2, asks_every=1, stops_at=2, eval_steps=1),
+)
 ALL_KINDS = ("kill", "cut", "crash", "freeze", "hang", "stick", "blip", "join", "drain", "stop", "master")
 
 
@@ -107,10 +114,11 @@ def scenarios_in_commits() -> st.SearchStrategy[Scenario]:
 
 
 def test_an_undisturbed_run_commits_every_step_in_turn():
-    for shape in (*SHAPES, *SHARDED, *IN_SECTIONS):
+    for shape in (*SHAPES, *SHARDED, *IN_SECTIONS, *ASKING):
         world = play(Scenario(shape, faults=(), seed=0, calm=0))
         assert world.ended is not None
         assert world.ended.exit_code == 0
+        assert world.stopped_at == shape.stops_at
 
 
 @examples(50)
@@ -184,6 +192,17 @@ TAKEN_OVER = Scenario(
 @examples(50)
 @given(scenario=scenarios(KINDS, max_faults=4, shapes=SAVING))
 def test_no_run_waits_for_a_save_that_nobody_makes(scenario: Scenario):
+    play(scenario)
+
+
+BEGINS_LATE = Scenario(ASKING[0], (Fault(69, "kill", 0), Fault(0, "master", 0)), seed=0, calm=0)
+"""The first plan that a script hears of, after a takeover, finishes a step of the one before."""
+
+
+@example(scenario=BEGINS_LATE)
+@examples(60)
+@given(scenario=scenarios(KINDS, max_faults=4, shapes=ASKING))
+def test_a_script_stops_at_the_step_where_it_says_so(scenario: Scenario):
     play(scenario)
 
 

@@ -19,12 +19,12 @@ from oobleck.control.protocol import (
     OpenShard,
     PlanUpdate,
     RecordsFailed,
-    RecordsOver,
     Restore,
     ScanAnswer,
     ScanRequest,
     ScanResult,
     StepRecords,
+    StepsOver,
     digest_of_shards,
 )
 from oobleck.control.steps.progress import Progress
@@ -277,7 +277,7 @@ def test_the_end_is_told_where_no_step_could_tell_it():
     bench.go_on()
     bench.commit(1)
     said = bench.go_on()
-    over = [each for each in said if isinstance(each, RecordsOver)]
+    over = [each for each in said if isinstance(each, StepsOver)]
     told = [entry.records for entry in bench.entries if isinstance(entry, RecordsDealt)]
     assert told[-1].is_last or [each.step for each in over] == [1]
     ended = bench.sharding.outcome("1 steps are committed", can_resume=False)

@@ -197,6 +197,7 @@ def _control_specs() -> st.SearchStrategy[ControlSpec]:
             notice_command=st.none() | WHOLE,
             notice_headers=_NOTICE_HEADERS,
             notice_url=st.none() | st.sampled_from(["http://169.254.169.254/notice", "https://example.org/"]),
+            waits_for_script=st.booleans(),
             webhook_url=st.none() | st.sampled_from(["http://169.254.169.254/notice", "https://example.org/"]),
             notice_pattern=st.none() | st.sampled_from(["TRUE", "a|b", "[0-9]+"]),
         )

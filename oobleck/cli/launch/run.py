@@ -130,6 +130,14 @@ class Run:
         with suppress(control_client.NoActiveRun):
             self._ask(control_client.StopRequest(now=now))
 
+    def allow(self, *, step: int, through: int) -> None:
+        """Say that this program has heard of a step, and that those up to `through` may begin.
+
+        Runs with `control.waits_for_script` wait for that.
+        """
+        with suppress(control_client.NoActiveRun, PeerError):  # it may end meanwhile
+            self._ask(control_client.AllowRequest(step=step, through=through))
+
     def __enter__(self) -> Run:
         return self
 

@@ -20,6 +20,7 @@ from oobleck.cli import inputs
 from oobleck.cli.common_options import base_dir_of
 from oobleck.cli.option_fields import takes_options
 from oobleck.errors import ConfigError, ResourceLost, UsageError
+from oobleck.host.script import SCRIPT_WAITS
 from oobleck.host.user_path import expand_user
 from oobleck.job import JobSpec
 from oobleck.runtime.files import LAUNCHED_DIRECTORY, default_tag
@@ -77,6 +78,7 @@ def up(options: UpOptions) -> None:
         inputs.check_local_files(job.data, job.checkpoint)
     _check_weights(options, job, trainer)
     _check_trackers(job, trainer)
+    _check_answers(job, trainer)
     if options.until_eof:
         end_with_stdin()
     from .run_job import Run, run_job
@@ -150,6 +152,12 @@ def _check_trackers(job: JobSpec, trainer: TrainerProcess | None) -> None:
     if missing:
         packages = " ".join(name.replace("_", "-") for name in missing)
         raise ConfigError(f"report_to: not installed on this machine: {', '.join(missing)}; pip install {packages}")
+
+
+def _check_answers(job: JobSpec, trainer: TrainerProcess | None) -> None:
+    """Raise ConfigError for a job whose steps would wait for a script that never answers."""
+    if job.control.waits_for_script and (job.data.shards or (trainer is None and SCRIPT_WAITS not in os.environ)):
+        raise ConfigError("control.waits_for_script: only the script of a Trainer answers; leave it out")
 
 
 def _check_model(job: JobSpec) -> None:

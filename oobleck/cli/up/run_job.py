@@ -21,13 +21,13 @@ import trio
 from oobleck.cli import wiring
 from oobleck.cli.common_options import base_dir_of
 from oobleck.cli.inputs import DialIn, NodeSource, VirtualOnes, changed_keys
-from oobleck.control.events import End, Remark, StopRequested
+from oobleck.control.events import End, Remark, ScriptEnded, StopRequested
 from oobleck.control.journal import Summary, prometheus_text
 from oobleck.control.replay import FinishedRun, RunBooks
 from oobleck.control.training import Coordinator, ReplayedRun, finished_text
 from oobleck.errors import CorruptCheckpoint, ExitCode, OobleckError, UsageError, leaves_of
 from oobleck.host.places import place_of
-from oobleck.host.script import SCRIPT_WAITS
+from oobleck.host.script import SCRIPT_ANSWERS, SCRIPT_WAITS
 from oobleck.host.streams import Output, lasting
 from oobleck.host.writing import write_in_place
 from oobleck.job import JobSpec, NodeSpec
@@ -394,10 +394,10 @@ def _start_callbacks(
         master.observe(traces.tell)
         nursery.start_soon(traces.run)
     log, script = directory.path / "script.log", run.job.script
-    process: CallbackProcess | TrainerProcess
+    process: CallbackProcess | TrainerProcess | None
     if run.trainer is not None:
         process = run.trainer
-        process.begin(log, _checkpoints(run, directory).path, on_stop=lambda: master.submit(stop))
+        process.begin(log, _checkpoints(run, directory).path, on_stop=lambda: master.submit(stop), answer=master.submit)
     elif run.job.report_to or (
         script is not None and "callbacks" in script.provides and SCRIPT_WAITS not in os.environ
     ):
@@ -408,6 +408,11 @@ def _start_callbacks(
             report=lambda text: master.submit(Remark(level="warning", text=text)),
         )
     else:
+        process = None
+    # `oobleck verify` has the script's workers alone.
+    if run.trainer is None and run.job.control.waits_for_script and os.environ.get(SCRIPT_WAITS) != SCRIPT_ANSWERS:
+        master.submit(ScriptEnded())
+    if process is None:
         return None
     master.observe(process.tell)
     nursery.start_soon(process.run)

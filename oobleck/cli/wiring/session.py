@@ -13,8 +13,7 @@ from typing import assert_never
 import trio
 
 from oobleck.cli.control import request_of
-from oobleck.control import journal
-from oobleck.control.events import AddRequested, DrainRequested, MemoryRanOut, NodeLeftOut, Remark, StopRequested
+from oobleck.control import events, journal
 from oobleck.control.replay import RunBooks
 from oobleck.errors import ExitCode, NodeUnreachable, UsageError
 from oobleck.host.streams import Output
@@ -71,7 +70,7 @@ class Session:
         master.listen(self.view.heard)
         master.measure(lambda node, use: self.view.measured(node, use, master.now_s))
 
-    async def serve(self, socket: Path, remarks: Sequence[NodeLeftOut | Remark]) -> None:
+    async def serve(self, socket: Path, remarks: Sequence[events.NodeLeftOut | events.Remark]) -> None:
         """Listen on the control socket, then follow signals and the launcher; put the remarks into the journal."""
         # `start` returns once the socket listens, so other commands reach the run from its first entry on.
         await self._nursery.start(serve_control, socket, self.answer)
@@ -164,7 +163,7 @@ class Session:
                 if terminated and self._is_replaced:
                     raise MasterLeaves
                 self._master.submit(
-                    StopRequested(
+                    events.StopRequested(
                         now=asked,
                         exit_code=ExitCode.TERMINATED if terminated else ExitCode.INTERRUPTED,
                         reason="ended by SIGTERM" if terminated else "ended by Ctrl-C",
@@ -186,14 +185,17 @@ class Session:
                     )
                 return {"killed": node}
             case control_client.StopRequest(now=now):
-                self._master.submit(StopRequested(now=now, exit_code=ExitCode.DONE, reason="stopped on request"))
+                self._master.submit(events.StopRequested(now=now, exit_code=ExitCode.DONE, reason="stopped on request"))
                 return {"stopping": "now" if now else "after the step in flight"}
+            case control_client.AllowRequest(step=step, through=through):
+                self._master.submit(events.ScriptAnswered(step=step, through=through))
+                return {"allowed": through}
             case control_client.AddRequest(node=node):
-                self._master.submit(AddRequested(spec=self._spec_to_add(node)))
+                self._master.submit(events.AddRequested(spec=self._spec_to_add(node)))
                 return {"adding": node}
             case control_client.DrainRequest(node=node):
                 self._check_living(node)
-                self._master.submit(DrainRequested(node=node))
+                self._master.submit(events.DrainRequested(node=node))
                 return {"draining": node}
             case control_client.SignalRequest():
                 return await self._signal(request)
@@ -231,7 +233,7 @@ class Session:
 
     def remark(self, level: str, text: str) -> None:
         """Write a sentence for people into the journal."""
-        self._master.submit(Remark(level=level, text=text))
+        self._master.submit(events.Remark(level=level, text=text))
 
     def _spec(self, node: str) -> NodeSpec:
         known = {spec.name: spec for spec in self._master.nodes}
@@ -252,11 +254,11 @@ class Session:
             async for change in changes:
                 match change:
                     case Arrived(node=spec, by_itself=by_itself):
-                        self._master.submit(AddRequested(spec=spec, by_itself=by_itself, has_arrived=True))
+                        self._master.submit(events.AddRequested(spec=spec, by_itself=by_itself, has_arrived=True))
                     case Leaving(node=node):
-                        self._master.submit(DrainRequested(node=node))
+                        self._master.submit(events.DrainRequested(node=node))
                     case OutOfMemory(node=node):
-                        self._master.submit(MemoryRanOut(node=node))
+                        self._master.submit(events.MemoryRanOut(node=node))
                     case Reported(level=level, text=text):
                         self.remark(level, text)
                     case _:

@@ -369,7 +369,7 @@ class Sharding:
         if self._end_announced == (generation, step):
             return
         self._end_announced = (generation, step)
-        over = protocol.RecordsOver(
+        over = protocol.StepsOver(
             device=0,
             assignment_version=self._round.version,
             step=step,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .answers import Answers
 from .diagnosis import Diagnosis, diagnose
 from .entries import JournalEntry
 from .failures import Failure, failure_of_end
@@ -112,6 +113,7 @@ __all__ = [
     "Action",
     "AgentLeft",
     "AgentLost",
+    "Answers",
     "CheckpointSaved",
     "ConnectionLost",
     "CutOff",

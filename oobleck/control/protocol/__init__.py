@@ -73,6 +73,7 @@ from .master_messages import (
     ProfileRequest,
     SetUpWorker,
     StartWorker,
+    StepsAllowed,
     StopAgent,
     TimeLink,
     UseShare,
@@ -169,12 +170,12 @@ from .runs import Names, Runs, named, names_in, numbers_in, runs_of
 from .shard_messages import (
     RecordRun,
     RecordsFailed,
-    RecordsOver,
     ScanAnswer,
     ScanRange,
     ScanRequest,
     ScanResult,
     StepRecords,
+    StepsOver,
 )
 from .worker_messages import (
     Activity,
@@ -308,7 +309,6 @@ __all__ = [
     "RanksUnwritten",
     "RecordRun",
     "RecordsFailed",
-    "RecordsOver",
     "RelayBeat",
     "RelayCall",
     "RelayHeard",
@@ -349,6 +349,8 @@ __all__ = [
     "Status",
     "StepCommitted",
     "StepRecords",
+    "StepsAllowed",
+    "StepsOver",
     "StopAgent",
     "StoragePaths",
     "Subject",

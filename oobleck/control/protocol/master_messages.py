@@ -16,7 +16,7 @@ from .agent_messages import Heartbeat
 from .plan_orders import OrderedPlan, PlanOrder
 from .rank_messages import RanksOrder
 from .relay_messages import RelayOrder
-from .shard_messages import RecordsOver, ScanRequest, StepRecords
+from .shard_messages import ScanRequest, StepRecords, StepsOver
 
 PROTOCOL_VERSION = 2
 
@@ -177,6 +177,14 @@ class FinishStep(records.ForWorker):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepsAllowed(records.ForWorker):
+    """The script has heard of the steps before: those up to `through` may begin, under a generation's plan."""
+
+    generation: int
+    through: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SetUpWorker:
     """A worker's first frame: everything that it needs before its first plan."""
 
@@ -212,11 +220,12 @@ WorkerCommand = (
     | Fence
     | PlanOrder
     | FinishStep
+    | StepsAllowed
     | checkpoint_messages.SaveState
     | checkpoint_messages.FindCheckpoints
     | ScanRequest
     | StepRecords
-    | RecordsOver
+    | StepsOver
 )
 """What the master sends to one worker, through its agent."""
 

@@ -4,7 +4,7 @@ master ── ScanRequest ──> one worker   what lies in a shard from here on
 worker ── ScanAnswer ──> master        where its next records begin and end, and whether these are all
 master ── StepRecords ──> all          steps ahead: which records a step takes
 worker ── RecordsFailed ──> master     a record of the step in flight cannot be read
-master ── RecordsOver ──> all          no step follows this one
+master ── StepsOver ──> all            no step follows this one
 """
 
 from __future__ import annotations
@@ -84,14 +84,15 @@ class StepRecords(ForWorker):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordsOver(ForWorker):
-    """No step follows this one, which was found out after its records had been sent."""
+class StepsOver(ForWorker):
+    """No step follows this one, which was found out after it had begun."""
 
-    assignment_version: int
     step: int
     generation: int
     """The generation of the plan that training ends with."""
-    position: DataPosition
+    assignment_version: int = 0
+    position: DataPosition | None = None
+    """None if the data is not in shards."""
     save: bool
     """Whether to save the state, because it is not saved."""
 

@@ -13,6 +13,7 @@ from .partial_commit import PartialCommit
 from .plan_history import PlanHistory
 from .progress import HANG_FLOOR_S, STEPS_TIMED, Progress
 from .replica_check import ReplicaCheck
+from .step_board import ConsentBoard, StepBoard
 from .worker_effects import (
     FAILURES,
     Adopt,
@@ -21,8 +22,8 @@ from .worker_effects import (
     Apply,
     AwaitGroups,
     AwaitPlanUpdate,
-    AwaitRecords,
     AwaitSection,
+    AwaitStep,
     BeginStep,
     CompareReplicas,
     Compute,
@@ -68,13 +69,14 @@ __all__ = [
     "Apply",
     "AwaitGroups",
     "AwaitPlanUpdate",
-    "AwaitRecords",
     "AwaitSection",
+    "AwaitStep",
     "BeginStep",
     "CommitState",
     "Committee",
     "CompareReplicas",
     "Compute",
+    "ConsentBoard",
     "EffectOutcome",
     "EndTransfers",
     "Evaluate",
@@ -109,6 +111,7 @@ __all__ = [
     "SectionEffect",
     "SectionTotals",
     "ShareLossScale",
+    "StepBoard",
     "TakeSums",
     "TakeTotals",
     "Verdict",

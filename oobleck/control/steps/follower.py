@@ -18,7 +18,6 @@ shows about the sequence holds for workers on real machines.
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Protocol
 
 from oobleck.control import protocol
 from oobleck.control.plans import shares_of
@@ -30,35 +29,21 @@ from . import worker_effects
 from .commit_state import CommitState, Interrupted, PeerLost
 from .groups import Committee, GroupKey, PlaceInPlan, transfer_keys
 from .partial_commit import PartialCommit
+from .step_board import StepBoard
 
 _Asking = Generator[worker_effects.WorkerEffect, worker_effects.EffectOutcome, bool]
-
-
-class RecordBoard(Protocol):
-    """The records that steps take, as far as they are known. The control thread fills it."""
-
-    def is_told(self, step: int) -> bool:
-        """Whether a step's records are known."""
-
-    def over_after(self, step: int) -> protocol.RecordsOver | None:
-        """Return the message that no step follows this one, if it has arrived."""
-
-    def is_last(self, step: int) -> bool:
-        """Whether no step follows this one."""
 
 
 class Follower:
     """The course of the training thread. Its state is the plan in force and the work on the step in flight."""
 
-    def __init__(
-        self, job: JobSpec, commit_state: CommitState, *, records: RecordBoard | None, evaluates: bool
-    ) -> None:
-        """`records` is None if the data is not in shards; `evaluates` says whether there are samples to evaluate."""
+    def __init__(self, job: JobSpec, commit_state: CommitState, *, board: StepBoard | None, evaluates: bool) -> None:
+        """`board` is None if a step follows from its number; `evaluates` says whether there are samples to evaluate."""
         self._job = job
         self._worker_id = commit_state.worker_id
         self._device = commit_state.worker_id.device
         self._commit_state = commit_state
-        self._records = records
+        self._board = board
         self._evaluates = evaluates
         self._whole = protocol.Tally.of(range(job.num_microbatches), num_lanes=job.num_lanes)
         # The driver advances it during programs.
@@ -133,16 +118,16 @@ class Follower:
 
     def _has_next(self, committee: Committee) -> _Asking:
         """Wait until it is known whether another step follows. At the end, save what is not saved yet."""
-        step, records = self._commit_state.applied, self._records
-        if records is None or step >= self._job.max_steps:
+        step, board = self._commit_state.applied, self._board
+        if board is None or step >= self._job.max_steps:
             return step < self._job.max_steps
-        if not records.is_told(step + 1):
-            # The change of plans is over, although nothing is computed before the records arrive.
+        if not board.is_told(step + 1):
+            # The change of plans is over, although nothing is computed before the step may begin.
             yield from self._resume()
-            yield worker_effects.AwaitRecords(step + 1)
-        if records.is_told(step + 1):
+            yield worker_effects.AwaitStep(step + 1)
+        if board.is_told(step + 1):
             return True
-        over = records.over_after(step)
+        over = board.over_after(step)
         assert over is not None
         if over.save:
             yield worker_effects.SaveEnd(over, committee)
@@ -197,7 +182,7 @@ class Follower:
         yield worker_effects.Reduce(step, committee)
         # This precedes the worker's part in the agreement: a total means that all have passed this moment.
         self._commit_state.note_reduced(step)
-        stop = self._commit_state.is_stop_wanted or (self._records is not None and self._records.is_last(step))
+        stop = self._commit_state.is_stop_wanted or (self._board is not None and self._board.is_last(step))
         agreed = yield worker_effects.Agree(step, committee, stop)
         assert isinstance(agreed, worker_effects.Agreed)
         self._check(step, agreed.counted)

@@ -57,8 +57,8 @@ class ReportFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class AwaitRecords:
-    """Wait until a step's records are known, or that none come. May be interrupted by a fence."""
+class AwaitStep:
+    """Wait until a step may begin, or until it is known that none follows. May be interrupted by a fence."""
 
     step: int
 
@@ -149,9 +149,9 @@ class PrepareToSave:
 
 @dataclass(frozen=True, slots=True)
 class SaveEnd:
-    """Save this worker's share of the state with which the data ends, and wait until it is saved."""
+    """Save this worker's share of the state after which no step follows, and wait until it is saved."""
 
-    over: protocol.RecordsOver
+    over: protocol.StepsOver
     committee: Committee
 
 
@@ -335,7 +335,7 @@ WorkerEffect = (
     | Say
     | ReportResumed
     | ReportFinished
-    | AwaitRecords
+    | AwaitStep
     | ForgetStep
     | BeginStep
     | Compute

@@ -116,6 +116,7 @@ class Coordinator(BaseCoordinator):
             parts.restoring.ask_again(turn, node)
             parts.reconfiguration.give(turn, states.NodeReached(node=node))
         parts.sharding.send_again(turn, parts.reconfiguration.training_places(node))
+        parts.consent.send_again(turn, parts.reconfiguration.training_places(node))
 
     def drop_node(self, turn: Turn, node: str, loss: journal.Loss) -> None:
         parts = self._parts
@@ -184,6 +185,10 @@ class Coordinator(BaseCoordinator):
             case events.LinkFound():
                 self._parts.link_timing.take_found(turn, event)
                 self._reports.train_when_ready(turn)
+            case events.ScriptAnswered():
+                self._parts.consent.answered(event)
+            case events.ScriptEnded():
+                self._parts.consent.end_asking()
             case _:
                 raise AssertionError(f"{type(event).__name__} is not of training")
 
@@ -265,6 +270,7 @@ class Coordinator(BaseCoordinator):
         parts, generations = self._parts, self._parts.reconfiguration.generations
         if self.phase is Phase.TRAINING:
             parts.sharding.go_on(turn, generations.current, save=parts.saving.is_behind)
+            parts.consent.go_on(turn, generations.current, save=parts.saving.is_behind)
         parts.shutdown.follow_up(turn, generations, is_training=self.phase is Phase.TRAINING)
 
     def stop(self, turn: Turn, event: events.StopRequested) -> None:
@@ -272,6 +278,7 @@ class Coordinator(BaseCoordinator):
             turn.end(event.reason, event.exit_code)
         self._parts.shutdown.stop(event)
         self._parts.sharding.stop()
+        self._parts.consent.stop()
         self._parts.replanning.stop()
         turn.note("info", "stopping after the step in flight")
 

@@ -12,6 +12,7 @@ from oobleck.control.speed import LinkTiming
 from oobleck.control.steps import PlanHistory, Progress, ReplicaCheck
 from oobleck.job import JobSpec, NodeSpec
 
+from .consent import Consent
 from .decision import Decider
 from .hang_watch import HangWatch
 from .planning import planner_for, schedules_for
@@ -51,16 +52,28 @@ class Parts:
         directory = None if resume in ("auto", "never") else resume
         restoring = self.restoring = Restoring(run=run, directory=directory)
         sharding = self.sharding = Sharding(job, progress, worker_ids=lambda: self.reconfiguration.training_places())
+        consent = self.consent = Consent(job, progress, worker_ids=lambda: self.reconfiguration.training_places())
         saving = self.saving = Saving(job, members, run=run, reads_to_the_end=sharding.has_read_all)
         scaling = self.scaling = Scaling(job, members, progress)
         make_planner = partial(planner_for, job, kind_of=members.kinds, domain_of=members.domains)
         replanning = self.replanning = Replanning(
-            job, members, progress, scaling, sharding, partial(schedules_for, job), make_planner
+            job, members, progress, scaling, sharding, consent, partial(schedules_for, job), make_planner
         )
         decider = Decider(members, lifecycle, progress, saving, restoring, replanning)
         history = PlanHistory(max_steps=job.max_steps)
         recovery = self.reconfiguration = Reconfiguration(
-            job, members, lifecycle, progress, saving, restoring, sharding, scaling, replanning, decider, history
+            job,
+            members,
+            lifecycle,
+            progress,
+            saving,
+            restoring,
+            sharding,
+            consent,
+            scaling,
+            replanning,
+            decider,
+            history,
         )
         self.startup = Startup(
             job, nodes, members, preparation, link_timing, saving, restoring, sharding, replanning, recovery, resume

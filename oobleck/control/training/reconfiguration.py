@@ -28,6 +28,7 @@ from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
 from oobleck.schedule import SECTIONED_KINDS, ScheduleKind
 
+from .consent import Consent
 from .decision import Choice, Decider, Lineage
 from .planning import schedules_for
 from .replanning import Replanning
@@ -44,6 +45,7 @@ class Reconfiguration:
     _saving: Saving
     _restoring: Restoring
     _sharding: Sharding
+    _consent: Consent
     _scaling: Scaling
     _replanning: Replanning
     _decider: Decider
@@ -250,6 +252,7 @@ class Reconfiguration:
         if choice.goes_back:
             generation = self.generations.current
             self._progress.go_back(choice.verdict.applied, generation=generation)
+            self._consent.go_back(choice.verdict.applied)
             self._lineage = replace(self._lineage, restored_generation=generation, is_from_scratch=candidate is None)
 
     def _expect_adoption(self, turn: Turn, update: PlanUpdate, step_s: float, *, is_quick: bool) -> None:

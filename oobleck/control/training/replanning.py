@@ -26,6 +26,7 @@ from oobleck.job import Sharding as StateSharding  # the other one is of data
 from oobleck.plan import ScheduleKind
 from oobleck.planner import Decision, ExecutionPlan, NodeKind, Profile, WorkerId, profile_to_json
 
+from .consent import Consent
 from .planning import choose_sharding
 from .replayed_run import ReplayedRun
 
@@ -69,6 +70,7 @@ class Replanning:
     _progress: Progress
     _scaling: Scaling
     _sharding: Sharding
+    _consent: Consent
     _schedules_for: Callable[..., tuple[ScheduleKind, ...]]
     """Takes a profile and a plan, and `profile_of`: `schedules_for` of the job."""
     _make_planner: Callable[..., Planner]
@@ -333,8 +335,9 @@ class Replanning:
         # An evaluation that is due comes before the step.
         evaluates_first = verdict.section == NO_SECTION and self._progress.owes_evaluation(verdict.applied)
         has_records = self._sharding.can_finish(verdict.applied + 1, verdict.adopted or 0)
+        may_begin = self._consent.can_finish(verdict.applied + 1)
         # After a hang that nothing explains, the same groups would hang again.
-        return has_records and not evaluates_first and not after.is_unexplained
+        return has_records and may_begin and not evaluates_first and not after.is_unexplained
 
     def _rest_s(self, decision: Decision, partial: Collection[int]) -> float:
         """Bound the seconds of a step under a new plan, after these microbatches are committed, as `rest_s` does."""

@@ -219,6 +219,7 @@ class Reports:
             return
         if parts.shutdown.stop_over(record):
             parts.sharding.stop()
+            parts.consent.stop()
             parts.replanning.stop()
         parts.saving.step_done(record)
         parts.scaling.step_done(record, generation=parts.reconfiguration.generations.newest)

@@ -31,6 +31,7 @@ def take_over(parts: Parts, turn: Turn, job: JobSpec, nodes: tuple[NodeSpec, ...
     parts.reconfiguration.restore(turn, replayed.generations, lineage)
     _restore_checkpoints(parts, turn, replayed)
     parts.sharding.restore(replayed.shards)
+    parts.consent.take_over()
     num_nodes = len(parts.members.living)
     parts.progress.expect(starting_s(job.control.start_timeout_s, num_nodes), now_s)
     # No lease lapses before this master can have reached all nodes.

@@ -31,6 +31,7 @@ _STEP_DONE = b'{"@type":"StepDone",'
 _JOB_ENDED = b'{"@type":"JobEnded"'
 _LAST_BYTES = 1 << 16
 _POLL_S = 0.2
+_LEAST_POLL_S, _POLL_SHARE = 0.002, 0.05
 
 
 class JournalWriter(LineFile):
@@ -244,14 +245,17 @@ def follow_journal(path: Path) -> Iterator[journal.JournalEntry | None]:
     """
     try:
         with path.open("rb") as lines:
-            number, start, plans = 0, 0, journal.PlanUnpacker()
+            number, start, plans, newest_s = 0, 0, journal.PlanUnpacker(), time.monotonic()
             while True:
                 line = lines.readline()
                 if not line.endswith(b"\n"):
                     lines.seek(start)  # a line torn by a full disk is cut off and written again later
                     yield None
-                    time.sleep(_POLL_S)
+                    # Steps may wait for the reader's answer, and it is late by a share of a step's time at most.
+                    idle_s = time.monotonic() - newest_s
+                    time.sleep(min(_POLL_S, max(_LEAST_POLL_S, _POLL_SHARE * idle_s)))
                     continue
+                newest_s = time.monotonic()
                 number, start = number + 1, start + len(line)
                 entry = _decode_line(line, plans, where=f"journal {path}, line {number}")
                 yield entry

@@ -17,6 +17,7 @@ from typing import Any
 
 import trio
 
+from oobleck.control.events import ScriptAnswered, ScriptEnded
 from oobleck.job import ScriptSpec
 from oobleck.runtime.python_process import as_no_rank, module_command
 from oobleck.wire import encode_json
@@ -68,12 +69,20 @@ class TrainerProcess(EntryFeed):
 
     # --- during the run ----------------------------------------------------------------------------------------
 
-    def begin(self, log: Path, checkpoints: Path, *, on_stop: Callable[[], None]) -> None:
+    def begin(
+        self,
+        log: Path,
+        checkpoints: Path,
+        *,
+        on_stop: Callable[[], None],
+        answer: Callable[[ScriptAnswered | ScriptEnded], None],
+    ) -> None:
         """Redirect its output to `log`; call `on_stop` when a callback asks training to stop.
 
-        `checkpoints` is the directory of the run's checkpoints.
+        `checkpoints` is the directory of the run's checkpoints. `answer` is called when more steps may begin.
         """
         self._on_stop = on_stop
+        self._tell_master = answer
         paths = {"log": str(log.absolute()), "checkpoints": str(checkpoints.absolute())}
         self._ours.sendall(json.dumps(paths).encode() + b"\n")
 
@@ -90,6 +99,7 @@ class TrainerProcess(EntryFeed):
                     nursery.cancel_scope.cancel()
         except* trio.BrokenResourceError:
             _log.warning("the script has ended in its train()")
+            self._tell_master(ScriptEnded())
         finally:
             self._entries.close()
             stream.socket.close()
@@ -100,9 +110,16 @@ class TrainerProcess(EntryFeed):
         self._scope.deadline = trio.current_time() + _LAST_ENTRIES_S
 
     async def _listen(self, stream: trio.SocketStream) -> None:
+        rest = b""
         async for data in stream:
-            if b"stop" in data:
-                self._on_stop()
+            *lines, rest = (rest + bytes(data)).split(b"\n")
+            for line in lines:
+                match line.split():
+                    case [b"stop"]:
+                        self._on_stop()
+                    case [b"allow", step, through]:
+                        self._tell_master(ScriptAnswered(step=int(step), through=int(through)))
+        self._tell_master(ScriptEnded())
 
     # --- afterwards --------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from oobleck.control.protocol import RecordRun, RecordsOver, ScanRange, ScanResult, StepRecords
+from oobleck.control.protocol import RecordRun, ScanRange, ScanResult, StepRecords, StepsOver
 from oobleck.errors import ShardUnreadable
 from oobleck.job import JobSpec
 
@@ -20,7 +20,7 @@ class Records:
         self._shards = shards
         self._items = items
         self._told: dict[tuple[int, int], StepRecords] = {}
-        self._over: dict[int, RecordsOver] = {}
+        self._over: dict[int, StepsOver] = {}
 
     @property
     def are_needed(self) -> bool:
@@ -35,13 +35,13 @@ class Records:
         if self._told.setdefault((assignment_version, step), message) != message:
             raise Violation(f"step {step} of assignment version {assignment_version} is given other records")
 
-    def end(self, message: RecordsOver) -> None:
+    def end(self, message: StepsOver) -> None:
         self._over[message.assignment_version] = message
 
     def is_told(self, step: int) -> bool:
         return (self.assignment_version, step) in self._told
 
-    def over_after(self, step: int) -> RecordsOver | None:
+    def over_after(self, step: int) -> StepsOver | None:
         """Return the message that this step is the last one, if it came."""
         over = self._over.get(self.assignment_version)
         return over if over is not None and over.step == step else None

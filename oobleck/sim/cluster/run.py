@@ -10,7 +10,7 @@ from typing import TypeVar, assert_never
 
 import trio
 
-from oobleck.control.events import AddRequested, End, Event, StopRequested
+from oobleck.control.events import AddRequested, End, Event, ScriptEnded, StopRequested
 from oobleck.control.journal import JobEnded, JournalEntry, Summary, summarize
 from oobleck.control.replay import BooksImage, RunBooks
 from oobleck.control.scripts import ReplayedRanks
@@ -324,6 +324,8 @@ class _Simulation:
         )
         for observer in self.observers:
             master.observe(observer)
+        if self._job.control.waits_for_script:
+            master.submit(ScriptEnded())  # there is none here, and no step waits for it
         return master
 
     def _submit(self, event: Event) -> None:

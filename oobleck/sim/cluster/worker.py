@@ -44,8 +44,11 @@ class VirtualWorker:
         self.store = HeldLayers(worker_id, num_microbatches=job.num_microbatches)
         self._groups = GroupTable(ports, self.commit_state)
         self._transfers = Transfers(ports, self.commit_state)
-        records = self._records if self._records.are_needed else None
-        self._follower = steps.Follower(job, self.commit_state, records=records, evaluates=True)
+        self._consents = steps.ConsentBoard(lambda: self.commit_state.generation)
+        self._board: steps.StepBoard | None = self._records if self._records.are_needed else None
+        if job.control.waits_for_script:
+            self._board = self._consents
+        self._follower = steps.Follower(job, self.commit_state, board=self._board, evaluates=True)
         agreements = steps.Agreements(worker_id, lock=nullcontext())
         self._agreements = VirtualAgreements(agreements, self.commit_state, ports)
         node_sums = self._node_sums = NodeSums(job, self.commit_state, self._groups, self.store)
@@ -104,8 +107,12 @@ class VirtualWorker:
             case protocol.StepRecords():
                 self._records.tell(message)
                 self._ports.announce()
-            case protocol.RecordsOver():
+            case protocol.StepsAllowed():
+                self._consents.allow(message)
+                self._ports.announce()
+            case protocol.StepsOver():
                 self._records.end(message)
+                self._consents.end(message)
                 self._ports.announce()
             case _:
                 raise Violation(f"{self.worker_id} received {message}")
@@ -162,10 +169,12 @@ class VirtualWorker:
                 self._ports.say(protocol.Finished(device=self.worker_id.device, applied=self.commit_state.applied))
             case steps.AwaitPlanUpdate():
                 return (yield from self._await_update())
-            case steps.AwaitRecords(step=step):
+            case steps.AwaitStep(step=step):
+                board = self._board
+                assert board is not None
                 yield Wait(
-                    f"the records of step {step}",
-                    lambda: self._records.is_told(step) or self._records.over_after(step - 1) is not None,
+                    f"whether step {step} follows",
+                    lambda: board.is_told(step) or board.over_after(step - 1) is not None,
                     self.commit_state.is_fenced,
                 )
             case steps.FormGroups(keys=keys, committee=committee):

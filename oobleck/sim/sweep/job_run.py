@@ -302,6 +302,8 @@ class JobRun:
         self._wanted_kinds.clear()
         self._coordinator = Coordinator(job, tuple(map(self.kinds.spec, nodes)), started_at="", python_version=_PYTHON)
         self._coordinator.start(self.agenda.now_s)
+        if job.control.waits_for_script:
+            self._coordinator.handle(self.agenda.now_s, events.ScriptEnded())  # there is none here
         read_s = self.costs.reading_s(len(nodes), self._settings.state_bytes) if self.log.newest_step else 0.0
         self.log.checkpoint_read_s = read_s
         coordinator = self._coordinator

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from oobleck.control.protocol import DataPosition, RecordsOver, StepRecords
+from oobleck.control.protocol import DataPosition, StepRecords, StepsOver
 
 NO_SAMPLE = -1
 """The filler among a step's numbers, since the last step may have fewer records than others."""
@@ -28,7 +28,7 @@ class Records:
 
     def __init__(self) -> None:
         self._by_step: dict[tuple[int, int], StepRecords] = {}  # keyed by assignment version and step
-        self._over: dict[int, RecordsOver] = {}  # keyed by assignment version
+        self._over: dict[int, StepsOver] = {}  # keyed by assignment version
         self._assignment_version = 0
         self._located: dict[int, RecordLocation] = {}
         self.position: DataPosition | None = None
@@ -45,7 +45,7 @@ class Records:
         self._by_step[records.assignment_version, records.step] = records
         self._announce()
 
-    def end(self, over: RecordsOver) -> None:
+    def end(self, over: StepsOver) -> None:
         self._over[over.assignment_version] = over
         self._announce()
 
@@ -61,7 +61,7 @@ class Records:
     def is_told(self, step: int) -> bool:
         return (self._assignment_version, step) in self._by_step
 
-    def over_after(self, step: int) -> RecordsOver | None:
+    def over_after(self, step: int) -> StepsOver | None:
         """Return the message that this step is the last, if it has arrived."""
         over = self._over.get(self._assignment_version)
         return over if over is not None and over.step == step else None

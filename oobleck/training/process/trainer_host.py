@@ -9,7 +9,8 @@ calls the script's callbacks, and continues with the trained weights when the ru
     receives    {"microbatch_size": …}, if another one is set than was described
     sends       {}, or {"problem": …, "is_usage": …}
     receives    {"log": …, "checkpoints": …}, the journal's entries, and at last {"exit_code": …, "checkpoints": …}
-    sends       "stop" when a callback asks for that
+    sends       "stop" when a callback asks for that, "allow STEP THROUGH" when callbacks have heard of a step, and the
+                others up to THROUGH may begin
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -79,6 +80,11 @@ class _TrainerHost:
         self.has_begun = True
         self._master.sendall(json.dumps(answer).encode() + b"\n")
 
+    def _tell(self, word: bytes) -> None:
+        # A run that has ended does not listen any more while the last entries are taken.
+        with suppress(OSError):
+            self._master.sendall(word)
+
     def train(self, trainer: Any) -> Any:
         """Have a trainer's job trained; returns what its `train()` returns. Exits with the run's status if that fails.
 
@@ -124,13 +130,18 @@ class _TrainerHost:
 
     def _follow(self, run: Any, log: Path) -> Any:
         """Follow the run until it has ended; returns the master's last line."""
+        is_stopping = False
         with _output_in(log):
             for line in _at_once(self.lines):
                 if not line.startswith(_IS_ENTRY):
                     return json.loads(line)
                 run.take(decode_json(JournalEntry, line))
                 if run.wants_stop:
-                    self._master.sendall(b"stop\n")
+                    if not is_stopping:
+                        self._tell(b"stop\n")
+                    is_stopping = True
+                elif (allowed := run.take_allowed()) is not None:
+                    self._tell(b"allow %d %d\n" % allowed)
         return {"exit_code": _GONE}
 
 

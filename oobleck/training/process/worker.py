@@ -19,7 +19,7 @@ from typing import NoReturn, assert_never
 
 import torch
 
-from oobleck.control import protocol
+from oobleck.control import protocol, steps
 from oobleck.control.steps import CommitState, Interrupted, PeerLost
 from oobleck.errors import ConfigError, PeerError
 from oobleck.host.streams import shield_scripts
@@ -167,6 +167,7 @@ class _Worker:
         if self._records is not None and shards is not None:
             self._records.on_news(self._waiter.announce)
             self._scanner = ShardScanner(shards.survey, setup.worker_id.device, link.send)
+        self._consents = steps.ConsentBoard(lambda: self._commit_state.generation)
         self._saving: LayerSaver | None = None
         share = self._share(job)
         if setup.storage is not None and job.checkpoint.enabled:
@@ -227,6 +228,7 @@ class _Worker:
             groups=self._groups,
             agreements=self._agreements,
             commit_state=self._commit_state,
+            consents=self._consents,
             saving=self._saving,
             next_update=self._next_order,
             report=self._link.send,
@@ -272,10 +274,15 @@ class _Worker:
             case protocol.StepRecords():
                 if self._records is not None:
                     self._records.put(message)
-            case protocol.RecordsOver(step=step):
+            case protocol.StepsAllowed():
+                self._consents.allow(message)
+                self._waiter.announce()
+            case protocol.StepsOver(step=step):
                 self._log.info("learns that step %d is the last one", step)
+                self._consents.end(message)
                 if self._records is not None:
                     self._records.end(message)
+                self._waiter.announce()
             case protocol.SetUpWorker():
                 raise AssertionError("a worker is set up once")
             case _:

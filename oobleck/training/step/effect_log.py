@@ -91,8 +91,8 @@ def _line_of(effect: steps.WorkerEffect, worker_id: WorkerId) -> tuple[int, str]
             return _INFO, "has finished training"
         case steps.BeginStep(step=step):
             return _DEBUG, f"begins step {step}"
-        case steps.AwaitRecords(step=step):
-            return _DEBUG, f"has the records of step {step}"
+        case steps.AwaitStep(step=step):
+            return _DEBUG, f"knows whether step {step} follows"
         case steps.Compute(step=step, microbatches=microbatches):
             return _DEBUG, f"computes {len(microbatches)} microbatches of step {step}"
         case steps.Reduce(step=step, committee=committee):

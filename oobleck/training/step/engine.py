@@ -50,6 +50,7 @@ class Engine:
         groups: GroupTable,
         agreements: PeerAgreements,
         commit_state: steps.CommitState,
+        consents: steps.StepBoard,
         saving: LayerSaver | None,
         next_update: Callable[[], protocol.PlanUpdate],
         report: Callable[[protocol.WorkerReport], None],
@@ -69,6 +70,8 @@ class Engine:
         self._next_update = next_update
         self._report = report
         self._records = dataset.records
+        # Samples of a script's trainer are in no shards.
+        self._board = consents if job.control.waits_for_script else dataset.records
         self._epoch_things = EpochThings(job, dataset)
         self._precision = Precision.of(job.dtype)
         self._optimizer = assembly.optimizer
@@ -92,7 +95,7 @@ class Engine:
                 on_progress=self._is_evaluating,
             )
         self._follower = steps.Follower(
-            job, commit_state, records=dataset.records, evaluates=self._gathers or self._evaluator is not None
+            job, commit_state, board=self._board, evaluates=self._gathers or self._evaluator is not None
         )
         self._layer_store = LayerStore(job, worker_id, state=state, optimizer=self._optimizer)
         self._reducers = Reducers(worker_id, share, state, groups)
@@ -163,8 +166,8 @@ class Engine:
                     self._save(effect, self._saving)
             case steps.Say() | steps.ReportResumed() | steps.ReportFinished() | steps.CompareReplicas():
                 self._report(self._message_of(effect))
-            case steps.AwaitRecords(step=step):
-                self._step.await_records(step)
+            case steps.AwaitStep(step=step):
+                self._await_step(step)
             case steps.Evaluate():
                 return self._evaluate(effect)
             case steps.AwaitPlanUpdate():
@@ -208,6 +211,15 @@ class Engine:
             case _:
                 assert_never(effect)
         return None
+
+    def _await_step(self, step: int) -> None:
+        """Wait until a step may begin, or until it is known that none follows. Raises Interrupted."""
+        board = self._board
+        assert board is not None
+        self._groups.waiter.wait(
+            lambda: board.is_told(step) or board.over_after(step - 1) is not None, self._commit_state.is_fenced
+        )
+        self._step_timer.begin_step()
 
     def _begin_step(self, step: int) -> None:
         if (entered := self._epoch_things.enter(step)) is not None:

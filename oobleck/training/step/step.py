@@ -108,15 +108,6 @@ class StepInFlight:
         # If no token counts, the sums are zero, whatever divides them.
         return numbers, max(1, num_items)
 
-    def await_records(self, step: int) -> None:
-        """Wait until the records of a step are known, or that there is no such step. Raises Interrupted."""
-        records = self.dataset.records
-        assert records is not None
-        self.waiter.wait(
-            lambda: records.is_told(step) or records.over_after(step - 1) is not None, self.commit_state.is_fenced
-        )
-        self.step_timer.begin_step()
-
     def execute(self, pipeline_rank: PipelineRank, program: Compute, reducer: GradientReducer) -> None:
         """Run this stage's program for some microbatches; if it posts sums, `reducer` sums them.
 

@@ -22,13 +22,13 @@ from oobleck.control.protocol import (
     PeerFailed,
     PlanUpdate,
     RecordsFailed,
-    RecordsOver,
     Restore,
     RestoreFailed,
     SectionRecord,
     Segment,
     Status,
     StepCommitted,
+    StepsOver,
     Tally,
 )
 from oobleck.control.steps.commit_state import CommitState, Interrupted, PeerLost
@@ -41,8 +41,8 @@ from oobleck.control.steps.worker_effects import (
     Apply,
     AwaitGroups,
     AwaitPlanUpdate,
-    AwaitRecords,
     AwaitSection,
+    AwaitStep,
     BeginStep,
     Compute,
     EffectOutcome,
@@ -80,7 +80,7 @@ A, B, C, D = (WorkerId(node=node, device=0) for node in "abcd")
 MICROBATCHES = 8
 PAIRS = plan(("a", "b"), ("c", "d"))
 ROW = plan(("a", "b", "c", "d"))
-MAY_WAIT = (AwaitRecords, Reduce, Agree, Evaluate, FormGroups, AwaitGroups, Exchange, ShareLossScale, AwaitSection)
+MAY_WAIT = (AwaitStep, Reduce, Agree, Evaluate, FormGroups, AwaitGroups, Exchange, ShareLossScale, AwaitSection)
 """What a fence may end."""
 MAY_FAIL = (*MAY_WAIT[1:], Compute, TakeSums, PostTotals, TakeTotals)
 """What may fail with a peer."""
@@ -120,7 +120,7 @@ def record(step: int, generation: int = 1) -> CommitRecord:
 class RendezvousTable:
     """What is told of records: the first `told` steps' are."""
 
-    def __init__(self, told: int, *, over: RecordsOver | None = None, last: int | None = None) -> None:
+    def __init__(self, told: int, *, over: StepsOver | None = None, last: int | None = None) -> None:
         self.told = told
         self.over = over
         self.last = last
@@ -128,7 +128,7 @@ class RendezvousTable:
     def is_told(self, step: int) -> bool:
         return step <= self.told
 
-    def over_after(self, step: int) -> RecordsOver | None:
+    def over_after(self, step: int) -> StepsOver | None:
         return self.over if self.over is not None and self.over.step == step else None
 
     def is_last(self, step: int) -> bool:
@@ -183,7 +183,7 @@ class Driver:
 
     def __post_init__(self) -> None:
         self.commit_state = CommitState(self.worker_id, lambda: None, lock=nullcontext())
-        self.follower = Follower(self.job, self.commit_state, records=self.records, evaluates=self.evaluates)
+        self.follower = Follower(self.job, self.commit_state, board=self.records, evaluates=self.evaluates)
 
     def follow(self, *updates: PlanUpdate) -> list[WorkerEffect]:
         """Give orders, one after the other; returns all that was asked for up to the wait for another."""
@@ -610,24 +610,24 @@ def test_records_that_are_not_told_are_waited_for_and_training_ends_where_none_c
     driver = Driver(records=board)
 
     def tell(effect: WorkerEffect) -> None:
-        if isinstance(effect, AwaitRecords) and effect.step == 2:
+        if isinstance(effect, AwaitStep) and effect.step == 2:
             board.told = 2
-        elif isinstance(effect, AwaitRecords):
+        elif isinstance(effect, AwaitStep):
             board.over = over(2, save=True)
 
     driver.upset = tell
     asked = driver.follow(update(1))
     assert driver.applied == 2
-    assert names(asked)[-4:] == ["PrepareToSave", "AwaitRecords", "SaveEnd", "ReportFinished"]
+    assert names(asked)[-4:] == ["PrepareToSave", "AwaitStep", "SaveEnd", "ReportFinished"]
 
 
-def over(step: int, *, save: bool) -> RecordsOver:
-    return RecordsOver(device=0, assignment_version=0, step=step, generation=1, position=DataPosition(), save=save)
+def over(step: int, *, save: bool) -> StepsOver:
+    return StepsOver(device=0, assignment_version=0, step=step, generation=1, position=DataPosition(), save=save)
 
 
 def test_what_is_saved_already_is_not_saved_at_the_end_of_the_data():
     driver = Driver(records=RendezvousTable(2, over=over(2, save=False)))
-    assert names(driver.follow(update(1)))[-3:] == ["PrepareToSave", "AwaitRecords", "ReportFinished"]
+    assert names(driver.follow(update(1)))[-3:] == ["PrepareToSave", "AwaitStep", "ReportFinished"]
 
 
 def test_a_step_that_is_told_to_be_the_last_ends_training():
@@ -638,7 +638,7 @@ def test_a_step_that_is_told_to_be_the_last_ends_training():
 
 def test_a_plan_waits_for_records_before_it_is_said_to_compute_only_where_they_are_not_told():
     driver = Driver(records=RendezvousTable(0, over=over(0, save=False)))
-    assert names(driver.follow(update(1)))[-3:] == ["ReportResumed", "AwaitRecords", "ReportFinished"]
+    assert names(driver.follow(update(1)))[-3:] == ["ReportResumed", "AwaitStep", "ReportFinished"]
 
 
 def test_a_shard_that_cannot_be_read_is_told_of():

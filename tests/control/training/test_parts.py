@@ -32,11 +32,12 @@ CHANGES = {
     "Decider": {"NodeLifecycle", "Restoring"},
     "Reconfiguration": {
         "Decider", "NodeLifecycle", "PlanHistory", "Progress", "Replanning", "Restoring", "Saving", "Scaling",
-        "Sharding",
+        "Sharding", "Consent",
     },
     "Startup": {"LinkTiming", "Reconfiguration", "Replanning", "Restoring", "Saving", "StartupFailures"},
     "HangWatch": {"Progress"},
     "Sharding": {"Progress"},
+    "Consent": {"Progress"},
     "Shutdown": {"Progress"},
 }  # fmt: skip
 """By part: the others that it changes, by calling them. To decide to finish a step deals the step's microbatches: so
