@@ -35,6 +35,7 @@ class FlowModules:
     def __init__(self, model: nn.Module, flow: Flow, *, device: torch.device, draws_at_random: bool) -> None:
         self.by_name = dict(model.named_modules(remove_duplicate=False))
         self.chunk = range(0)
+        self.is_tried = False
         self._flow = flow
         self._device = device
         self._draws_at_random = draws_at_random

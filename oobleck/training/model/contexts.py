@@ -267,37 +267,41 @@ def _try(stage: StageModel, degree: int) -> str | None:
         stage.adopt(layer, layer + 1, state)
         if layer == structure.num_layers - 1:
             return None if stage.can_compute_loss_of_parts() else "its loss is not that of its head's logits alone"
-        if not _goes_by_parts(stage, degree, batch, received if layer else None, generator):
-            return f"what {structure.layer_names[layer]} computes of a token depends on others, beside attention"
+        if (why := _why_not_by_parts(stage, degree, batch, received if layer else None, generator)) is not None:
+            return f"what {structure.layer_names[layer]} computes of a token depends on {why}"
     raise AssertionError("a model has a last layer, which is like no other")
 
 
 @torch.no_grad()
-def _goes_by_parts(
+def _why_not_by_parts(
     stage: StageModel, degree: int, batch: Batch, received: torch.Tensor | None, generator: torch.Generator
-) -> bool:
+) -> str | None:
     for module in stage.modules_of(stage.layers[0]):
         for inner in module.modules():
             if type(inner) in (nn.Linear, Conv1D):
                 _lighten(inner, generator)
     replay = _Replay(degree)
     _use(stage, 1, replay)
+    usual = stage.forward(batch, received, num_items=1, key=_KEY)
+    replay.calls.clear()
     whole = stage.forward(batch.part(0, 1), received, num_items=1, key=_KEY)
+    # A part says its positions, which a model left alone may count otherwise: from another number, or without padding.
+    if not _are_close(usual, whole):
+        return "positions other than 0, 1, 2, and so on"
     _use(stage, _PARTS, replay)
     for index in range(_PARTS):
         replay.part, replay.num_answered = slice(index * _TOKENS, (index + 1) * _TOKENS), 0
         own = None if received is None else received[:, replay.part]
         output = stage.forward(batch.part(index, _PARTS), own, num_items=1, key=_KEY)
         if replay.num_answered != len(replay.calls) or not _are_close(output, whole[:, replay.part]):
-            return False
-    return True
+            return "others, beside attention"
+    return None
 
 
 def _values(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """Return numbers of a shape that take the memory of its first dimensions alone."""
-    if len(shape) < 2:
-        return torch.randn(shape, generator=generator)
-    return torch.randn((*shape[:-1], 1), generator=generator).expand(shape)
+    """Return numbers of a shape, no two rows of which are alike, in the memory of the sum of its dimensions."""
+    # Rows of a single number each would be zeros after a norm.
+    return torch.randn(1 + sum(size - 1 for size in shape), generator=generator).as_strided(shape, [1] * len(shape))
 
 
 def _lighten(module: Any, generator: torch.Generator) -> None:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -232,8 +232,12 @@ class ChunkedLoss:
 
     def _passes_logits_on(self) -> bool:
         """Try the model's code around its trunk: whether head and loss meet, and nothing comes between or after."""
-        model, ids = self._model, torch.zeros((1, 2), dtype=torch.int64)
-        hidden = torch.zeros((1, 2, self._head.in_features))
+        # Without values: weights may have no memory now, and be of any type and on any device.
+        model, ids = self._model, torch.zeros((1, 2), dtype=torch.int64, device="meta")
+        weight = self._head.weight
+        hidden = torch.zeros((1, 2, self._head.in_features), dtype=weight.dtype, device="meta")
+        named = chain(model.named_parameters(), model.named_buffers())
+        without_values = {name: torch.empty_like(tensor, device="meta") for name, tensor in named}
         taken: list[torch.Tensor] = []
         calls: list[_Call] = []
         lost = torch.tensor(1.5)
@@ -247,7 +251,8 @@ class ChunkedLoss:
         vars(trunk)["forward"] = lambda *_args, **_kwargs: _TrunkOutput(last_hidden_state=hidden)
         try:
             with torch.no_grad(), self._instead(taken, note) as stand_ins:
-                outputs = model(input_ids=ids, labels=ids, num_items_in_batch=2, use_cache=False)
+                arguments = {"input_ids": ids, "labels": ids, "num_items_in_batch": 2, "use_cache": False}
+                outputs: Any = torch.func.functional_call(model, without_values, (), arguments)
         except _MISFITS:
             return False
         finally:

@@ -47,8 +47,6 @@ class StageModel:
 
     loss_scale: float = 1.0
     """The factor of all gradients, applied where they begin. The loss itself is returned unscaled."""
-    is_tried: bool = False
-    """Whether modules run to see what they do, and not for a microbatch."""
     computes_parts: bool = False
     """Whether batches have a part of each sample's tokens (`Batch.part`)."""
 
@@ -145,6 +143,11 @@ class StageModel:
     def hidden_dtype(self) -> torch.dtype:
         """The type of the hidden states that the stage receives and returns, and so of their gradients."""
         return self.autocast or self.dtype
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether modules run to see what they do, and not for a microbatch."""
+        return self._modules.is_tried
 
     def modules_of(self, layer: int) -> tuple[nn.Module, ...]:
         """Return the modules that make up a layer: one for a block."""
@@ -396,10 +399,10 @@ class StageModel:
 
     def _chunked_loss(self) -> losses.ChunkedLoss | None:
         if self._chunked is None:
-            self.is_tried = True
+            self._modules.is_tried = True
             share, most = self._vocabulary_share, self._max_logits
             self._chunked = (losses.ChunkedLoss.of(self.model, max_logits=most, share=share),)
-            self.is_tried = False
+            self._modules.is_tried = False
         return self._chunked[0]
 
     def can_compute_loss_of_parts(self) -> bool:

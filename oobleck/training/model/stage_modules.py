@@ -33,6 +33,8 @@ class StageModules:
     def __init__(self, model: SplittableModel, structure: ModelStructure, *, device: torch.device) -> None:
         self.by_name = dict(model.named_modules(remove_duplicate=False))
         self.chunk = range(0)
+        self.is_tried = False
+        """Whether the model's code runs without a microbatch, to see what it does."""
         self._model = model
         self._structure = structure
         self._device = device
@@ -117,6 +119,8 @@ class StageModules:
         """Make the hook that runs when the model's code reaches a layer, in place or not."""
 
         def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self.is_tried:
+                return None
             if layer in self.chunk:
                 self._seed_layer(layer)
             # A chunk of the head alone receives hidden states at the last placeholder before it.

@@ -35,6 +35,7 @@ FAMILIES: dict[str, dict[str, Scalar]] = {
     "mistral": {**_SIZES, "sliding_window": 5},
     "qwen3": {**_SIZES, "head_dim": 8},
     "gemma": {**_SIZES, "num_key_value_heads": 1, "head_dim": 8},
+    "bert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "is_decoder": True},
 }
 
 
@@ -47,7 +48,11 @@ def structure_for(family: str) -> ModelStructure:
         return of_length(adapted("llama", LoraSpec(r=4)))
     if family in ("mixtral", "deepseek_v3"):
         return of_length(mixture(family))
-    spec = ModelSpec(type=family, config=FAMILIES[family])
+    return made_of(family, FAMILIES[family])
+
+
+def made_of(family: str, sizes: dict[str, Scalar]) -> ModelStructure:
+    spec = ModelSpec(type=family, task="causal_lm", config=sizes)
     return of_length(ModelStructure.from_spec(spec, vocab_size=VOCAB_SIZE, sequence_length=LENGTH))
 
 
@@ -192,12 +197,6 @@ def with_made(structure: ModelStructure, change: Any) -> ModelStructure:
     return replace(structure, make=make)
 
 
-def with_own_attention() -> ModelStructure:
-    sizes: dict[str, Scalar] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    spec = ModelSpec(type="falcon", config=sizes)
-    return of_length(ModelStructure.from_spec(spec, vocab_size=VOCAB_SIZE, sequence_length=LENGTH))
-
-
 def looks_back(model: Any) -> None:
     block = model.model.layers[0]
     block.post_attention_layernorm.register_forward_hook(lambda _module, _args, output: Looking()(output))
@@ -215,10 +214,16 @@ def looks_back(model: Any) -> None:
         (lambda: structure_for("llama"), 3, "data.sequence_length: 16 is no multiple of 3"),
         (lambda: of_length(structure_for("llama"), 24), 8, "8 devices cannot share its 4 heads of queries"),
         (lambda: of_length(mixture("gpt_oss")), 2, "its attention is not computed by sdpa"),
-        (with_own_attention, 2, "its attention can be computed by nothing but its own code"),
+        (
+            lambda: made_of("falcon", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}),
+            2,
+            "its attention can be computed by nothing but its own code",
+        ),
+        # It counts positions from the number after that of its padding.
+        (lambda: made_of("roberta", FAMILIES["bert"]), 2, "what embedding computes of a token depends on positions"),
         (lambda: with_made(structure_for("llama"), looks_back), 2, "depends on others, beside attention"),
     ],
-    ids=["dropout", "masked", "length", "heads", "sinks", "own-attention", "looks-back"],
+    ids=["dropout", "masked", "length", "heads", "sinks", "own-attention", "positions", "looks-back"],
 )
 def test_models_whose_samples_cannot_be_shared_are_refused_by_name(make: Any, degree: int, words: str) -> None:
     with pytest.raises(ConfigError, match=f"context_parallel: .*{words}"):
