@@ -367,8 +367,8 @@ MUTATIONS = (
         name="lost_evaluation",
         what="a step is finished before an interrupted evaluation that comes first",
         file="oobleck/control/training/replanning.py",
-        old="return has_records and not evaluates_first and",
-        new="return has_records and",
+        old="return has_records and may_begin and not evaluates_first and",
+        new="return has_records and may_begin and",
         caught_by="tests/control/test_evaluation.py::test_a_plan_takes_effect_where_an_evaluation_was_broken_off",
     ),
     Mutation(

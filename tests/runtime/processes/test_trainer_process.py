@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from oobleck.control.events import ScriptAnswered, ScriptEnded
 from oobleck.control.journal import JobEnded
 from oobleck.errors import ConfigError, UsageError
 from oobleck.job import ScriptSpec
@@ -26,6 +27,7 @@ class Trainer:
     def follow(self, job): return self
     def saves_in(self, checkpoints): pass
     def take(self, entry): print("hears", entry.reason); self.wants_stop = entry.reason == "enough"
+    def take_allowed(self): return (1, 2) if sys.argv[1] == '8' else None
     def finish(self, checkpoints): return checkpoints.name
 """
 """A trainer that takes no time to import."""
@@ -54,10 +56,13 @@ async def until(holds: Callable[[], bool]) -> None:
         await trio.sleep(0.01)
 
 
-async def followed(process: TrainerProcess, log: Path, *reasons: str) -> int:
+async def followed(
+    process: TrainerProcess, log: Path, *reasons: str, answers: list[ScriptAnswered | ScriptEnded] | None = None
+) -> int:
     """Tell a process of some ends; returns how often it wanted a stop."""
     stops: list[int] = []
-    process.begin(log, Path("/nowhere"), on_stop=lambda: stops.append(1))
+    taken = [] if answers is None else answers
+    process.begin(log, Path("/nowhere"), on_stop=lambda: stops.append(1), answer=taken.append)
     with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(process.run)
@@ -65,6 +70,7 @@ async def followed(process: TrainerProcess, log: Path, *reasons: str) -> int:
                 process.tell(JobEnded(t_s=1.0, exit_code=0, reason=reason))
             await until(lambda: log.exists() and log.read_text().count("hears") == len(reasons))
             await until(lambda: bool(stops) or "enough" not in reasons)
+            await until(lambda: bool(taken) or answers is None)
             await process.finish()
     return len(stops)
 
@@ -78,6 +84,13 @@ async def test_the_lines_after_train_run_once_the_run_has_ended(tmp_path: Path, 
     assert process.end(0, tmp_path / "checkpoints") == 0
     assert capfd.readouterr().out == "after checkpoints\n"
     assert (tmp_path / "script.log").read_text().splitlines() == ["hears one", "hears enough"]
+
+
+async def test_what_a_script_allows_reaches_the_master(tmp_path: Path):
+    process, answers = TrainerProcess(script(TRAINS, "8")), list[ScriptAnswered | ScriptEnded]()
+    assert await followed(process, tmp_path / "script.log", "one", answers=answers) == 0
+    assert answers[0] == ScriptAnswered(step=1, through=2)
+    assert process.end(0, tmp_path / "checkpoints") == 0
 
 
 @pytest.mark.slow
