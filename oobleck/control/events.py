@@ -92,7 +92,7 @@ class ScriptAnswered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptEnded:
-    """The job's script answers no more: steps wait for nobody."""
+    """The job's script answers no more, so no step waits for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

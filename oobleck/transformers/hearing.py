@@ -1,6 +1,6 @@
 """The steps at which a script's callbacks can stop training: workers wait there until the callbacks have heard of them.
 
-Elsewhere nobody waits. What transformers brings itself, except for EarlyStoppingCallback, shows and reports alone.
+No worker waits elsewhere. What transformers brings itself, except for EarlyStoppingCallback, shows and reports alone.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from .plan_entries import PlanAdopted
 from .step_entries import Evaluated, StepDone
 
 _MOST_STEPS = 1000
-"""A script answers at least every so many steps, so that the search for the next one is short."""
+"""A script answers at least once in this many steps, so that the search for the next one is short."""
 
 
 class Answers:
@@ -46,7 +46,7 @@ class Answers:
                 self._heard, self._evaluated_step = step, step
 
     def take(self) -> tuple[int, int] | None:
-        """Return the newest step that was heard of, and the last one that may begin; None where nobody waits."""
+        """Return the newest step that was heard of, and the last one that may begin; None where no worker waits."""
         step, self._heard = self._heard, None
         if step is None or step < self._allowed:
             return None

@@ -28,12 +28,12 @@ class Consent:
         self._through = 0
         """The last step that may begin."""
         self._told: tuple[int, int] = (0, 0)
-        """(generation, last step) that its workers were told."""
+        """(generation, last step) of the newest `StepsAllowed`."""
         self._over: tuple[int, int] | None = None
-        """(generation, step) for which workers were told that no step follows."""
+        """(generation, step) of the newest `StepsOver`."""
         self._is_stopped = False
         self._is_alone = False
-        """Whether the script has ended, and nobody has to be asked."""
+        """Whether the script has ended, so that no step needs its consent."""
         self._was_waiting = False
 
     @property
@@ -58,7 +58,7 @@ class Consent:
         self._is_stopped = True
 
     def take_over(self) -> None:
-        # An earlier master was told, or was not, and its script is gone. This one's hears of the next step.
+        # What an earlier master had heard of its script is unknown. This one's hears of the next step.
         self._through = self._progress.last_step + 1
 
     def go_back(self, step: int) -> None:
@@ -66,7 +66,7 @@ class Consent:
         self._through = min(self._through, step + 1)
 
     def send_again(self, turn: Turn, worker_ids: Iterable[WorkerId]) -> None:
-        """Repeat what workers were told, which may be lost."""
+        """Repeat the newest message to workers, which may be lost."""
         generation, through = self._told
         if generation and (targets := tuple(worker_ids)):
             allowed = protocol.StepsAllowed(device=0, generation=generation, through=through)
