@@ -53,6 +53,7 @@ COMPUTED_BY_DEVICES = (
     "tests/training/step/test_node_sums.py::test_devices_compute_what_one_does_with_all_of_their_microbatches"
 )
 STACK = "tests/sim/test_promises.py::test_faults_of_all_kinds_break_no_promise"
+CONSENT = "tests/control/test_commit.py::test_a_script_stops_at_the_step_where_it_says_so"
 SAVES = "tests/control/test_commit.py::test_no_run_waits_for_a_save_that_nobody_makes"
 RELAYED = "tests/sim/cluster/test_relays.py::test_what_a_frozen_relay_did_not_pass_on_is_said_again"
 NAMED_TENSORS = "tests/training/model/test_named_tensors.py::test_masks_and_types_are_the_models_own_on_every_stage"
@@ -370,6 +371,23 @@ MUTATIONS = (
         old="return has_records and may_begin and not evaluates_first and",
         new="return has_records and may_begin and",
         caught_by="tests/control/test_evaluation.py::test_a_plan_takes_effect_where_an_evaluation_was_broken_off",
+    ),
+    Mutation(
+        name="unheard_step",
+        what="a step begins before the script's callbacks have heard of the one before",
+        file="oobleck/control/steps/step_board.py",
+        old="return generation == self._generation_of() and step <= through",
+        new="return True",
+        caught_by=CONSENT,
+    ),
+    Mutation(
+        name="sharding_forgotten",
+        what="a new master does not know what the planner has had devices share out",
+        file="oobleck/control/training/replanning.py",
+        old="self._plan, self.sharding = replayed.generations.plan, replayed.sharding",
+        new="self._plan = replayed.generations.plan",
+        caught_by="tests/control/training/test_planning.py"
+        "::test_what_is_shared_out_is_in_each_order_until_the_run_ends",
     ),
     Mutation(
         name="needless_repetition",
