@@ -9,10 +9,10 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -26,20 +26,17 @@ from oobleck.training.checkpoint import newest_checkpoint, newest_weights
 from oobleck.training.model import unwrapped
 
 from .best import BestCheckpoint
+from .callbacks import Callbacks, reported
 from .checks import asks_for_best
-from .elsewhere import OnNodes, WeightsElsewhere
+from .counts import BatchCounts
+from .elsewhere import WeightsElsewhere
 from .gathered import GatheredWeights, evaluate, fitted
-from .handed_over import handed_over
 from .hearing import Hearing
 from .kept_state import KeptStates, new_state
 from .plain_checkpoints import PlainCheckpoints
-from .streams import is_stream
 
 if TYPE_CHECKING:
     from .job import TrainerJob
-
-_COUNTING_S, _COUNTING_SHARE = 10.0, 0.05
-"""For how long batches are read to count floating-point operations: seconds, or a share of the run if that is more."""
 
 
 class RunFollower:
@@ -54,33 +51,22 @@ class RunFollower:
         self._losses: list[float] = []
         """Losses of the steps since the last log."""
         self._total_loss = 0.0
-        self._counts_flos = not is_stream(trainer.train_dataset)  # which may come over a network
-        self._counting_s = 0.0
-        self._problem = ""
-        """What a callback changed without the workers' knowledge, or used although only workers have it."""
+        self._callbacks = Callbacks(trainer, job.epochs, max_steps=job.max_steps)
         self._weights = GatheredWeights(trainer.model)
         self._elsewhere = WeightsElsewhere(unwrapped(trainer.model), self._refusal_of_use)
         self._checkpoints: Path | None = None
         self._saved_step: int | None = None
         """The step of the newest checkpoint that callbacks know."""
-        self._stopped_at: int | None = None
-        """The step after which a callback asked for a stop."""
-        self._epoch_stopped_in = ""
-        """The event in which a callback asked for the end of the epoch."""
         self._best: BestCheckpoint | None = None
         self._unwritten: tuple[str, int] | None = None
         """The checkpoint of the present step, whose state is not final."""
-        self._remarked: set[str] = set()
-        """Wishes of callbacks that stderr has been told to be without effect."""
         hearing = Hearing(trainer, self._epochs, max_steps=self._max_steps)
         self._answers = journal.Answers(is_asked=hearing.is_asked, is_evaluated=hearing.is_evaluated)
         self._last_record: CommitRecord | None = None
-        handler = trainer.callback_handler
-        handler.optimizer = OnNodes("the optimizer", self._refuse_use)
-        handler.lr_scheduler = OnNodes("the learning rate's scheduler", self._refuse_use)
         trainer.is_in_train = True
         trainer.state = self._new_state()
         self._states = KeptStates(trainer)
+        self._counts = BatchCounts(trainer, job, self._states)
         self._plain = PlainCheckpoints(trainer, job)
         self._places = [trainer.resumes_from.parent] if trainer.resumes_from is not None else []
         """Where the checkpoint that the run begins from may be."""
@@ -105,13 +91,7 @@ class RunFollower:
     @property
     def wants_stop(self) -> bool:
         """Whether a callback has set `control.should_training_stop` before the last step."""
-        step = self._trainer.state.global_step
-        # Like transformers, train a step all the same if callbacks stop training before the first one.
-        has_begun = self._first_step is not None or bool(self._problem)
-        is_asked = has_begun and bool(self._trainer.control.should_training_stop) and step < self._max_steps
-        if is_asked and self._stopped_at is None:
-            self._stopped_at = step
-        return is_asked
+        return self._callbacks.want_stop
 
     def take(self, entry: journal.JournalEntry) -> None:
         """Apply the journal's next entry to the trainer. A callback that fails is reported on stderr."""
@@ -135,8 +115,8 @@ class RunFollower:
         Raises CorruptCheckpoint, and ConfigError where a callback has changed what workers train with.
         """
         trainer = self._trainer
-        if self._problem:
-            raise ConfigError(self._problem)
+        if self._callbacks.problem:
+            raise ConfigError(self._callbacks.problem)
         self._load(checkpoints, newest_weights(checkpoints))
         self._weights.are_here = True
         self._end_epoch_early(checkpoints)
@@ -162,15 +142,16 @@ class RunFollower:
         metrics["total_flos"] = trainer.state.total_flos
         metrics["train_loss"] = mean
         trainer.is_in_train = False
-        if self._stopped_at is not None and trainer.state.global_step > self._stopped_at:
+        stopped_at = self._callbacks.stopped_at
+        if stopped_at is not None and trainer.state.global_step > stopped_at:
             sys.stderr.write(
-                f"oobleck: a callback asked to stop after step {self._stopped_at}, and the run stopped after step "
+                f"oobleck: a callback asked to stop after step {stopped_at}, and the run stopped after step "
                 f"{trainer.state.global_step}: workers had begun these steps\n"
             )
         trainer.log(metrics)
         # First, because an error of a callback in on_train_end ends the script.
         self._save_state(checkpoints)
-        self._call("on_train_end")
+        self._callbacks.call("on_train_end")
         return TrainOutput(trainer.state.global_step, mean, metrics)
 
     def _load(self, checkpoints: Path, weights: Mapping[str, torch.Tensor]) -> None:
@@ -185,10 +166,10 @@ class RunFollower:
     def _end_epoch_early(self, checkpoints: Path) -> None:
         """Do what transformers does at the end of an epoch that a callback has stopped within."""
         trainer, step = self._trainer, self._trainer.state.global_step
-        if step != self._stopped_at or self._last_record is None or self._epochs.is_last(step):
+        if step != self._callbacks.stopped_at or self._last_record is None or self._epochs.is_last(step):
             return
         args, control = trainer.args, trainer.control
-        self._call("on_epoch_end")
+        self._callbacks.call("on_epoch_end")
         self._log(self._last_record)
         if args.eval_strategy == IntervalStrategy.EPOCH and control.should_evaluate:
             metrics = self._evaluate_here()
@@ -205,7 +186,7 @@ class RunFollower:
             return
         if trainer.args.restore_callback_states_from_checkpoint:
             sys.stderr.write("oobleck: the checkpoint has no states of callbacks, which start afresh\n")
-        self._recount(step)
+        self._counts.go_back(step)
 
     def _save_state(self, checkpoints: Path) -> None:
         # A script that runs again after the last step trains nothing, and finds its state here.
@@ -226,7 +207,7 @@ class RunFollower:
             case journal.CheckpointSaved():
                 self._checkpoint_saved(entry)
             case journal.RecoveryDone():
-                self._recovered(entry)
+                self._callbacks.call_on_recovery(entry)
 
     def _begin(self, *, has_start_weights: bool) -> None:
         self._has_begun = True
@@ -239,7 +220,7 @@ class RunFollower:
             self._best.forget()
         elif self._best is not None and (kept := self._best.restore()) is not None:
             self._trainer.state.best_metric, self._trainer.state.best_global_step = kept
-        self._call("on_train_begin")
+        self._callbacks.call("on_train_begin")
         if self._trainer.args.eval_on_start and has_start_weights:
             self._evaluate_here()
         elif self._trainer.args.eval_on_start:
@@ -249,66 +230,30 @@ class RunFollower:
         trainer, step = self._trainer, record.step
         if self._first_step is None:
             self._first_step = step
+            self._callbacks.begin()
         self._last_record = record
         self._note_state()  # of the step before, which may have been evaluated
         _, within = self._epochs.epoch_of(step)
         if within == 0:
-            self._call("on_epoch_begin")
-        self._call("on_step_begin")
+            self._callbacks.call("on_epoch_begin")
+        self._callbacks.call("on_step_begin")
         if step <= trainer.state.global_step:  # the run has gone back
-            self._recount(step - 1)
-        self._count(step)
+            self._counts.go_back(step - 1)
+        self._counts.add(step)
         trainer.state.global_step, trainer.state.epoch = step, self._epochs.progress(step)
         self._weights.are_gone()
         self._note_loss(record.loss)
-        self._call("on_step_end")
+        self._callbacks.call("on_step_end")
         self._log(record)
-        self._require_due_end(step)
-        self._remark_on_wishes(step)
+        self._callbacks.require_due_end(step)
+        self._callbacks.remark_on_wishes(step)
         if step == self._max_steps or self._epochs.is_last(step):
-            self._call("on_epoch_end")
+            self._callbacks.call("on_epoch_end")
             # transformers asks for logs by epoch only in on_epoch_end. What has been logged is not logged twice.
             self._log(record)
 
-    def _count(self, step: int) -> None:
-        """Count a step's tokens and floating-point operations, by its batches."""
-        trainer: Any = self._trainer
-        if not self._counts_tokens and not self._counts_flos:
-            return
-        began_s = time.monotonic()
-        try:
-            for inputs in self._job.batches_of(step):
-                if self._counts_tokens:
-                    trainer._track_num_input_tokens(inputs)
-                trainer.current_flos += float(trainer.floating_point_ops(inputs))
-            trainer.store_flos()
-        # It is the user's code, which workers call for microbatches, and the script has not asked for this count.
-        except Exception as error:
-            if self._counts_tokens:
-                raise
-            self._stop_counting(_text_of(error))
-        self._counting_s += time.monotonic() - began_s
-        if self._counting_s > max(_COUNTING_S, _COUNTING_SHARE * (time.time() - self._started_s)):
-            self._stop_counting(f"which took {self._counting_s:.0f} s for {step} steps")
-
-    def _stop_counting(self, why: str) -> None:
-        if self._counts_flos and not self._counts_tokens:
-            self._counts_flos, self._trainer.state.total_flos = False, 0
-            sys.stderr.write(f"oobleck: total_flos is 0: to count them, batches are read here, too: {why}\n")
-
-    @property
-    def _counts_tokens(self) -> bool:
-        return bool(self._trainer.args.include_num_input_tokens_seen != "no")
-
-    def _recount(self, last_step: int) -> None:
-        state = self._trainer.state
-        known = self._states.counts_after(last_step)
-        state.num_input_tokens_seen, state.total_flos = known or (0, 0)
-        for step in range(1, last_step + 1) if known is None and self._counts_tokens else ():
-            self._count(step)
-
     def _note_state(self) -> None:
-        with _reported():
+        with reported():
             self._states.note()
         if self._unwritten is not None and self._unwritten[1] == self._trainer.state.global_step:
             self._write_state(*self._unwritten)
@@ -321,7 +266,7 @@ class RunFollower:
 
     def _write_plain_state(self, step: int) -> None:
         if self._trainer.args.save_strategy != SaveStrategy.NO and (content := self._states.content(step)) is not None:
-            with _reported():
+            with reported():
                 self._plain.write_state(step, content)
 
     def _checkpoint_saved(self, entry: journal.CheckpointSaved) -> None:
@@ -350,8 +295,8 @@ class RunFollower:
         state.global_step, state.epoch = step, self._epochs.progress(step)
         try:
             self._write_plain(step, name)
-            self._call("on_save")
-            self._require_due_end(step)
+            self._callbacks.call("on_save")
+            self._callbacks.require_due_end(step)
         finally:
             state.global_step, state.epoch = now
 
@@ -359,7 +304,7 @@ class RunFollower:
         """Write a checkpoint of transformers' kind, with the optimizer's state if the run has saved one by a name."""
         if self._checkpoints is None:
             return
-        with _reported():  # a full disk does not end the run
+        with reported():  # a full disk does not end the run
             self._plain.write(step, self._weights.fetch, None if name is None else self._checkpoints / name)
             self._write_plain_state(step)
             self._plain.rotate()
@@ -380,7 +325,7 @@ class RunFollower:
             "learning_rate": record.learning_rate,
         }
         self._losses = []
-        with self._noting("on_log"):
+        with self._callbacks.noting("on_log"):
             self._trainer.log(logs, self._started_s)
 
     def _evaluated(self, entry: journal.Evaluated) -> None:
@@ -393,9 +338,11 @@ class RunFollower:
             elif self._weights.fetch():
                 metrics = self._evaluate_here()
             else:
-                self._stop_for(f"the weights after step {entry.step} were not gathered here, so none are evaluated")
+                self._callbacks.stop_for(
+                    f"the weights after step {entry.step} were not gathered here, so none are evaluated"
+                )
                 return
-            self._require_due_end(entry.step)
+            self._callbacks.require_due_end(entry.step)
             if metrics is not None and self._is_best(metrics) and directory is not None:
                 self._keep_best(directory)
 
@@ -407,7 +354,7 @@ class RunFollower:
             num_batches = math.ceil(entry.num_samples / trainer.args.eval_batch_size)
             metrics["eval_samples_per_second"] = round(entry.num_samples / entry.duration_s, 3)
             metrics["eval_steps_per_second"] = round(num_batches / entry.duration_s, 3)
-        with self._noting("on_evaluate"):
+        with self._callbacks.noting("on_evaluate"):
             trainer.log(metrics)
             trainer.control = trainer.callback_handler.on_evaluate(
                 trainer.args, trainer.state, trainer.control, metrics
@@ -420,12 +367,14 @@ class RunFollower:
         trainer.place_model()
         self._elsewhere.look_again()
         try:
-            with self._noting("on_evaluate", catches=False):
+            with self._callbacks.noting("on_evaluate", catches=False):
                 return evaluate(trainer, trainer.ignored_keys)
         # Without its results, the run would not be what the script asks for.
         except Exception as error:  # noqa: BLE001  it is the user's code
             traceback.print_exc()
-            self._stop_for(f"the evaluation after step {trainer.state.global_step} fails: {_text_of(error)}")
+            self._callbacks.stop_for(
+                f"the evaluation after step {trainer.state.global_step} fails: {type(error).__name__}: {error}"
+            )
             return None
 
     def _is_best(self, metrics: dict[str, float]) -> bool:
@@ -433,7 +382,7 @@ class RunFollower:
         try:
             return bool(self._trainer._determine_best_metric(metrics, None))
         except KeyError as error:
-            self._stop_for(f"TrainingArguments(metric_for_best_model=…): {error.args[0]}")
+            self._callbacks.stop_for(f"TrainingArguments(metric_for_best_model=…): {error.args[0]}")
             return False
 
     def _keep_best(self, directory: Path) -> None:
@@ -449,127 +398,12 @@ class RunFollower:
         plain = self._plain.of_step(step)
         state.best_model_checkpoint = self._best.path if plain is None else str(plain)
         if args.save_strategy == SaveStrategy.BEST:
-            self._call("on_save")
-            self._require_due_end(step)
-
-    def _recovered(self, entry: journal.RecoveryDone) -> None:
-        # transformers has no such event, so its handler cannot call it, and most callbacks lack it.
-        trainer = self._trainer
-        for callback in trainer.callback_handler.callbacks:
-            method: Any = getattr(callback, "on_recovery", None)
-            if method is not None:
-                with self._noting("on_recovery"):
-                    method(trainer.args, trainer.state, trainer.control, recovery=entry, text=entry.sentence)
-
-    def _call(self, event: str) -> None:
-        trainer = self._trainer
-        # Training is over by on_train_end, so its errors are the script's own; earlier ones must not end the run.
-        with nullcontext() if event == "on_train_end" else self._noting(event), torch.no_grad():
-            trainer.control = getattr(trainer.callback_handler, event)(trainer.args, trainer.state, trainer.control)
-
-    @contextmanager
-    def _noting(self, event: str, *, catches: bool = True) -> Iterator[None]:
-        """Report errors of callbacks in the block, and stop the run for what they change there.
-
-        Without `catches`, their errors are the caller's.
-        """
-        before = handed_over(self._trainer)
-        with _reported() if catches else nullcontext():
-            yield
-        self._note_epoch_stop(event)
-        if self._problem:
-            return
-        now = handed_over(self._trainer)
-        if changed := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
-            self._stop_for(
-                f"a callback's {event} changes {changed[0]}: workers train with what the script had when it called "
-                "train(), and see no change; leave it out, or do it before train()"
-            )
-
-    def _note_epoch_stop(self, event: str) -> None:
-        is_asked = self._trainer.control.should_epoch_stop
-        self._epoch_stopped_in = (self._epoch_stopped_in or event) if is_asked else ""
-
-    def _require_due_end(self, step: int) -> None:
-        """Stop the run for callbacks that end an epoch early, or training late, as transformers' own loop would."""
-        # The epoch ends in any case, and the last one ends training. Steps of an earlier run are over.
-        if self._epochs.is_last(step) or self._first_step is None:
-            return
-        if step == self._max_steps:
-            # transformers' DefaultFlowCallback has set it, unless a callback has raised state.max_steps.
-            if not self._trainer.control.should_training_stop:
-                self._stop_for(
-                    f"callbacks leave control.should_training_stop false after step {step}, and workers train no "
-                    "further than max_steps; set TrainingArguments(max_steps=…), and keep DefaultFlowCallback"
-                )
-        elif self._epoch_stopped_in:
-            self._stop_for(
-                f"a callback's {self._epoch_stopped_in} sets control.should_epoch_stop by step {step}, and workers "
-                "train all steps of an epoch; leave it out: give a smaller train_dataset, or a sampler by "
-                "_get_train_sampler"
-            )
-
-    def _remark_on_wishes(self, step: int) -> None:
-        """Report once on stderr that a callback asks for a checkpoint or an evaluation that is not due."""
-        trainer, state = self._trainer, self._trainer.state
-        is_last = step == self._max_steps
-        for name, strategy, steps, instead in (
-            ("should_save", trainer.args.save_strategy, state.save_steps, "checkpoints follow save_strategy"),
-            ("should_evaluate", trainer.args.eval_strategy, state.eval_steps, "evaluations follow eval_strategy"),
-        ):
-            is_due = strategy == "steps" and (is_last or (bool(steps) and step % steps == 0))
-            if getattr(trainer.control, name) and not is_due and name not in self._remarked:
-                self._remarked.add(name)
-                sys.stderr.write(
-                    f"oobleck: a callback sets control.{name} at step {step}, which has no effect: {instead}\n"
-                )
-
-    def _stop_for(self, problem: str) -> None:
-        # `train()` raises the first problem once the run has ended.
-        self._problem = self._problem or problem
-        self._trainer.control.should_training_stop = True
+            self._callbacks.call("on_save")
+            self._callbacks.require_due_end(step)
 
     def _refusal_of_use(self, parameter: str) -> ConfigError | None:
         """Return the error for a callback that uses a parameter's value, or None while that value is right."""
         with suppress(CorruptCheckpoint):
             if self._weights.fetch():
                 return None
-        # The callback may swallow the error: the run stops for it all the same.
-        self._stop_for(
-            f"{self._callback_at_work()} uses the parameter {parameter} while training runs: its weights are on the "
-            "nodes then, and the script's model has those that it began with; use them in on_save or on_evaluate "
-            "of the steps that save_steps and eval_steps name, in on_train_end, or after train()"
-        )
-        return ConfigError(self._problem)
-
-    def _refuse_use(self, what: str) -> Never:
-        """Stop the run for a callback that uses what only workers have. Raises ConfigError."""
-        self._stop_for(
-            f"{self._callback_at_work()} uses {what}, which workers alone have; leave it out: state.log_history has "
-            "the learning rate and the gradients' norm of each step, and lr_scheduler_type changes rates"
-        )
-        raise ConfigError(self._problem)
-
-    def _callback_at_work(self) -> str:
-        callbacks = {id(each) for each in self._trainer.callback_handler.callbacks}
-        # Callbacks are called through transformers and torch, so the frames tell which one is running.
-        frame = sys._getframe(1)
-        while (at := frame.f_back) is not None:
-            owner = at.f_locals.get("self")
-            if id(owner) in callbacks:
-                return f"{type(owner).__name__}.{at.f_code.co_name}"
-            frame = at
-        return "a callback"
-
-
-def _text_of(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-@contextmanager
-def _reported() -> Iterator[None]:
-    try:
-        yield
-    # It is the user's code, and training does not depend on it.
-    except Exception:  # noqa: BLE001
-        traceback.print_exc()
+        return self._callbacks.refuse_weights(parameter)
