@@ -21,6 +21,7 @@ from oobleck.job.ranks import RanksSpec
 from . import states
 from .bad_steps import BadSteps
 from .copies import Copies
+from .disks import Disks
 from .hang import HangWatch
 from .machine import deadline, start, step
 from .replayed_ranks import ReplayedRanks
@@ -29,8 +30,6 @@ from .saved_steps import SavedSteps
 # An agent may take this long to kill its ranks: a process may be stuck in the kernel.
 _PATIENCE_S = 30.0
 _HAND_ON_S = 20.0
-_MOST_CULPRITS = 4
-"""How many ranks an entry names, with their stacks."""
 
 
 @dataclass(slots=True)
@@ -96,8 +95,7 @@ class RanksCoordinator(BaseCoordinator):
         """Draining nodes that others still copy states of, with the time until which that may take."""
         self._uncopied: set[tuple[str, str]] = set()
         """Of which it was said that the first copies nothing to the second."""
-        self._unwritten: dict[str, protocol.PartNotWritten] = {}
-        """What each node could not write to disk, of the newest such state in this start of ranks."""
+        self._disks = Disks()
         self._saved_steps = SavedSteps(self._copies, self._run_digits)
         self._bad_steps = BadSteps()
         self._unmet: set[str] = set()
@@ -220,7 +218,7 @@ class RanksCoordinator(BaseCoordinator):
                     what = f"rank {message.rank}'s part of step {message.state.step}"
                     turn.note("warning", f"{node}: {what} is not copied to {message.target}: {message.reason}")
             case protocol.PartNotWritten():
-                self._note_unwritten(turn, node, message)
+                self._disks.fail(turn, node, message)
             case protocol.RanksReady():
                 self._copies.meet(node, message.door)
                 if self._members[node].is_draining and self._copies.is_needed(node):
@@ -244,26 +242,6 @@ class RanksCoordinator(BaseCoordinator):
                 self._give(turn, states.Finished(node=node, generation=generation))
             case _:
                 raise PeerError(f"sent {type(message).__name__}, which has no meaning in a run of a script")
-
-    def _note_unwritten(self, turn: Turn, node: str, part: protocol.PartNotWritten) -> None:
-        """Record the first such state of a node in each start of ranks: each of its saves fails until there is room."""
-        before = self._unwritten.get(node)
-        if before is None or before.state.start != part.state.start:
-            entry = journal.StateUnwritten(
-                t_s=turn.now_s, node=node, step=part.state.step, rank=part.rank, reason=part.reason
-            )
-            turn.record(entry)
-        if before is None or part.state > before.state:
-            self._unwritten[node] = part
-
-    def _why_not_saved(self) -> str | None:
-        """Why the newest state is on no disk, after ranks have ended; None if it is."""
-        newest, formed = self._copies.newest, self._formed
-        if newest is None or formed is None:
-            return None
-        failed = {node: part for node, part in self._unwritten.items() if part.state >= newest}
-        is_lost = any(part.is_sharded for part in failed.values()) or failed.keys() >= set(formed.started)
-        return next(f"{node}: {failed[node].reason}" for node in sorted(failed)) if is_lost else None
 
     def _take_ready(self, turn: Turn, node: str, ready: protocol.RanksReady) -> None:
         self._ready[node] = ready
@@ -355,21 +333,8 @@ class RanksCoordinator(BaseCoordinator):
         if not formed.hang.suspects(nodes):
             self._give(turn, states.Signal.STIRRED)
             return
-        ranks = formed.hang.ranks()
-        num_waiting = sum(each.is_waiting for each in ranks)
-        others = tuple(each for each in ranks if not each.is_waiting)
-        missing = formed.hang.missing()
-        if missing is not None:
-            others = tuple(each for each in ranks if each.rank in missing.ranks)
-            num_waiting = missing.num_waiting
-        entry = journal.RanksHung(
-            t_s=turn.now_s,
-            generation=formed.begin.generation,
-            quiet_s=self._run.hang_timeout_s,
-            # While some wait, the ranks that are elsewhere are what they wait for. If none waits, none can be named.
-            culprits=others[:_MOST_CULPRITS] if num_waiting else (),
-            num_waiting=num_waiting,
-            not_joined="" if missing is None else missing.what,
+        entry = formed.hang.finding(
+            t_s=turn.now_s, generation=formed.begin.generation, quiet_s=self._run.hang_timeout_s
         )
         turn.record(entry)
         node = entry.culprits[0].node if entry.culprits else nodes[0]
@@ -548,12 +513,11 @@ class RanksCoordinator(BaseCoordinator):
             turn.record(journal.GenerationEnded(t_s=turn.now_s, generation=self.generation, cause=cause))
         for member in self._members.living:
             turn.send(member.spec.name, protocol.StopAgent(reason="the run is over"))
-        exit_code = int(end.exit_code)
-        if exit_code == ExitCode.DONE and (why := self._why_not_saved()) is not None:
-            assert self._copies.newest is not None
-            exit_code, reason = (
-                int(ExitCode.NOT_SAVED),
-                f"{reason}, but step {self._copies.newest.step} is NOT SAVED: {why}",
-            )
+        exit_code, newest = int(end.exit_code), self._copies.newest
+        if exit_code == ExitCode.DONE and newest is not None and self._formed is not None:
+            why = self._disks.why_lost(newest, self._formed.started)
+            if why is not None:
+                exit_code = int(ExitCode.NOT_SAVED)
+                reason = f"{reason}, but step {newest.step} is NOT SAVED: {why}"
         turn.record(journal.JobEnded(t_s=turn.now_s, exit_code=exit_code, reason=reason))
         turn.do((events.End(exit_code=exit_code, reason=reason),))

@@ -16,9 +16,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from oobleck.control.journal import HungRank
+from oobleck.control.journal import HungRank, RanksHung
 from oobleck.control.protocol import GroupRecord, RanksQuiet, RankStacks
 
+_MOST_CULPRITS = 4
+"""How many ranks an entry names, with their stacks."""
 _MOST_STACK_CHARS = 4000
 # A rank waits for others if it is in a collective, or in a backward pass that ends in one.
 _WAITING = re.compile(r"/torch/(distributed|autograd|nn/parallel)/")
@@ -56,14 +58,25 @@ class HangWatch:
     def has_stacks_of(self, nodes: Iterable[str]) -> bool:
         return self._stacks.keys() >= set(nodes)
 
-    def ranks(self) -> tuple[HungRank, ...]:
-        """Return all ranks whose stacks are known, in order."""
+    def finding(self, *, t_s: float, generation: int, quiet_s: float) -> RanksHung:
+        """Return the entry about ranks that hang: who holds the others up, as far as their stacks tell."""
         found = [hung_rank(node, rank, stack) for node, each in self._stacks.items() for rank, stack in each.stacks]
-        return tuple(sorted(found, key=lambda each: each.rank))
-
-    def missing(self) -> Missing | None:
-        """Return who has not joined a collective in which others wait; None where no flight recorder says so."""
-        return find_missing({rank: groups for each in self._stacks.values() for rank, groups in each.groups})
+        ranks = sorted(found, key=lambda each: each.rank)
+        missing = find_missing({rank: groups for each in self._stacks.values() for rank, groups in each.groups})
+        if missing is not None:
+            num_waiting, others = missing.num_waiting, [each for each in ranks if each.rank in missing.ranks]
+        else:
+            others = [each for each in ranks if not each.is_waiting]
+            num_waiting = len(ranks) - len(others)
+        return RanksHung(
+            t_s=t_s,
+            generation=generation,
+            quiet_s=quiet_s,
+            # While some wait, the ranks that are elsewhere are what they wait for. If none waits, none can be named.
+            culprits=tuple(others[:_MOST_CULPRITS]) if num_waiting else (),
+            num_waiting=num_waiting,
+            not_joined="" if missing is None else missing.what,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

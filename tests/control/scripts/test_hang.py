@@ -54,7 +54,8 @@ def test_all_nodes_must_have_sent_their_stacks() -> None:
     assert not watching.has_stacks_of(["a", "b"])
     watching.answer("b", RankStacks(generation=1, stacks=((1, SLEEPING),)))
     assert watching.has_stacks_of(["a", "b"])
-    assert [(each.rank, each.is_waiting) for each in watching.ranks()] == [(0, True), (1, False)]
+    found = watching.finding(t_s=1.0, generation=1, quiet_s=60.0)
+    assert (found.num_waiting, [each.rank for each in found.culprits]) == (1, [1]), "rank 0 waits for it"
 
 
 def test_a_sign_of_life_takes_all_back() -> None:
