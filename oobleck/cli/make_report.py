@@ -72,9 +72,10 @@ def make_report(
     )
 
 
-def predicted_step_s(planner: Planner, names: Sequence[str], kind: ScheduleKind | None) -> float:
-    """Return the seconds of a step of the first plan for these nodes, as `make_report` has them."""
-    return _forecast(planner, planner.initial_plan(names), kind).step_s
+def first_step(planner: Planner, names: Sequence[str], kind: ScheduleKind | None) -> tuple[bool, float]:
+    """Return whether the first plan for these nodes keeps f + 1 copies, and its seconds a step as a report has them."""
+    decision = planner.initial_plan(names)
+    return decision.redundant, _forecast(planner, decision, kind).step_s
 
 
 def _forecast(planner: Planner, decision: Decision, kind: ScheduleKind | None) -> Forecast:

@@ -245,25 +245,27 @@ def _fastest(
 ) -> tuple[Planner, _Division, tuple[tuple[str, float | None], ...]]:
     """Return the planner whose first plan takes the shortest step, and the step of each if there are several.
 
+    It is one that keeps f + 1 copies of each layer, if any does.
+
     Raises UsageError if the batch goes with none of them, PlanningError if none has a plan.
     """
-    from .make_report import predicted_step_s
+    from .make_report import first_step
     from .plan_profile import check_batch
 
-    found: list[tuple[float, Planner, _Division]] = []
+    found: list[tuple[bool, float, Planner, _Division]] = []
     choices: list[tuple[str, float | None]] = []
     for division in divisions:
         try:
             check_batch(global_batch_size, microbatch_size * division.num_lanes)
             planner = planner_of(division)
-            step_s = predicted_step_s(planner, names, kind) if len(divisions) > 1 else 0.0
+            redundant, step_s = first_step(planner, names, kind) if len(divisions) > 1 else (True, 0.0)
         except UserError as error:
             last = error
             choices.append((str(division), None))
         else:
             choices.append((str(division), step_s))
-            found.append((step_s, planner, division))
+            found.append((not redundant, step_s, planner, division))
     if not found:
         raise last
-    _, planner, division = min(found, key=lambda each: each[0])
+    _, _, planner, division = min(found, key=lambda each: each[:2])
     return planner, division, tuple(choices) if len(divisions) > 1 else ()

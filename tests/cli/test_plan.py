@@ -486,6 +486,20 @@ def test_what_devices_share_out_is_chosen_by_the_step_that_it_takes(capsys):
         assert alone == choices["none" if level == "none" else f"{level} over 4 devices"]
 
 
+def test_of_what_devices_share_out_the_choices_with_all_copies_come_first(tmp_path, capsys):
+    # Two nodes together hold less of the gradients, and wait less for a slow network, than each on its own.
+    file = write(tmp_path, make_profile([1.0] * 9, memory_bytes=9 * 10**8, bytes_per_s=5e7))
+    given = ("--profile", file, "--nodes", 2, "--gpus-per-node", 8, "--global-batch", 64, "--json")
+    plans = {}
+    for level in ("auto", "all", "gradients"):
+        assert run(*given, "--sharding", level) == 0
+        plans[level] = json.loads(capsys.readouterr().out)["plan"]
+    assert plans["gradients"]["step_s"] < plans["all"]["step_s"]
+    assert plans["auto"] == plans["all"]
+    assert plans["auto"]["redundant"]
+    assert not plans["gradients"]["redundant"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
