@@ -3,7 +3,7 @@
 HYPOTHESIS_PROFILE=brief, which `make test` sets, tries a tenth of each test's own number, which `make test-all`
 tries, and of the cases of a test that build models, start processes or play a cluster, the first and the last;
 HYPOTHESIS_PROFILE=deep tries 20,000, and 20 storms of each kind over real processes; HYPOTHESIS_PROFILE=hasty tries
-many, stops at the first failure and shrinks nothing.
+many, stops at the first failure and shrinks nothing. STORM_SEEDS=20-49 has storms of these seeds, whatever the profile.
 """
 
 from __future__ import annotations
@@ -65,4 +65,7 @@ def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
 def seeds(number: int) -> range:
     """The seeds of as many runs of real processes, which take minutes each; of 20 in a deep run."""
+    if asked := os.environ.get("STORM_SEEDS"):
+        first, _, last = asked.partition("-")
+        return range(int(first), int(last or first) + 1)
     return range(_DEEP_SEEDS if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else number)

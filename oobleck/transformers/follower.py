@@ -9,7 +9,7 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ import torch
 import transformers
 from transformers import TrainerState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainOutput, speed_metrics
+from transformers.utils import logging
 
 from oobleck.control import journal
 from oobleck.control.protocol import CommitRecord
@@ -34,9 +35,12 @@ from .gathered import GatheredWeights, evaluate, fitted
 from .hearing import Hearing
 from .kept_state import KeptStates, new_state
 from .plain_checkpoints import PlainCheckpoints
+from .streams import is_stream
 
 if TYPE_CHECKING:
     from .job import TrainerJob
+
+_logger = logging.get_logger("transformers.trainer")  # by which scripts ask for what train() says, or silence it
 
 
 class RunFollower:
@@ -216,6 +220,8 @@ class RunFollower:
             self._weights.are_gone()
         trainer._initial_num_input_tokens_seen = trainer.state.num_input_tokens_seen
         self._note_state()
+        for line in _beginning(trainer, self._job):
+            _logger.info(line)
         if self._best is not None and has_start_weights:
             self._best.forget()
         elif self._best is not None and (kept := self._best.restore()) is not None:
@@ -407,3 +413,23 @@ class RunFollower:
             if self._weights.fetch():
                 return None
         return self._callbacks.refuse_weights(parameter)
+
+
+def _beginning(trainer: Any, job: TrainerJob) -> Iterator[str]:
+    """Yield what transformers' own Trainer logs before its first step."""
+    args, dataset = trainer.args, trainer.train_dataset
+    samples_per_step = job.batch_size * job.epochs.batches_per_step
+    num_samples = job.max_steps * samples_per_step if is_stream(dataset) else len(dataset)
+    trained = (each for each in unwrapped(trainer.model).parameters() if each.requires_grad)
+    num_parameters = sum(each.numel() for each in trained)
+    yield "***** Running training *****"
+    yield f"  Num examples = {num_samples:,}"
+    yield f"  Num Epochs = {job.epochs.num_epochs(job.max_steps):,}"
+    yield f"  Num update steps per epoch = {job.epochs.num_steps:,}"
+    yield f"  Instantaneous batch size per device = {args.per_device_train_batch_size:,}"
+    yield f"  Total train batch size (w. parallel, distributed & accumulation) = {samples_per_step:,}"
+    yield f"  Gradient Accumulation steps = {args.gradient_accumulation_steps:,}"
+    yield f"  Total optimization steps = {job.max_steps:,}"
+    yield f"  Number of trainable parameters = {num_parameters:,}"
+    if trainer.state.global_step:
+        yield f"  Resuming training from step {trainer.state.global_step:,}"

@@ -23,6 +23,7 @@ from .harness import GPT2, LLAMA, TAG, Runner, Up, oobleck
 LEASE_S = 1.5
 NUM_NODES = 6
 MIXTRAL = LLAMA.replace("type: llama", "type: mixtral, num_local_experts: 4")
+UNDROPPED = GPT2 + "dropout: false\n"
 FEWEST = 3
 """So few nodes that none is taken away."""
 
@@ -253,4 +254,31 @@ def test_a_storm_over_experts_that_stay_on_their_devices_changes_no_loss(
         nodes=nodes,
         head=MIXTRAL,
         tolerance=LLAMA_TOLERANCE,
+    )
+
+
+@pytest.fixture(scope="module")
+def undropped_reference(runner: Runner) -> Reference:
+    return each_loss(runner.job_file(UNDROPPED), runner.directory / "cache")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("sharding", ["optimizer", "gradients", "all"])
+@pytest.mark.parametrize("seed", seeds(1))
+def test_a_storm_over_devices_that_share_samples_changes_no_loss(
+    runner: Runner, undropped_reference: Reference, sharding: str, seed: int
+) -> None:
+    """One stage a node, and two."""
+    settings = (f"sharding={sharding}", "sharding_devices=2", "context_parallel=2")
+    nodes = ("--local", "cpu:4x4" if seed % 2 else "4")
+    ride_out(
+        runner,
+        undropped_reference,
+        *settings,
+        seed=400 + seed,
+        faults=12,
+        steps=120,
+        nodes=nodes,
+        head=UNDROPPED,
     )

@@ -7,7 +7,8 @@ import copy
 import dataclasses
 import io
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,25 @@ def step(number: int, loss: float) -> StepDone:
     return StepDone(t_s=float(number), record=record, tokens=64)
 
 
+@pytest.fixture
+def announced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
+    """Returns what transformers' Trainer has logged of the beginning since the last time."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: lines.append(record.getMessage()))
+    logger = logging.getLogger("transformers.trainer")
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    logger.addHandler(handler)
+
+    def take() -> list[str]:
+        taken = [line for line in lines if line.startswith(("*****", "  "))]
+        lines.clear()
+        return taken
+
+    yield take
+    logger.removeHandler(handler)
+
+
 def told(made: Any, *entries: JournalEntry) -> Any:
     follower = made.follow(made.job())
     begun = next(entry for entry in run_with_a_loss() if isinstance(entry, PlanAdopted))
@@ -86,17 +106,21 @@ def checkpoint_of_live(directory: Path, trained: torch.nn.Module) -> Path:
     [
         {"logging_steps": 2, "num_train_epochs": 2},
         {"logging_strategy": "epoch", "max_steps": 4},
-        {"logging_steps": 5, "logging_first_step": True, "num_train_epochs": 2},
+        {"logging_steps": 5, "logging_first_step": True, "num_train_epochs": 2, "gradient_accumulation_steps": 2},
     ],
 )
-def test_events_and_logs_are_those_of_transformers(tmp_path: Path, values: dict[str, Any]):
+def test_events_and_logs_are_those_of_transformers(
+    tmp_path: Path, values: dict[str, Any], announced: Callable[[], list[str]]
+):
     theirs, ours = Recorder(), Recorder()
     given = {"per_device_train_batch_size": 4, "save_strategy": "no", **values}
     real = trainer(tmp_path, kind=transformers.Trainer, callbacks=[theirs], **given)
     real.train()
+    begun = announced()
     losses = [5.5 - 0.1 * number for number in range(real.state.global_step)]
     made = trainer(tmp_path, callbacks=[ours], **given)
     follower = told(made, *(step(number, loss) for number, loss in enumerate(losses, 1)))
+    assert announced() == begun
     output = follower.finish(checkpoint(tmp_path, model()))
     assert ours.heard == theirs.heard
     assert output.global_step == real.state.global_step
