@@ -19,6 +19,7 @@ from oobleck.training.randomness import seed_scripts
 
 # Records of a stream are assigned about 32 steps ahead, and a step may run again, so older samples stay in memory.
 _LEAST_KEPT, _STEPS_KEPT = 4096, 96
+_SAMPLES_TRIED = 32
 
 _Made = Mapping[str, Callable[..., Any]]
 
@@ -70,6 +71,7 @@ def assemble(job: JobSpec, *, cache_dir: Path) -> Assembly:
         raise ConfigError(
             "eval_steps: no samples are kept for evaluation; set data.validation_split as well, to 0.05 for instance"
         )
+    _require_shared_samples(job, train)
     return Assembly(
         job=job, train=train, validation=validation, structure=structure, optimizer=_optimizer(job, made, structure)
     )
@@ -92,6 +94,7 @@ def _assemble_live(job: JobSpec, made: _Made, cache_dir: Path) -> Assembly:
             validation = replace(_collated(job, made["eval_data"]), evaluated=made["eval_batches"]()).with_inputs(
                 inputs
             )
+    _require_shared_samples(job, train)
     optimizer = _optimizer(job, made, structure, decayed=decayed)
     return Assembly(job=job, train=train, validation=validation, structure=structure, optimizer=optimizer)
 
@@ -145,6 +148,22 @@ def try_out(job: JobSpec, made: _Made | None = None) -> model.ModelStructure:
     if "model" in made:
         model.try_layers(structure, _sizes(job))
     return structure
+
+
+def try_sharing(job: JobSpec, made: _Made) -> None:
+    """Raise ConfigError where devices cannot share what the script of a Trainer brings as its job asks for."""
+    structure = _live_structure(job, made, None)
+    model.share_for(job, structure, rank=0)
+    if job.context_parallel > 1:
+        _require_shared_samples(job, _collated(job, made["data"]).with_inputs(_inputs(structure)))
+
+
+def _require_shared_samples(job: JobSpec, samples: Dataset) -> None:
+    """Raise ConfigError where the first samples tell that devices cannot share them; others are tried as they come."""
+    if job.context_parallel == 1 or job.data.shards:
+        return
+    for first in range(0, min(_SAMPLES_TRIED, samples.num_samples - job.microbatch_size + 1), job.microbatch_size):
+        samples.batch(range(first, first + job.microbatch_size)).part(0, job.context_parallel)
 
 
 def structure_of_job(job: JobSpec, made: _Made | None = None) -> model.ModelStructure:

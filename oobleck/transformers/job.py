@@ -24,7 +24,8 @@ from transformers.trainer_utils import SaveStrategy
 
 from oobleck.errors import ConfigError, UncutModel
 from oobleck.host.script import GATHERS, SCRIPT_WAITS, Job
-from oobleck.job import LossCounting, OptimizerSpec
+from oobleck.job import JobSpec, LossCounting, OptimizerSpec
+from oobleck.training.assembly import try_sharing
 from oobleck.training.data import items_of, try_collator, try_repeats
 from oobleck.training.flow import Flow
 from oobleck.training.model import BatchSizes, LiveModel, ModelStructure, try_layers, unwrapped, with_tried_loss
@@ -134,7 +135,14 @@ class TrainerJob(Job):
                 stacklevel=2,
             )
 
-    def check_microbatch_size(self, size: int) -> None:
+    def check_for(self, asked: JobSpec) -> None:
+        """Check what the job that is asked for has beside the script's own. Raises ConfigError as `check`."""
+        if asked.microbatch_size != self.settings["microbatch_size"]:
+            self._check_microbatch_size(asked.microbatch_size)
+        if asked.devices_per_stage > 1:
+            try_sharing(asked, self.made)
+
+    def _check_microbatch_size(self, size: int) -> None:
         """Check what `check` has checked for the default size of a microbatch. Raises ConfigError likewise."""
         if self._structure is not None:
             self._tried(microbatch=size)

@@ -42,7 +42,7 @@ def _samples(case: str) -> Iterator[dict[str, Any]]:
             labels[count // 2] = IGNORED
             positions = np.concatenate([np.arange(count // 2), np.arange(LENGTH - count // 2)])
             yield {"input_ids": tokens, "labels": labels, "position_ids": positions}
-        elif number % 2:
+        elif number % 2 or case == "plain":
             yield {"input_ids": tokens, "labels": labels}
         else:
             before = min(3, LENGTH - len(tokens))

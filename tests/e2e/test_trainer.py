@@ -59,8 +59,26 @@ def test_losses_and_weights_are_those_of_transformers_trainer(
     assert (ours["tokens"], ours["counted"]) == (theirs["tokens"], 24)
     assert ours["steps"] == theirs["steps"]
     assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-5)
-    assert len(ours["evaluations"]) == len(theirs["evaluations"])
+    assert ours["evaluations"] == pytest.approx(theirs["evaluations"], rel=0, abs=TOLERANCE)
     assert len(ours["recoveries"]) >= 1
+
+
+@pytest.mark.slow
+def test_devices_that_share_samples_train_and_evaluate_as_transformers_trainer_does(
+    runner: Runner, tmp_path: Path
+) -> None:
+    output = tmp_path / "ours.json"
+    settings = ("sharding=all", "sharding_devices=2", "context_parallel=2", "torch_threads=1", "control.lease_s=10")
+    options = [word for setting in settings for word in ("--set", setting)]
+    arguments = ("--resume", "never", "--kill", f"node2@{KILL_STEP}", "--", "plain", "llama", str(output))
+    outcome = runner.run(*options, *arguments, nodes=("--local", "3", str(SCRIPT)))
+    assert outcome.exit_code == 0, outcome.output
+    assert lost_nodes(outcome) == ["node2"]
+    assert_nothing_lost(outcome, 24)
+    (ours,) = map(json.loads, output.read_text().splitlines())
+    theirs = plain_losses(tmp_path, "plain", "llama")
+    for name in ("losses", "evaluations", "training_loss", "after"):
+        assert ours[name] == pytest.approx(theirs[name], rel=0, abs=TOLERANCE), name
 
 
 @pytest.mark.slow

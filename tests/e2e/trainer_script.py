@@ -1,7 +1,7 @@
 """A script of transformers' Trainer: `trainer_script.py CASE FAMILY OUTPUT`, and `--save-steps N`, `--resume PATH`.
 
-Cases are those of `finetuning_job`: `padded`, `lora`, `packed` and `labels`. What came of it is written to OUTPUT, by
-the lines after `train()`, which run once.
+Cases are those of `finetuning_job`: `padded`, `lora`, `packed`, `labels`, and `plain`, with padding at the end alone.
+What came of it is written to OUTPUT, by the lines after `train()`, which run once.
 """
 
 import argparse

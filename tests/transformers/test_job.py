@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,9 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 from transformers.trainer_pt_utils import LabelSmoother
 
+from oobleck.cli.inputs import load_job
 from oobleck.errors import ConfigError
+from oobleck.job import JobSpec
 from oobleck.training.model import unwrapped
 from oobleck.transformers.job import longest_row, microbatch_size_of
 
@@ -87,9 +92,47 @@ def test_another_size_of_microbatch_is_tried_as_the_default_is(tmp_path: Path):
     made.data_collator = left
     job = made.job()
     assert job.settings["microbatch_size"] == 4
-    job.check_microbatch_size(4)
+    job.check_for(JobSpec(microbatch_size=4))
     with pytest.raises(ConfigError, match=r"Trainer\(train_dataset=…\): data_collator left \(.*:\d+\) pads samples on"):
-        job.check_microbatch_size(2)
+        job.check_for(JobSpec(microbatch_size=2))
+
+
+def documents(batch: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Two documents a row."""
+    made = collate(batch)
+    ids = made["input_ids"]
+    positions = torch.arange(ids.shape[1]).expand_as(ids) % 2
+    return {"input_ids": ids, "labels": made["labels"], "position_ids": positions}
+
+
+def llama() -> transformers.PreTrainedModel:
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=VOCAB_SIZE, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "collator", "asked", "words"),
+    [
+        (llama, left, {"context_parallel": 2}, "samples with attention_mask cannot be shared"),
+        (llama, documents, {"context_parallel": 2}, "samples with position_ids cannot be shared"),
+        (llama, collate, {"context_parallel": 2}, ""),
+        (llama, collate, {"expert_parallel": True}, "expert_parallel: "),
+        (model, collate, {"context_parallel": 2}, "it has dropout"),
+    ],
+)
+def test_what_devices_cannot_share_is_refused_before_anything_is_launched(
+    tmp_path: Path, make: Any, collator: Any, asked: dict[str, Any], words: str
+):
+    made = trainer(tmp_path, model=make(), per_device_train_batch_size=8)
+    made.data_collator = collator
+    job = made.job()
+    spec = load_job(json.dumps(job.settings), source="the script", base=JobSpec(), has_lines=False)
+    spec = replace(spec, data=replace(spec.data, sequence_length=8), sharding="all", sharding_devices=2)
+    with pytest.raises(ConfigError, match=words) if words else contextlib.nullcontext():
+        job.check_for(replace(spec, **asked))
 
 
 class Mean(transformers.GPT2LMHeadModel):

@@ -298,7 +298,7 @@ def test_a_batch_that_is_not_cut_takes_no_other_microbatch(tmp_path: Path) -> No
     job = script(tmp_path, OURS)["make_trainer"]("contrastive", tmp_path / "ours").job()
     assert job.settings["microbatch_size"] == 4
     with pytest.raises(ConfigError, match="microbatch_size is 2, and the loss is that of a batch of 4 as a whole"):
-        job.check_microbatch_size(2)
+        job.check_for(JobSpec(microbatch_size=2))
 
 
 def test_batch_norms_are_refused_in_whole_models_too(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def open_job(
     if not has_job(spec) and SCRIPT_WAITS not in os.environ:
         trainer = TrainerProcess(spec)
         job = finish(_read(source, trainer.described, base))
-        trainer.check_microbatch_size(job.microbatch_size)
+        trainer.check_for(job)
         return job, trainer
     with closing(ScriptProcess(source.script, source.arguments)) as process:
         job = finish(_read(source, process.described, base))

@@ -18,7 +18,7 @@ from typing import Any
 import trio
 
 from oobleck.control.events import ScriptAnswered, ScriptEnded
-from oobleck.job import ScriptSpec
+from oobleck.job import JobSpec, ScriptSpec
 from oobleck.runtime.python_process import as_no_rank, module_command
 from oobleck.wire import encode_json
 
@@ -49,11 +49,11 @@ class TrainerProcess(EntryFeed):
         self.described = DescribedScript.of(script, answer)
         self._microbatch_size = answer["settings"].get("microbatch_size")
 
-    def check_microbatch_size(self, size: int) -> None:
-        """Have the script try its model with a size other than its own. Raises UserError for one that changes it."""
-        if size == self._microbatch_size:
+    def check_for(self, job: JobSpec) -> None:
+        """Have the script try what the job asks for beside its own. Raises UserError for what it cannot be given."""
+        if job.microbatch_size == self._microbatch_size and job.devices_per_stage == 1:
             return
-        self._ours.sendall(json.dumps({"microbatch_size": size}).encode() + b"\n")
+        self._ours.sendall(json.dumps({"job": encode_json(job).decode()}).encode() + b"\n")
         self._answer()
 
     def _answer(self) -> Any:

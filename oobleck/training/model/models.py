@@ -79,6 +79,10 @@ class StageModel:
         self._parameters: dict[str, nn.Parameter] = {}
         self.model = structure.build(dtype=dtype)
         """All modules of the model; those of layers held elsewhere have no memory."""
+        # A script's model may be of another type, by which stand-ins would return other zeros than its embedding.
+        for vacant in self.model.parameters():
+            if vacant.is_floating_point():
+                vacant.data = vacant.data.to(dtype)
         self.compute_loss = self._script_loss()
         """Replaces the model's own loss."""
         has_own_loss = structure.whole_loss is not None or "_loss_function" in vars(self.model)

@@ -6,7 +6,7 @@ calls the script's callbacks, and continues with the trained weights when the ru
 
     receives    a ScriptSpec
     sends       {"settings": …, "provides": …, "resume": …}, or {"problem": …, "is_usage": …}
-    receives    {"microbatch_size": …}, if another one is set than was described
+    receives    {"job": …}, a JobSpec that asks for more than was described, if it does
     sends       {}, or {"problem": …, "is_usage": …}
     receives    {"log": …, "checkpoints": …}, the journal's entries, and at last {"exit_code": …, "checkpoints": …}
     sends       "stop" when a callback asks for that, "allow STEP THROUGH" when callbacks have heard of a step, and the
@@ -33,7 +33,7 @@ from oobleck.errors import ConfigError, UsageError, UserError
 from oobleck.host.handover import receiving
 from oobleck.host.places import place_of
 from oobleck.host.script import blamed, never_trained, run_as_main
-from oobleck.job import ScriptSpec
+from oobleck.job import JobSpec, ScriptSpec
 from oobleck.training.randomness import seed_scripts
 from oobleck.wire import decode_json
 
@@ -101,9 +101,9 @@ class _TrainerHost:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the master, which finishes the step
         try:
             asked = self._next_line()
-            if "microbatch_size" in asked:
+            if "job" in asked:
                 with self._answering_problems():
-                    job.check_microbatch_size(asked["microbatch_size"])
+                    job.check_for(decode_json((JobSpec,), asked["job"]))
                 self.send({})
                 asked = self._next_line()
             if "checkpoints" in asked:

@@ -11,7 +11,7 @@ import trio
 from oobleck.control.events import ScriptAnswered, ScriptEnded
 from oobleck.control.journal import JobEnded
 from oobleck.errors import ConfigError, UsageError
-from oobleck.job import ScriptSpec
+from oobleck.job import JobSpec, ScriptSpec
 from oobleck.runtime.processes import TrainerProcess
 
 TRAINER = """
@@ -94,12 +94,14 @@ async def test_what_a_script_allows_reaches_the_master(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_another_size_of_microbatch_is_checked_before_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_what_a_job_asks_for_beside_its_script_is_checked_before_the_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     checks = """
 class Sized(Job):
-    def check_microbatch_size(self, size):
-        print("tries", size)
-        if size > 2: raise ConfigError(f"not {size}")
+    def check_for(self, job):
+        print("tries", job.microbatch_size, job.sharding)
+        if job.microbatch_size > 2: raise ConfigError(f"not {job.microbatch_size}")
 
 class Cut(Trainer):
     def job(self): return Sized(max_steps=7, microbatch_size=1)
@@ -107,13 +109,17 @@ class Cut(Trainer):
 take_over(Cut())
 """
     process = TrainerProcess(script(f"{TRAINER}{checks}"))
-    for size in (1, 2):
-        process.check_microbatch_size(size)
+    process.check_for(JobSpec(microbatch_size=1))
+    process.check_for(JobSpec(microbatch_size=2))
     assert process.end(0, tmp_path) == 0
-    assert capfd.readouterr().out == "tries 2\n"
+    assert capfd.readouterr().out == "tries 2 none\n"
+    process = TrainerProcess(script(f"{TRAINER}{checks}"))
+    process.check_for(JobSpec(microbatch_size=1, sharding="all", sharding_devices=2))
+    assert process.end(0, tmp_path) == 0
+    assert capfd.readouterr().out == "tries 1 all\n"
     process = TrainerProcess(script(f"{TRAINER}{checks}"))
     with pytest.raises(ConfigError, match="not 3"):
-        process.check_microbatch_size(3)
+        process.check_for(JobSpec(microbatch_size=3, global_batch_size=12))
 
 
 def test_a_run_that_fails_ends_the_script_in_train(tmp_path: Path, capfd: pytest.CaptureFixture[str]):

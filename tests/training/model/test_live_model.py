@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,15 @@ def test_stages_start_from_the_very_weights(tmp_path: Path, make: Any):
     structure = ModelStructure.from_live(LiveModel.taken_apart(model, tmp_path), sequence_length=LENGTH)
     assert staged_loss(structure) == pytest.approx(expected, abs=1e-12)
     assert all(parameter.numel() == 0 for parameter in model.parameters()), "the model's memory is given back"
+
+
+def test_all_stages_of_a_model_in_half_precision_compute_in_that_of_the_job(tmp_path: Path):
+    """A stage without the embedding makes its rotary tables as the first one does."""
+    torch.manual_seed(1)
+    model = llama().to(torch.bfloat16)
+    expected = loss_of(copy.deepcopy(model).to(torch.float32))
+    structure = ModelStructure.from_live(LiveModel.taken_apart(model, tmp_path), sequence_length=LENGTH)
+    assert staged_loss(structure, torch.float32) == pytest.approx(expected, abs=1e-6)
 
 
 def test_what_is_frozen_stays_frozen_and_what_is_tied_stays_tied(tmp_path: Path):
