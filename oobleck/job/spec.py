@@ -284,6 +284,8 @@ class CheckpointSpec:
     """The time between two saves."""
     save_total_limit: int = bounded(3, 1, 1_000_000)
     """How many checkpoints are kept; older ones are removed."""
+    waits_for_disk: bool = False
+    """Whether a step that `save_steps` names begins only once the save before it is over, so that each is saved."""
     directory: str | None = None
     """The directory of checkpoints on every node; None is `checkpoints` in the run's directory there. Unless all nodes
     share it, a lost node's saves are lost too."""
@@ -294,6 +296,7 @@ class CheckpointSpec:
         must = check_spec(self, "checkpoint.")
         is_single = self.save_steps is None or self.save_interval_s is None
         must("save_interval_s", is_single, "left out if save_steps is set")
+        must("waits_for_disk", not self.waits_for_disk or self.save_steps is not None, "false unless save_steps is set")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -492,6 +495,11 @@ class JobSpec:
     def shardings(self) -> tuple[Sharding, ...]:
         """What devices may share out: one word, unless that is left to the planner."""
         return ("optimizer", "gradients", "all") if self.sharding == "auto" else (self.sharding,)
+
+    @property
+    def needs_consent(self) -> bool:
+        """Whether workers wait for the master's consent to begin a step."""
+        return self.control.waits_for_script or self.checkpoint.waits_for_disk
 
     @property
     def devices_per_stage(self) -> int:

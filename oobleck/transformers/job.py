@@ -417,8 +417,10 @@ def _checkpoints(trainer: Any, state: TrainerState, epochs: Epochs, *, eval_step
         SaveStrategy.BEST: eval_steps,
     }
     steps, limit = by_strategy.get(args.save_strategy), args.save_total_limit
+    # As transformers, which writes each of them before the next step.
+    waits = args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH)
     return {
-        **({"save_steps": int(steps)} if steps else {}),
+        **({"save_steps": int(steps), "waits_for_disk": waits} if steps else {}),
         **({"save_total_limit": limit} if limit else {}),
     }
 

@@ -32,7 +32,18 @@ from oobleck.control.events import (
     SendOrders,
     StopRequested,
 )
-from oobleck.control.journal import Answers, ConnectionLost, JobEnded, JournalEntry, PlanAdopted, StepDone, Unreachable
+from oobleck.control.journal import (
+    Answers,
+    CheckpointSaved,
+    ConnectionLost,
+    JobEnded,
+    JournalEntry,
+    MasterResumed,
+    PlanAdopted,
+    SaveFailed,
+    StepDone,
+    Unreachable,
+)
 from oobleck.control.plans.sections import committed_after
 from oobleck.control.protocol import (
     PROTOCOL_VERSION,
@@ -120,6 +131,7 @@ class Shape:
     """The step after which the script wants training to stop."""
     save_steps: int | None = None
     """Save after every so many steps; None where nothing is ever saved."""
+    waits_for_disk: bool = False
 
     @property
     def nodes(self) -> tuple[NodeSpec, ...]:
@@ -155,7 +167,7 @@ class Shape:
                 epochs=self.epochs,
                 shards_at_once=self.at_once,
             ),
-            checkpoint=CheckpointSpec(save_steps=self.save_steps),
+            checkpoint=CheckpointSpec(save_steps=self.save_steps, waits_for_disk=self.waits_for_disk),
         )
 
     @property
@@ -651,6 +663,7 @@ class World:
                 if record.step <= steps:
                     raise Violation(f"the journal goes from step {steps} to step {record.step}")
                 self._done.append(record)
+                self._check_wait(record.step)
             case PlanAdopted(generation=generation, plan=plan):
                 if entry.restored_step is not None:
                     self._go_back(entry.restored_step, generation)
@@ -778,6 +791,21 @@ class World:
             raise Violation(f"all disks work, yet: {self.ended.reason}")
         if self._idle_s > _LAST_WAIT_S:
             raise Violation(f"the run ends {self._idle_s:.0f} s after anything has happened")
+
+    def _check_wait(self, step: int) -> None:
+        """Hold a step to save to the save before it, unless another plan or master has come between."""
+        every = self.shape.save_steps
+        if not self.shape.waits_for_disk or every is None or step % every or step == every:
+            return
+        for entry in reversed(self.journal):
+            match entry:
+                case StepDone(record=record) if record.step <= step - every:
+                    before = next(old for old in reversed(self.journal) if isinstance(old, PlanAdopted))
+                    if record.step > max(before.boundary, before.finish or 0):
+                        raise Violation(f"step {step} is to be saved, and begins before the save before it is over")
+                    return
+                case CheckpointSaved() | SaveFailed() | PlanAdopted() | MasterResumed():
+                    return
 
     def _check_data(self, steps: list[int], *, is_read: bool) -> None:
         """Hold committed steps to their records: each once an epoch, and where the run says so, all."""

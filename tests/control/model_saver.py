@@ -29,15 +29,19 @@ class Saver:
         if step > self._last_step:
             self._wanted = step
 
+    def go_back(self) -> None:
+        """Note that steps are run again, and saved again."""
+        self._last_step = 0
+
     def is_wanted(self, step: int) -> bool:
         """Whether this worker wants the state saved after `step`."""
-        return self._wanted is not None and step >= self._wanted
+        return self._wanted is not None and self._last_step < self._wanted <= step
 
     def save(self, effect: Save | SaveEnd) -> None:
         """Save this worker's share, if it has one."""
         committee = effect.committee
         at, lost = (effect, committee.lost) if isinstance(effect, Save) else (effect.over, ())
-        self._last_step, self._wanted = at.step, None
+        self._last_step = at.step
         layers = saving_shares(committee.plan, self._sizes, lost=lost).get(self._worker_id, ())
         if layers:
             state = SavedState(

@@ -72,6 +72,12 @@ ASKING = (
     Shape(num_nodes=4, num_pipelines=2, asks_every=3, max_steps=6, stops_at=3, save_steps=2),
     Shape(num_nodes=4, num_pipelines=2, num_microbatches=8, reductions=2, asks_every=1, stops_at=2, eval_steps=1),
 )
+WAITING = (
+    Shape(save_steps=1, max_steps=5, waits_for_disk=True),
+    Shape(num_nodes=5, layers_per_device=2, save_steps=2, max_steps=6, waits_for_disk=True),
+    Shape(num_nodes=4, num_pipelines=2, save_steps=2, max_steps=6, waits_for_disk=True, asks_every=3),
+    Shape(num_nodes=3, num_pipelines=3, save_steps=3, max_steps=6, waits_for_disk=True, eval_steps=2),
+)
 ALL_KINDS = ("kill", "cut", "crash", "freeze", "hang", "stick", "blip", "join", "drain", "stop", "master")
 
 
@@ -114,7 +120,7 @@ def scenarios_in_commits() -> st.SearchStrategy[Scenario]:
 
 
 def test_an_undisturbed_run_commits_every_step_in_turn():
-    for shape in (*SHAPES, *SHARDED, *IN_SECTIONS, *ASKING):
+    for shape in (*SHAPES, *SHARDED, *IN_SECTIONS, *ASKING, *WAITING):
         world = play(Scenario(shape, faults=(), seed=0, calm=0))
         assert world.ended is not None
         assert world.ended.exit_code == 0
@@ -203,6 +209,12 @@ BEGINS_LATE = Scenario(ASKING[0], (Fault(69, "kill", 0), Fault(0, "master", 0)),
 @examples(60)
 @given(scenario=scenarios(KINDS, max_faults=4, shapes=ASKING))
 def test_a_script_stops_at_the_step_where_it_says_so(scenario: Scenario):
+    play(scenario)
+
+
+@examples(60)
+@given(scenario=scenarios(KINDS, max_faults=4, shapes=WAITING))
+def test_a_step_to_save_waits_for_the_save_before_it_and_no_run_for_nothing(scenario: Scenario):
     play(scenario)
 
 

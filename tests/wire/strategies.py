@@ -207,8 +207,8 @@ def _control_specs() -> st.SearchStrategy[ControlSpec]:
 def _checkpoint_specs() -> st.SearchStrategy[CheckpointSpec]:
     directory = st.none() | WHOLE
     return st.one_of(
-        built(CheckpointSpec, save_steps=st.none(), directory=directory),
-        built(CheckpointSpec, save_interval_s=st.none(), directory=directory),
+        built(CheckpointSpec, save_steps=st.none(), waits_for_disk=st.just(False), directory=directory),
+        built(CheckpointSpec, save_steps=st.integers(1, 100), save_interval_s=st.none(), directory=directory),
     )
 
 

@@ -5,7 +5,8 @@
      │                                               all layers on disk: CommitCheckpoint
      └────────────────── complete, or given up <────────────────────────────────────┘
 
-Training never waits for a save: a failure is reported, and the next save tried later.
+Training never waits for a save: a failure is reported, and the next save tried later. With `checkpoint.waits_for_disk`
+a step to save waits for the end of the save before it.
 """
 
 from __future__ import annotations
@@ -101,6 +102,9 @@ class Saving:
         self._saves_first = False
         """Whether the plan's workers save the state with which they begin."""
         self._last_step = 0
+        self._done_s = math.inf
+        self._begun = 0
+        """With `waits_for_disk`, the last step that workers of the newest plan may have begun."""
         self._losses: dict[int, float] = {}
         self._next: _Idle | _Wanted = _Idle()
         self._saves: dict[str, Save] = {}
@@ -132,6 +136,33 @@ class Saving:
         """Whether missing reports may still show that the newest state is whole in memory."""
         return self.is_enabled and self._reached.in_memory < self._last_step
 
+    def let_begin(self) -> float:
+        """Return the last step that may begin now, as the job waits for its saves."""
+        every = self._job.checkpoint.save_steps
+        if not self._job.checkpoint.waits_for_disk or every is None:
+            return math.inf
+        due = (self._last_step // every + 1) * every
+        # Workers save after a step only if they were asked before its commit.
+        is_asked = self._next.step >= due if isinstance(self._next, _Wanted) else not self._saves
+        through = due + every - 1 if is_asked or not self.is_enabled else due - 1
+        self._begun = max(self._begun, through)
+        return through
+
+    @property
+    def _next_to_ask(self) -> int:
+        """The next step to ask a save of."""
+        every = self._job.checkpoint.save_steps
+        if not self._job.checkpoint.waits_for_disk or every is None:
+            return self._last_step + 1  # workers that are beyond it save the one after
+        # No worker is beyond it. Otherwise the save would be of a step that waits for it.
+        return (max(self._last_step, self._begun) // every + 1) * every
+
+    @property
+    def _least_wanted(self) -> int:
+        """The first step after which workers of a new plan can be asked to save."""
+        # Workers that have saved an older one already ignore its request. Without the wait, nothing depends on it.
+        return self._last_step + 1 if self._job.checkpoint.waits_for_disk else 0
+
     @property
     def lacking(self) -> str | None:
         """Why the newest step is not on disk, and what to do; None if it is, or need not be."""
@@ -160,7 +191,15 @@ class Saving:
         # While saves are under way only their time limits count: the next is scheduled once they are over.
         if self._saves:
             return min(save.began_s + self._patience_s(save) for save in self._saves.values())
-        return self._next.until_s if isinstance(self._next, _Idle) else math.inf
+        if isinstance(self._next, _Wanted):
+            return self._done_s + _COPY_PATIENCE_S if self._is_overdue else math.inf
+        return self._next.until_s
+
+    @property
+    def _is_overdue(self) -> bool:
+        """Whether a save may keep steps waiting that no worker has begun, although its step is done."""
+        is_past = isinstance(self._next, _Wanted) and self._next.step <= self._last_step
+        return is_past and self._job.checkpoint.waits_for_disk
 
     # --- what happens ----------------------------------------------------------------------------------------
 
@@ -196,7 +235,8 @@ class Saving:
 
         `saves`: they were ordered to save the state with which they begin.
         """
-        self._ordered, self._saves_first, self._last_step = ordered, saves, ordered.boundary
+        self._ordered, self._saves_first = ordered, saves
+        self._last_step = self._begun = ordered.boundary
         self._broken.plan_adopted(ordered.plan.nodes, generation=ordered.generation, boundary=ordered.boundary)
         is_saving = any(save.step == ordered.boundary for save in self._saves.values())
         self._reached.go_back(ordered.boundary, is_saving=is_saving)
@@ -205,11 +245,13 @@ class Saving:
         if isinstance(self._next, _Idle):
             # A plan never postpones a save that was scheduled: under frequent losses none would ever be due.
             self._arm(turn, by_s=self._next.until_s)
-        elif self.is_enabled:  # its workers may not be those that were asked
+        elif self.is_enabled:  # its workers may not be those that were asked, and the run may have gone back
+            first = self._policy.next_step(self._last_step) or self._next.step
+            self._next = _Wanted(max(self._least_wanted, min(self._next.step, first)))
             self._ask(turn, self._next.step)
 
-    def step_done(self, record: protocol.CommitRecord) -> None:
-        self._last_step = record.step
+    def step_done(self, record: protocol.CommitRecord, now_s: float) -> None:
+        self._last_step, self._done_s = record.step, now_s
         self._losses[record.step] = record.loss
         self._losses.pop(record.step - _LOSSES_KEPT, None)
 
@@ -294,7 +336,7 @@ class Saving:
     def save_now(self, turn: Turn) -> None:
         """Have the state saved after the next step."""
         if self.is_enabled and self._ordered is not None:
-            self._next = _Wanted(self._last_step + 1)
+            self._next = _Wanted(self._next_to_ask)
             self._ask(turn, self._next.step)
 
     # --- what workers and agents report ----------------------------------------------------------------------
@@ -402,9 +444,9 @@ class Saving:
         self._remove(turn, [name])
         turn.record(entry)
         if soon:
-            self._next = _Wanted(self._last_step + 1)
-            # The plan that follows a loss asks its workers. Where it is adopted already, none may follow.
-            if self.is_enabled and self._ordered is not None and save.generation < self._ordered.generation:
+            self._next = _Wanted(self._next_to_ask)
+            # A plan that follows a loss asks its workers again. Where it is adopted already, none may follow.
+            if self.is_enabled and self._ordered is not None:
                 self._ask(turn, self._next.step)
         else:  # a disk that is full or too slow is not tried again at once
             self._arm(turn, not_before_s=turn.now_s + _RETRY_S)

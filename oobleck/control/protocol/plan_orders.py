@@ -144,6 +144,11 @@ class CommonOrder:
     addresses: tuple[records.WorkerAddress, ...]
     """Where workers listen that became ready since the base was ordered; without a base, all ready workers."""
 
+    @property
+    def goes_back(self) -> bool:
+        """Whether steps may be run again."""
+        return self.initial or self.restore is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnTransfers:

@@ -1,10 +1,11 @@
-"""The consent of a job's script to each next step: its callbacks hear of a step before another begins.
+"""The consent to each next step, of a job's script and of its saves: callbacks hear of a step before another begins.
 
     a step is committed ──> in the journal, which the script follows ──> ScriptAnswered ──> StepsAllowed to all workers
                                                                     └──> StopRequested ──> StepsOver
 
 So a callback that stops training stops it at the step where it asks for that. A script answers where its callbacks can
-act, which may be every step, or those with an evaluation; steps up to there need no other word.
+act, which may be every step, or those with an evaluation; steps up to there need no other word. With
+`checkpoint.waits_for_disk` a step to save begins once the save before it is over.
 """
 
 from __future__ import annotations
@@ -20,13 +21,24 @@ from oobleck.planner import WorkerId
 
 
 class Consent:
-    def __init__(self, job: JobSpec, progress: Progress, *, worker_ids: Callable[[], Iterable[WorkerId]]) -> None:
-        """`worker_ids` returns the reachable workers of the newest plan."""
+    def __init__(
+        self,
+        job: JobSpec,
+        progress: Progress,
+        *,
+        worker_ids: Callable[[], Iterable[WorkerId]],
+        let_begin: Callable[[], float],
+    ) -> None:
+        """`worker_ids` returns the reachable workers of the newest plan, `let_begin` the last step that may begin
+        for what is saved."""
         self._job = job
         self._progress = progress
         self._worker_ids = worker_ids
+        self._let_begin = let_begin
+        self._script_through = 0 if job.control.waits_for_script else job.max_steps
+        """The last step that may begin for all that the script has heard."""
         self._through = 0
-        """The last step that may begin."""
+        """The last step that may have begun."""
         self._told: tuple[int, int] = (0, 0)
         """(generation, last step) of the newest `StepsAllowed`."""
         self._over: tuple[int, int] | None = None
@@ -38,7 +50,7 @@ class Consent:
 
     @property
     def is_on(self) -> bool:
-        return self._job.control.waits_for_script
+        return self._job.needs_consent
 
     def can_finish(self, step: int) -> bool:
         """Whether some worker may have begun a step."""
@@ -46,11 +58,12 @@ class Consent:
 
     def answered(self, event: ScriptAnswered) -> None:
         # An answer for a later step was on its way when the run went back.
-        if event.step <= self._progress.last_step and not self._is_stopped:
-            self._through = max(self._through, event.through)
+        if event.step <= self._progress.last_step:
+            self._script_through = max(self._script_through, event.through)
 
     def end_asking(self) -> None:
         """Let all steps begin, as there is no script any more."""
+        self._script_through = self._job.max_steps
         self._is_alone = True
 
     def stop(self) -> None:
@@ -59,11 +72,16 @@ class Consent:
 
     def take_over(self) -> None:
         # What an earlier master had heard of its script is unknown. This one's hears of the next step.
-        self._through = self._progress.last_step + 1
+        self._hear_from(self._progress.last_step + 1)
 
     def go_back(self, step: int) -> None:
         """Note that the steps after this one are run again: the script hears of the first of them before the next."""
-        self._through = min(self._through, step + 1)
+        self._hear_from(min(self._through, step + 1))
+
+    def _hear_from(self, step: int) -> None:
+        self._through = step
+        if self._job.control.waits_for_script and not self._is_alone:
+            self._script_through = step
 
     def send_again(self, turn: Turn, worker_ids: Iterable[WorkerId]) -> None:
         """Repeat the newest message to workers, which may be lost."""
@@ -80,8 +98,8 @@ class Consent:
         """
         if not self.is_on:
             return
-        if self._is_alone and not self._is_stopped:
-            self._through = self._job.max_steps
+        if not self._is_stopped:
+            self._through = max(self._through, int(min(self._script_through, self._let_begin())))
         progress, targets = self._progress, tuple(self._worker_ids())
         if self._through and self._told != (generation, self._through):
             self._told = generation, self._through

@@ -52,7 +52,12 @@ class Parts:
         directory = None if resume in ("auto", "never") else resume
         restoring = self.restoring = Restoring(run=run, directory=directory)
         sharding = self.sharding = Sharding(job, progress, worker_ids=lambda: self.reconfiguration.training_places())
-        consent = self.consent = Consent(job, progress, worker_ids=lambda: self.reconfiguration.training_places())
+        consent = self.consent = Consent(
+            job,
+            progress,
+            worker_ids=lambda: self.reconfiguration.training_places(),
+            let_begin=lambda: self.saving.let_begin(),
+        )
         saving = self.saving = Saving(job, members, run=run, reads_to_the_end=sharding.has_read_all)
         scaling = self.scaling = Scaling(job, members, progress)
         make_planner = partial(planner_for, job, kind_of=members.kinds, domain_of=members.domains)

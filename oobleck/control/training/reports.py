@@ -221,7 +221,7 @@ class Reports:
             parts.sharding.stop()
             parts.consent.stop()
             parts.replanning.stop()
-        parts.saving.step_done(record)
+        parts.saving.step_done(record, turn.now_s)
         parts.scaling.step_done(record, generation=parts.reconfiguration.generations.newest)
         parts.sharding.committed(record.step)
         if parts.reconfiguration.phase is Phase.TRAINING:

@@ -28,6 +28,9 @@ class Saver(Protocol):
     def want(self, step: int) -> None:
         """Request a save after this step, or the first one later."""
 
+    def go_back(self) -> None:
+        """Note that steps are run again, and saved again."""
+
     def is_wanted(self, step: int) -> bool:
         """Return whether this worker wants a save after `step`."""
 

@@ -46,7 +46,7 @@ class VirtualWorker:
         self._transfers = Transfers(ports, self.commit_state)
         self._consents = steps.ConsentBoard(lambda: self.commit_state.generation)
         self._board: steps.StepBoard | None = self._records if self._records.are_needed else None
-        if job.control.waits_for_script:
+        if job.needs_consent:
             self._board = self._consents
         self._follower = steps.Follower(job, self.commit_state, board=self._board, evaluates=True)
         agreements = steps.Agreements(worker_id, lock=nullcontext())
@@ -93,6 +93,8 @@ class VirtualWorker:
             case protocol.PlanOrder():
                 self._ordered_s = self._ports.clock()
                 self._groups.know(message.common.addresses)
+                if message.common.goes_back and self._ports.saver is not None:
+                    self._ports.saver.go_back()
                 if (needed := self.commit_state.give_order(message)) is not None:
                     self._ports.say(needed)
             case protocol.FinishStep():

@@ -96,6 +96,10 @@ class LayerSaver:
         if message.step > self._last_step:
             self._wanted = message.step
 
+    def go_back(self) -> None:
+        """Note that steps are run again, and saved again."""
+        self._last_step = 0
+
     def find(self, message: protocol.FindCheckpoints) -> None:
         """Look for states, and report them."""
         # Disks may be slow, and the control thread has to answer meanwhile.
@@ -110,7 +114,7 @@ class LayerSaver:
     def is_wanted(self, step: int) -> bool:
         """Return whether this worker requests a save after `step`."""
         wanted = self._wanted  # read once, since the control thread sets it
-        return wanted is not None and step >= wanted
+        return wanted is not None and self._last_step < wanted <= step
 
     def prepare(self, plan: ExecutionPlan, tensors_of: Callable[[int], Mapping[str, torch.Tensor]]) -> None:
         """Allocate memory for this worker's share under a plan, in the background."""
@@ -133,7 +137,7 @@ class LayerSaver:
 
         The state must not change until `settle` has returned. `position` is the run's position in its shards.
         """
-        self._last_step, self._wanted = step, None
+        self._last_step = step  # what is wanted after a later one stays wanted
         layers = self._take_share(plan, lost, tensors_of)
         if layers:
             name = storage.checkpoint_name(self._run, step=step, generation=generation)

@@ -248,6 +248,8 @@ class _Worker:
             case protocol.PlanOrder():
                 self._log.info("receives an order of generation %d", message.generation)
                 self._links.know(message.common.addresses)  # first: the training thread uses them once it has the order
+                if message.common.goes_back and self._saving is not None:
+                    self._saving.go_back()
                 if (needed := self._commit_state.give_order(message)) is not None:
                     self._log.warning("has another plan than the one that the order changes: asks for all of it")
                     self._link.send(needed)

@@ -71,7 +71,7 @@ class Engine:
         self._report = report
         self._records = dataset.records
         # Samples of a script's trainer are in no shards.
-        self._board = consents if job.control.waits_for_script else dataset.records
+        self._board = consents if job.needs_consent else dataset.records
         self._epoch_things = EpochThings(job, dataset)
         self._precision = Precision.of(job.dtype)
         self._optimizer = assembly.optimizer

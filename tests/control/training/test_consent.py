@@ -33,7 +33,11 @@ class Bench:
             max_steps=MAX_STEPS, eval_steps=eval_steps, control=ControlSpec(waits_for_script=waits, start_timeout_s=60)
         )
         self.progress = Progress(self.job)
-        self.consent = Consent(self.job, self.progress, worker_ids=lambda: WORKERS)
+        self.saved_through = math.inf
+        """The last step that may begin for what is saved."""
+        self.consent = Consent(
+            self.job, self.progress, worker_ids=lambda: WORKERS, let_begin=lambda: self.saved_through
+        )
         self.every = every
         self.generation = 0
         self.allowed = 0
@@ -98,7 +102,9 @@ class Bench:
         self.go_on()
 
     def take_over(self) -> None:
-        self.consent = Consent(self.job, self.progress, worker_ids=lambda: WORKERS)
+        self.consent = Consent(
+            self.job, self.progress, worker_ids=lambda: WORKERS, let_begin=lambda: self.saved_through
+        )
         self.consent.take_over()
         self.said += 1  # the steps up to now may have been heard of
         self._restart_script()
@@ -178,6 +184,23 @@ def test_a_stop_ends_training_where_it_waits():
     bench.consent.stop()
     bench.answer()
     assert (bench.over, bench.allowed) == (1, 1)
+
+
+def test_a_step_begins_once_both_the_script_and_the_saves_let_it():
+    bench = Bench(every=4)
+    bench.saved_through = 2
+    bench.plan()
+    bench.answer()
+    assert bench.allowed == 2
+    bench.step()
+    bench.step()
+    assert math.isinf(bench.progress.hangs_s), "the disk may take long"
+    bench.saved_through = 6
+    bench.go_on()
+    assert bench.allowed == 4
+    bench.saved_through = 3
+    bench.plan()
+    assert bench.allowed == 4, "what may have begun is not taken back"
 
 
 def test_an_evaluation_that_is_due_may_hang_while_the_script_waits_for_it():
