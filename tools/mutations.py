@@ -381,6 +381,15 @@ MUTATIONS = (
         caught_by=CONSENT,
     ),
     Mutation(
+        name="saves_left_out",
+        what="a step to save begins while the save before it is under way, and is not saved",
+        file="oobleck/control/checkpoints/saving.py",
+        old="through = due + every - 1 if is_asked or not self.is_enabled else due - 1",
+        new="through = due + every - 1",
+        caught_by="tests/control/test_commit.py::"
+        "test_a_step_to_save_waits_for_the_save_before_it_and_no_run_for_nothing",
+    ),
+    Mutation(
         name="sharding_forgotten",
         what="a new master does not know what the planner has had devices share out",
         file="oobleck/control/training/replanning.py",

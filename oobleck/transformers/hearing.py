@@ -1,6 +1,7 @@
-"""The steps at which a script's callbacks can stop training: workers wait there until the callbacks have heard of them.
+"""The steps for which workers wait until a script has heard of them: where its callbacks can stop training, and saves.
 
-No worker waits elsewhere. What transformers brings itself, except for EarlyStoppingCallback, shows and reports alone.
+No worker waits elsewhere. What transformers brings itself, except for EarlyStoppingCallback, shows and reports alone. A
+script that falls behind the run's saves would find those removed of which it has to write checkpoints.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import EarlyStoppingCallback, TrainerState
-from transformers.trainer_utils import IntervalStrategy
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from .checks import evaluates, hears, overrider_of
 from .epochs import Epochs
@@ -29,6 +30,12 @@ def evaluation_steps(trainer: Any, epochs: Epochs, steps: TrainerState) -> int |
     return epochs.num_steps if trainer.args.eval_strategy == IntervalStrategy.EPOCH else int(steps.eval_steps)
 
 
+def steps_to_save(args: Any, epochs: Epochs, steps: TrainerState) -> int | None:
+    """Return the number of steps between two checkpoints; None where no such number says when they are written."""
+    every = {SaveStrategy.STEPS: steps.save_steps, SaveStrategy.EPOCH: epochs.num_steps}.get(args.save_strategy)
+    return int(every) if every else None
+
+
 class Hearing:
     def __init__(self, trainer: Any, epochs: Epochs, *, max_steps: int) -> None:
         self._args, self._epochs, self._max_steps = trainer.args, epochs, max_steps
@@ -42,22 +49,25 @@ class Hearing:
         self._at_first = hears(trainer, "on_train_begin")
         is_early = any(isinstance(each, EarlyStoppingCallback) for each in trainer.callback_handler.callbacks)
         hears_evaluations = hears(trainer, "on_evaluate") or overrider_of(trainer, "evaluate") is not None
+        self._save_steps = steps_to_save(trainer.args, epochs, self._steps)
         # Which are logged as well.
         self._at_evaluations = self._eval_steps is not None and (is_early or hears_evaluations or self._at_logs)
 
     @property
     def is_wanted(self) -> bool:
         """Whether workers wait at any step."""
-        return self._at_each_step or self._at_logs or self._at_epochs or self._at_first or self._at_evaluations
+        is_stopped = self._at_each_step or self._at_logs or self._at_epochs or self._at_first or self._at_evaluations
+        return is_stopped or self._save_steps is not None
 
     def is_evaluated(self, step: int) -> bool:
         """Return whether an evaluation follows a step."""
         return self._eval_steps is not None and (step % self._eval_steps == 0 or step == self._max_steps)
 
     def is_asked(self, step: int) -> bool:
-        """Return whether callbacks that can stop training hear of a step."""
+        """Return whether the script has to hear of a step."""
         return (
             self._at_each_step
+            or (self._save_steps is not None and step % self._save_steps == 0)
             or (self._at_epochs and (self._epochs.epoch_of(step)[1] == 0 or self._epochs.is_last(step)))
             or (self._at_logs and self._is_logged(step))
             or (self._at_evaluations and self.is_evaluated(step))

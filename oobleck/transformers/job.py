@@ -35,7 +35,7 @@ from oobleck.training.padding_trial import try_padding
 from .brought import brought_optimizer, brought_schedule, let_create
 from .checks import evaluates, evaluates_here, gathers, overrider_of
 from .epochs import EpochOrder, Epochs
-from .hearing import Hearing, evaluation_steps, strategy_steps
+from .hearing import Hearing, evaluation_steps, steps_to_save, strategy_steps
 from .loader import evaluation_batches, training_loader
 from .streams import StreamEpochs, StreamOrder, is_stream, opened_stream
 from .whole import TrainerLoss, find_counting, why_whole
@@ -410,17 +410,12 @@ def _dtype(trainer: Any) -> str:
 
 
 def _checkpoints(trainer: Any, state: TrainerState, epochs: Epochs, *, eval_steps: int | None) -> dict[str, Any]:
-    args = trainer.args
-    by_strategy = {
-        SaveStrategy.STEPS: state.save_steps,
-        SaveStrategy.EPOCH: epochs.num_steps,
-        SaveStrategy.BEST: eval_steps,
-    }
-    steps, limit = by_strategy.get(args.save_strategy), args.save_total_limit
-    # As transformers, which writes each of them before the next step.
-    waits = args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH)
+    args, limit = trainer.args, trainer.args.save_total_limit
+    every = steps_to_save(args, epochs, state)
+    steps = eval_steps if args.save_strategy == SaveStrategy.BEST else every
     return {
-        **({"save_steps": int(steps), "waits_for_disk": waits} if steps else {}),
+        # As transformers, which writes each of them before the next step.
+        **({"save_steps": steps, "waits_for_disk": every is not None} if steps else {}),
         **({"save_total_limit": limit} if limit else {}),
     }
 

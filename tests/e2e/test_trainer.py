@@ -112,6 +112,19 @@ def test_a_trainers_own_checkpoint_is_continued_with_its_optimizer(runner: Runne
 
 
 @pytest.mark.slow
+def test_each_checkpoint_that_a_script_asks_for_is_written(runner: Runner, tmp_path: Path) -> None:
+    """However fast its steps follow each other: of all but the last three, the run has removed its own by the end."""
+    output = tmp_path / "ours.json"
+    words = ("--set", "torch_threads=1", "--resume", "never", "--", "plain", "gpt2", str(output), "--save-steps", "1")
+    outcome = runner.run(*words, nodes=("--local", "1", str(SCRIPT)))
+    assert outcome.exit_code == 0, outcome.output
+    for step in range(1, 25):
+        written = {path.name for path in (tmp_path / "ours" / f"checkpoint-{step}").iterdir()}
+        assert written >= {"model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"}, step
+    assert sum(entry["@type"] == "CheckpointSaved" for entry in runner.journal()) == 24
+
+
+@pytest.mark.slow
 def test_a_run_that_resumes_goes_on_with_the_state_of_its_checkpoint(runner: Runner, tmp_path: Path) -> None:
     output = tmp_path / "ours.json"
     words = ("--set", "torch_threads=1", "--set", "control.lease_s=10")

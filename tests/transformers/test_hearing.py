@@ -1,4 +1,4 @@
-"""Workers wait for a script's callbacks where these can stop training, and nowhere else."""
+"""Workers wait for a script where its callbacks can stop training, and where it saves, and nowhere else."""
 
 from __future__ import annotations
 
@@ -56,10 +56,15 @@ def asked(made: Any) -> tuple[list[int], bool]:
         ({"callbacks": [having("on_evaluate")], **EVALUATES, "eval_strategy": "epoch"}, [6, 12, 18]),
         ({"callbacks": [EarlyStoppingCallback(1)], **EVALUATES}, [5, 10, 15, 18]),
         ({"callbacks": [EarlyStoppingCallback(1)]}, []),
+        ({"save_strategy": "steps", "save_steps": 7}, [7, 14]),
+        ({"save_strategy": "epoch"}, [6, 12, 18]),
+        ({"save_strategy": "best", "metric_for_best_model": "loss", **EVALUATES}, []),
     ],
 )  # fmt: skip
 def test_workers_wait_where_callbacks_hear(tmp_path: Path, values: dict[str, Any], steps: list[int]):
-    made = trainer(tmp_path, **{"per_device_train_batch_size": 2, "logging_steps": 100, **values})
+    made = trainer(
+        tmp_path, **{"per_device_train_batch_size": 2, "logging_steps": 100, "save_strategy": "no", **values}
+    )
     assert asked(made) == (steps, bool(steps))
     assert made.job().settings["control"].get("waits_for_script", False) == bool(steps)
 
@@ -69,7 +74,7 @@ def test_callbacks_that_stop_training_before_it_begins_have_one_step_of_it(tmp_p
         def on_train_begin(self, args: Any, state: Any, control: Any, **details: Any) -> None:
             control.should_training_stop = True
 
-    made = trainer(tmp_path, callbacks=[Stopping()], num_train_epochs=9)
+    made = trainer(tmp_path, callbacks=[Stopping()], num_train_epochs=9, save_strategy="no")
     follower = made.follow(made.job())
     follower.take(next(entry for entry in run_with_a_loss() if type(entry).__name__ == "PlanAdopted"))
     assert not follower.wants_stop

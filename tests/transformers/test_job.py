@@ -265,7 +265,7 @@ def test_settings_say_what_the_arguments_say(tmp_path: Path):
     assert found["tag"] == "named"
     assert found["max_steps"] == 15
     assert found["eval_steps"] == 4
-    assert found["checkpoint"] == {"save_steps": 5, "save_total_limit": 2}
+    assert found["checkpoint"] == {"save_steps": 5, "waits_for_disk": True, "save_total_limit": 2}
     assert found["data"] == {"sequence_length": 8, "vocab_size": VOCAB_SIZE}
     assert (found["dtype"], found["seed"], found["recompute"]) == ("bfloat16", 7, "all")
     assert (found["optimizer"]["max_grad_norm"], found["optimizer"]["weight_decay"]) == (0.5, 0.2)

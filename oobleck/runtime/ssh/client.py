@@ -110,7 +110,8 @@ class SSHConnection:
 
     @property
     def is_lost(self) -> bool:
-        return bool(self._connection.is_closed())
+        # What is ended here counts at once: who needs the node meanwhile must not get what is being closed.
+        return self.is_ended_here or bool(self._connection.is_closed())
 
     async def run(self, command: str, *, stdin: bytes = b"", timeout_s: float) -> CompletedCommand:
         """Run a shell command; `stdout` excludes what the login shell prints before it.

@@ -174,7 +174,7 @@ async def test_one_who_is_cancelled_before_a_command_has_begun_leaves_no_half_op
         with trio.move_on_after(0) as scope:
             await reachable.connection.run("true", timeout_s=30)
         assert scope.cancelled_caught
-        await until(lambda: reachable.connection.is_lost)
+        assert reachable.connection.is_lost, "at once: who needs the node meanwhile must get another"
         again = await connect(reachable.node, reachable.options)
         assert (await again.run("echo fine", timeout_s=5)).stdout == b"fine\n"
         await again.aclose()
