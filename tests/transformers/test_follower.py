@@ -59,23 +59,33 @@ def step(number: int, loss: float) -> StepDone:
     return StepDone(t_s=float(number), record=record, tokens=64)
 
 
-@pytest.fixture
-def announced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
-    """Returns what transformers' Trainer has logged of the beginning since the last time."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    monkeypatch.setattr(handler, "emit", lambda record: lines.append(record.getMessage()))
-    logger = logging.getLogger("transformers.trainer")
-    monkeypatch.setattr(logger, "level", logging.INFO)
-    logger.addHandler(handler)
+class Heard(logging.Handler):
+    """Keeps what transformers' Trainer logs of the beginning."""
 
-    def take() -> list[str]:
-        taken = [line for line in lines if line.startswith(("*****", "  "))]
-        lines.clear()
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = record.getMessage()
+        if line.startswith(("*****", "  ")):
+            self.lines.append(line)
+
+    def take(self) -> list[str]:
+        taken, self.lines = self.lines, []
         return taken
 
-    yield take
+
+@pytest.fixture
+def announced() -> Iterator[Callable[[], list[str]]]:
+    """Returns what has been logged since the last time."""
+    logger, handler = logging.getLogger("transformers.trainer"), Heard()
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    yield handler.take
     logger.removeHandler(handler)
+    logger.setLevel(before)
 
 
 def told(made: Any, *entries: JournalEntry) -> Any:

@@ -79,10 +79,7 @@ class StageModel:
         self._parameters: dict[str, nn.Parameter] = {}
         self.model = structure.build(dtype=dtype)
         """All modules of the model; those of layers held elsewhere have no memory."""
-        # A script's model may be of another type, by which stand-ins would return other zeros than its embedding.
-        for vacant in self.model.parameters():
-            if vacant.is_floating_point():
-                vacant.data = vacant.data.to(dtype)
+        _convert_vacant(self.model, dtype)
         self.compute_loss = self._script_loss()
         """Replaces the model's own loss."""
         has_own_loss = structure.whole_loss is not None or "_loss_function" in vars(self.model)
@@ -545,3 +542,10 @@ class StageModel:
             for site in self.structure.sites[layer]
             if site.name == parameter
         )
+
+
+def _convert_vacant(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give parameters without memory a type: stand-ins for a script's model would return zeros of its own type."""
+    for vacant in model.parameters():
+        if vacant.is_floating_point():
+            vacant.data = vacant.data.to(dtype)
