@@ -15,8 +15,7 @@ LEFT, RIGHT = ("alpha", "gamma"), ("beta", "delta")
 @pytest.mark.slow  # tests/sim/test_domains.py loses domains in the simulator
 @pytest.mark.timeout(900)
 def test_one_of_two_racks_is_lost_and_comes_back(runner: Runner, endless_reference: Reference, nodes: Nodes) -> None:
-    settings = ("--set", "num_pipelines=2", "--set", "control.lease_s=10")
-    given = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), "--no-check", *settings)
+    given = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), "--no-check", "--set", "num_pipelines=2")
     with runner.up(*given, nodes=("--dial-in", "127.0.0.1:0", "--nodes", "4", PACED)) as up:
         file = file_for_nodes(up)
         # By the order of their names, each pipeline would have a node of either rack.
