@@ -98,14 +98,14 @@ class Consent:
         """
         if not self.is_on:
             return
-        if not self._is_stopped:
-            self._through = max(self._through, int(min(self._script_through, self._let_begin())))
+        allowed = self._through if self._is_stopped else self._allowed_now(generation)
+        self._through = max(self._through, allowed)
         progress, targets = self._progress, tuple(self._worker_ids())
-        if self._through and self._told != (generation, self._through):
-            self._told = generation, self._through
-            allowed = protocol.StepsAllowed(device=0, generation=generation, through=self._through)
-            turn.do((SendAll(worker_ids=targets, message=allowed),))
-        is_waiting = self._through <= progress.last_step < self._job.max_steps
+        if allowed and self._told != (generation, allowed):
+            self._told = generation, allowed
+            message = protocol.StepsAllowed(device=0, generation=generation, through=allowed)
+            turn.do((SendAll(worker_ids=targets, message=message),))
+        is_waiting = allowed <= progress.last_step < self._job.max_steps
         if is_waiting and self._is_stopped:
             self._end(turn, generation, targets, save=save)
         elif is_waiting and not progress.owes_evaluation(progress.last_step):
@@ -116,6 +116,12 @@ class Consent:
             last = progress.last_record
             is_first = last is None or last.generation != generation  # of its plan, which has to be adopted
             progress.expect(self._job.control.start_timeout_s if is_first else HANG_FLOOR_S, turn.now_s)
+
+    def _allowed_now(self, generation: int) -> int:
+        """Return the last step that may begin; within a plan it never goes back."""
+        now = int(min(self._script_through, self._let_begin()))
+        told_generation, told = self._told
+        return max(now, told) if told_generation == generation else now
 
     def _end(self, turn: Turn, generation: int, targets: tuple[WorkerId, ...], *, save: bool) -> None:
         step = self._progress.last_step
