@@ -420,6 +420,9 @@ class JobSpec:
         )
         is_power = math.frexp(self.initial_loss_scale)[0] == 0.5
         must("initial_loss_scale", is_power, "a power of two, as 65536.0")
+        # Workers that read shards wait for records, and for nothing else.
+        waits = self.checkpoint.waits_for_disk
+        require(not (waits and self.data.shards), "checkpoint.waits_for_disk", waits, "false if the data is in shards")
         is_power = self.tensor_parallel & (self.tensor_parallel - 1) == 0
         must("tensor_parallel", is_power, "a power of two: 1, 2, 4, 8, …")
         is_alone, is_split = self.devices_per_stage == 1, self.schedule == "zero-bubble"

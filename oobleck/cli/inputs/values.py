@@ -89,13 +89,13 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 def with_save_every(spec: CheckpointSpec, text: str) -> CheckpointSpec:
     """Change when to save, to `50` (steps), `90s`, `5m`, `1h`, `auto` or `never`. Raises UsageError for other texts."""
-    fresh = replace(spec, enabled=True, save_steps=None, save_interval_s=None)
+    fresh = replace(spec, enabled=True, save_steps=None, save_interval_s=None, waits_for_disk=False)
     if text == "auto":
         return fresh
     if text == "never":
         return replace(fresh, enabled=False)
     if _STEPS.fullmatch(text) and int(text) > 0:
-        return replace(fresh, save_steps=int(text))
+        return replace(fresh, save_steps=int(text), waits_for_disk=spec.waits_for_disk)
     # A bare number means steps here, so a time needs its unit.
     interval_s = parse_duration(text) if text[-1:].isalpha() else None
     if interval_s and interval_s <= MAX_SECONDS:

@@ -197,7 +197,7 @@ class Saving:
 
     @property
     def _is_overdue(self) -> bool:
-        """Whether a save may keep steps waiting that no worker has begun, although its step is done."""
+        """Whether steps wait for a save whose step is done, and of which no worker has reported anything."""
         is_past = isinstance(self._next, _Wanted) and self._next.step <= self._last_step
         return is_past and self._job.checkpoint.waits_for_disk
 

@@ -29,8 +29,7 @@ class Consent:
         worker_ids: Callable[[], Iterable[WorkerId]],
         let_begin: Callable[[], float],
     ) -> None:
-        """`worker_ids` returns the reachable workers of the newest plan, `let_begin` the last step that may begin
-        for what is saved."""
+        """`worker_ids` returns the newest plan's reachable workers; `let_begin` the last step that saves let begin."""
         self._job = job
         self._progress = progress
         self._worker_ids = worker_ids

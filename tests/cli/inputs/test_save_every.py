@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from oobleck.cli.inputs.values import with_save_every
-from oobleck.errors import UsageError
-from oobleck.job import CheckpointSpec
+from oobleck.errors import ConfigError, UsageError
+from oobleck.job import CheckpointSpec, DataSpec, JobSpec
 
 
 @pytest.mark.parametrize(
@@ -23,6 +25,13 @@ from oobleck.job import CheckpointSpec
 )
 def test_a_word_says_how_often(text: str, expected: CheckpointSpec) -> None:
     assert with_save_every(CheckpointSpec(save_steps=3), text) == expected
+    of_a_trainer = with_save_every(CheckpointSpec(save_steps=3, waits_for_disk=True), text)
+    assert of_a_trainer == replace(expected, waits_for_disk=expected.save_steps is not None)
+
+
+def test_steps_that_wait_for_the_disk_read_no_shards() -> None:
+    with pytest.raises(ConfigError, match="waits_for_disk"):
+        JobSpec(data=DataSpec(shards=("a",)), checkpoint=CheckpointSpec(save_steps=3, waits_for_disk=True))
 
 
 @pytest.mark.parametrize("text", ["", "0", "0s", "-5", "50.5", "often", "1e3", "9" * 20 + "d"])
