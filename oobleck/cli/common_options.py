@@ -34,9 +34,9 @@ def complete_tags(incomplete: str) -> list[str]:
 
 
 def complete_resume(incomplete: str) -> list[str]:
-    """Return `auto`, `never` and the paths of checkpoints that begin like this, for a shell."""
+    """Return `auto`, `newest`, `never` and the paths of checkpoints that begin like this, for a shell."""
     saved = (path.parent for path in default_base_dir().glob("*/checkpoints/*/manifest.json"))
-    return [word for word in ("auto", "never", *sorted(map(str, saved))) if word.startswith(incomplete)]
+    return [word for word in ("auto", "newest", "never", *sorted(map(str, saved))) if word.startswith(incomplete)]
 
 
 TagArgument = Annotated[

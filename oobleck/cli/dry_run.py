@@ -17,7 +17,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from oobleck.control.scaling import first_target
-from oobleck.control.training import check_possible, choose_sharding, fixed_schedule, planner_for
+from oobleck.control.training import CONTINUING, check_possible, choose_sharding, fixed_schedule, planner_for
 from oobleck.errors import ConfigError, UsageError, UserError
 from oobleck.host.machine import this_machine
 from oobleck.host.places import is_url, place_of
@@ -129,7 +129,7 @@ def _check_paths(job: JobSpec, resume: str) -> None:
     is_here = job.checkpoint.enabled and directory is not None and not is_url(directory)
     if is_here and directory is not None and (problem := _why_not_made(expand_user(directory))):
         raise ConfigError(f"checkpoint.directory: {directory}: {problem}; name another one")
-    if resume not in ("auto", "never") and not _holds_checkpoint(place_of(resume, "--resume")):
+    if resume not in {*CONTINUING, "never"} and not _holds_checkpoint(place_of(resume, "--resume")):
         raise ConfigError(f"--resume {resume}: there is no checkpoint that can be used")
 
 

@@ -194,7 +194,7 @@ class RunFollower:
 
     def _save_state(self, checkpoints: Path) -> None:
         # A script that runs again after the last step trains nothing, and finds its state here.
-        self._states.note()
+        self._note_state()
         self._states.write(checkpoints, newest_checkpoint(checkpoints)[0], self._trainer.state.global_step)
 
     def _take(self, entry: journal.JournalEntry) -> None:
@@ -260,7 +260,7 @@ class RunFollower:
 
     def _note_state(self) -> None:
         with reported():
-            self._states.note()
+            self._states.note(is_saved=self._saved_step == self._trainer.state.global_step)
         if self._unwritten is not None and self._unwritten[1] == self._trainer.state.global_step:
             self._write_state(*self._unwritten)
         self._unwritten = None
@@ -274,6 +274,7 @@ class RunFollower:
         if self._trainer.args.save_strategy != SaveStrategy.NO and (content := self._states.content(step)) is not None:
             with reported():
                 self._plain.write_state(step, content)
+            self._states.give_callbacks(step)
 
     def _checkpoint_saved(self, entry: journal.CheckpointSaved) -> None:
         if entry.step == self._trainer.state.global_step:

@@ -23,9 +23,11 @@ _OF_STEP = ("epoch", "num_input_tokens_seen", "total_flos", "best_metric", "best
 _RESTORED = (*_OF_STEP, "global_step", "log_history", "stateful_callbacks")
 
 
-def new_state(trainer: Any) -> TrainerState:
-    """Return a state that has those of the trainer's callbacks."""
-    handled = [*trainer.callback_handler.callbacks, trainer.control]
+def new_state(trainer: Any, *, is_saved: bool = False) -> TrainerState:
+    """Return a state that has those of the trainer's callbacks; `is_saved` says whether its step is saved by now."""
+    # transformers takes the states just before it calls on_save, which takes the wish back.
+    control = dataclasses.replace(trainer.control, should_save=True) if is_saved else trainer.control
+    handled = [*trainer.callback_handler.callbacks, control]
     stateful: list[Any] = [each for each in handled if isinstance(each, ExportableState)]
     return TrainerState(stateful_callbacks=stateful)
 
@@ -35,12 +37,12 @@ class KeptStates:
         self._trainer = trainer
         self._steps: OrderedDict[int, dict[str, Any]] = OrderedDict()
 
-    def note(self) -> None:
-        """Note the state of the step that is done."""
+    def note(self, *, is_saved: bool = False) -> None:
+        """Note the state of the step that is done; `is_saved` as in `new_state`."""
         state = self._trainer.state
         self._steps[state.global_step] = {
             **{name: getattr(state, name) for name in _OF_STEP},
-            "stateful_callbacks": copy.deepcopy(new_state(self._trainer).stateful_callbacks),
+            "stateful_callbacks": copy.deepcopy(new_state(self._trainer, is_saved=is_saved).stateful_callbacks),
             "num_logs": len(state.log_history),
         }
         if len(self._steps) > _MOST_STEPS:
@@ -50,6 +52,11 @@ class KeptStates:
         """Return the tokens and the floating-point operations up to a step; None for one that is not known."""
         kept = self._steps.get(step)
         return None if kept is None else (kept["num_input_tokens_seen"], kept["total_flos"])
+
+    def give_callbacks(self, step: int) -> None:
+        """Put the states that callbacks had at a step into the trainer's, as transformers does when it saves one."""
+        if (kept := self._steps.get(step)) is not None:
+            self._trainer.state.stateful_callbacks = copy.deepcopy(kept["stateful_callbacks"])
 
     def write(self, checkpoints: Path, name: str, step: int) -> None:
         """Write the state of a step into its checkpoint."""

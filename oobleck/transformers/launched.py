@@ -12,7 +12,9 @@ import torch
 from transformers.trainer_utils import TrainOutput
 
 import oobleck
-from oobleck.errors import UsageError, UserError
+from oobleck.control.training import NOTHING_TO_CONTINUE
+from oobleck.errors import ConfigError, UsageError, UserError
+from oobleck.host.places import place_of
 from oobleck.host.script import SCRIPT_ANSWERS, SCRIPT_WAITS
 
 from .follower import RunFollower
@@ -22,6 +24,7 @@ TRAINS_ONCE = "a run trains once, as workers run the script up to its first trai
 _RANK = "LOCAL_RANK"
 _NUM_NODES = "OOBLECK_LOCAL"
 """The number of virtual nodes, if it is set."""
+_RESUMES = "Trainer.train(resume_from_checkpoint=…)"
 _launched: list[object] = []
 """The job of this process's run, if there is one."""
 
@@ -54,7 +57,9 @@ def train_here(trainer: Any, script: Path) -> TrainOutput:
     if num_nodes == 1:  # there is no pipeline to keep busy
         set_keys["microbatch_size"] = job.batch_size
     wanted = trainer.resume(job)
-    source = "auto" if wanted is True else wanted or "never"
+    if isinstance(wanted, str) and not place_of(wanted, _RESUMES).exists():
+        raise ConfigError(f"{_RESUMES}: Can't find a valid checkpoint at {wanted}")
+    source = "newest" if wanted is True else wanted or "never"
     os.environ[SCRIPT_WAITS] = SCRIPT_ANSWERS  # the run finds its script waiting here, and does not start it once more
     try:
         run = oobleck.launch(script, arguments=sys.argv[1:], local=num_nodes, resume=source, set=set_keys)
@@ -71,7 +76,13 @@ def train_here(trainer: Any, script: Path) -> TrainOutput:
             is_stopping = True
         elif (allowed := follower.take_allowed()) is not None:
             run.allow(step=allowed[0], through=allowed[1])
-    run.wait()
+    try:
+        run.wait()
+    except ConfigError as error:
+        if wanted is True and NOTHING_TO_CONTINUE in str(error):
+            place = trainer.args.output_dir
+            raise ConfigError(f"{_RESUMES}: No valid checkpoint found in output directory ({place}): {error}") from None
+        raise
     return follower.finish(run.checkpoints)
 
 

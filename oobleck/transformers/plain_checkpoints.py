@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import trainer_utils
+from transformers.trainer_utils import get_last_checkpoint
 
 from oobleck.errors import CorruptCheckpoint
 from oobleck.host.writing import write_in_place
@@ -25,6 +26,16 @@ if TYPE_CHECKING:
     from .job import TrainerJob
 
 _STATE, _OPTIMIZER, _SCHEDULER = "trainer_state.json", "optimizer.pt", "scheduler.pt"
+_RANDOM = "rng_state*.pth"
+"""Random states, which transformers' own Trainer alone saves."""
+
+
+def newest_of_transformers(directory: Path) -> str | None:
+    """Return the newest checkpoint in an `output_dir`, if transformers' own Trainer saved it and not a run of ours."""
+    if not directory.is_dir():
+        return None
+    found: str | None = get_last_checkpoint(str(directory))  # type: ignore[no-untyped-call]  # transformers' own
+    return found if found is not None and any(Path(found).glob(_RANDOM)) else None
 
 
 class PlainCheckpoints:
@@ -53,6 +64,8 @@ class PlainCheckpoints:
                 return
             target = self._directory(step)
             self._trainer.save_model(str(target), _internal_call=True)
+            for stale in target.glob(_RANDOM):  # of another run, with this one's weights
+                stale.unlink()
             self._written.add(step)
             if saved is not None and not self._trainer.args.save_only_model:
                 self._write_optimizer(target, saved, step)

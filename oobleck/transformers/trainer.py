@@ -23,6 +23,7 @@ from .follower import RunFollower
 from .job import TrainerJob, decayed_parameters, optimizer_options
 from .kept_state import adopt_state
 from .launched import TRAINS_ONCE, script_to_launch, show_user_errors_alone, train_here
+from .plain_checkpoints import newest_of_transformers
 from .repeats import second_train
 
 
@@ -114,9 +115,13 @@ class Trainer(transformers.Trainer):
     def resume(self, job: TrainerJob) -> str | bool | None:
         """Return the checkpoint to resume this trainer's job from: its path, True for the run's newest, or None.
 
+        With `resume_from_checkpoint=True`, it is the newest one in `output_dir` if transformers' own Trainer saved it.
+
         Converts a checkpoint of transformers. Raises ConfigError for one that cannot be converted.
         """
         wanted = self._resumes_from
+        if wanted is True:
+            wanted = newest_of_transformers(Path(self.args.output_dir or ".")) or True
         if not isinstance(wanted, str):
             return wanted
         if is_trainer_checkpoint(Path(wanted)):

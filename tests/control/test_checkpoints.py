@@ -230,6 +230,19 @@ def test_another_model_under_the_same_tag_is_refused() -> None:
     assert all(update.initial for update in bench.updates)
 
 
+def test_a_run_that_must_continue_begins_nothing_of_its_own() -> None:
+    bench = training(None, resume="newest")
+    assert bench.ended is not None
+    assert bench.ended.exit_code == 78
+    assert "no node has a checkpoint of this run" in bench.ended.reason
+    bench = training(None, state(40, run=OLD), resume="newest")
+    assert bench.ended is None
+    assert {update.boundary for update in bench.updates} == {40}
+    bench = training(None, state(100, run=OLD, is_final=True), resume="newest")
+    assert bench.ended is not None
+    assert "already finished" in bench.ended.reason
+
+
 def test_a_finished_model_that_only_memory_has_is_written() -> None:
     """The last save of the run before has failed: this one trains nothing, and writes what was kept."""
     name = state(100, run=OLD).name

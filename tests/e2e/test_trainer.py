@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,28 @@ def test_a_trainers_own_checkpoint_is_continued_with_its_optimizer(runner: Runne
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=0, abs=TOLERANCE)
     assert ours["rates"] == pytest.approx(theirs["rates"])
     assert (ours["tokens"], ours["counted"]) == (theirs["tokens"], 24), "those before the checkpoint, too"
+    assert ours["after"] == pytest.approx(theirs["after"], abs=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_the_newest_checkpoint_in_output_dir_is_continued_as_by_transformers(runner: Runner, tmp_path: Path) -> None:
+    theirs = plain_losses(tmp_path, "padded", "gpt2", "--save-steps", "9")
+    output = tmp_path / "ours.json"
+    environment = {**runner.environment, "OOBLECK_BASE_DIR": str(runner.base_dir)}
+    command = [sys.executable, str(SCRIPT), "padded", "gpt2", str(output), "--resume", "newest"]
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+    refused = run()
+    assert refused.returncode != 0
+    assert f"No valid checkpoint found in output directory ({tmp_path / 'ours'})" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    shutil.copytree(tmp_path / "theirs" / "checkpoint-9", tmp_path / "ours" / "checkpoint-9")
+    done = run()
+    assert done.returncode == 0, done.stderr
+    (ours,) = map(json.loads, output.read_text().splitlines())
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=0, abs=TOLERANCE)
     assert ours["after"] == pytest.approx(theirs["after"], abs=TOLERANCE)
 
 

@@ -1,4 +1,4 @@
-"""A script of transformers' Trainer: `trainer_script.py CASE FAMILY OUTPUT`, and `--save-steps N`, `--resume PATH`.
+"""A script of transformers' Trainer: `trainer_script.py CASE FAMILY OUTPUT`, `--save-steps N`, `--resume PATH|newest`.
 
 Cases are those of `finetuning_job`: `padded`, `lora`, `packed`, `labels`, and `plain`, with padding at the end alone.
 What came of it is written to OUTPUT, by the lines after `train()`, which run once.
@@ -135,7 +135,7 @@ def main():
         data_collator=default_data_collator if case == "packed" else collate,
         callbacks=[noting, Counting()],
     )
-    output_of_train = trainer.train(resume_from_checkpoint=parsed.resume)
+    output_of_train = trainer.train(resume_from_checkpoint=parsed.resume == "newest" or parsed.resume)
     counting = next(each for each in trainer.callback_handler.callbacks if isinstance(each, Counting))
     found = {
         "counted": counting.num_steps,

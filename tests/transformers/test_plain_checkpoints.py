@@ -16,6 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from oobleck.training.checkpoint import import_trainer_checkpoint
 from oobleck.transformers.job import decayed_parameters, optimizer_options
+from oobleck.transformers.plain_checkpoints import newest_of_transformers
 
 from .test_follower import saved, step
 from .test_kept_state import begun, followed
@@ -70,6 +71,9 @@ def run_of(made: Any, theirs: Any, tmp_path: Path) -> Any:
 def test_it_has_all_that_transformers_saves_and_transformers_continues_from_it(theirs: Any, tmp_path: Path) -> None:
     looking = Looking()
     made = made_by(None, tmp_path, callbacks=[looking])
+    stale = Path(made.args.output_dir) / "checkpoint-2" / "rng_state.pth"  # of another run
+    stale.parent.mkdir(parents=True)
+    stale.touch()
     run_of(made, theirs, tmp_path)
     found = Path(str(get_last_checkpoint(made.args.output_dir)))
     assert found.name == "checkpoint-2"
@@ -84,7 +88,13 @@ def test_it_has_all_that_transformers_saves_and_transformers_continues_from_it(t
         assert ours["state"][number].keys() == state.keys()
         assert all(torch.equal(ours["state"][number][name], value) for name, value in state.items())
     assert [group["lr"] for group in ours["param_groups"]] == [group["lr"] for group in wanted["param_groups"]]
-    assert json.loads((found / "trainer_state.json").read_text())["global_step"] == 2
+    written, expected = (json.loads((each / "trainer_state.json").read_text()) for each in (found, other))
+    assert written["global_step"] == 2
+    assert written["stateful_callbacks"] == expected["stateful_callbacks"] == made.state.stateful_callbacks
+    assert [newest_of_transformers(each.parent) for each in (found, other)] == [
+        None,
+        str(other.with_name("checkpoint-4")),
+    ]
     again = made_by(None, tmp_path / "again")
     assert import_trainer_checkpoint(found, again.model, decayed_parameters(again), optimizer_options(again)).is_dir()
     resumed = made_by(transformers.Trainer, tmp_path / "resumed")

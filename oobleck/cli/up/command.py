@@ -59,8 +59,8 @@ def up(options: UpOptions) -> None:
         verify_first(asked, steps=options.verify)
     job, trainer = _open(options, asked, source)
     resume = options.resume
-    if trainer is not None and isinstance(trainer.resume, str) and resume == "auto":
-        resume = trainer.resume  # the argument of its train()
+    if trainer is not None and trainer.resume and resume == "auto":
+        resume = trainer.resume if isinstance(trainer.resume, str) else "newest"  # the argument of its train()
     job, owner = _named(options, asked, options.scaled(job))
     _check_nodes(options, job, len(source.names))
     metrics = _metrics_address(options)

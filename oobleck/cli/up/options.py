@@ -93,9 +93,9 @@ class UpOptions:
     keep: int | None = option("--keep", "N", "Keep the N newest checkpoints.", rich_help_panel="Checkpoints")
     resume: str = option(
         "--resume",
-        "auto|never|PATH",
-        "Continue from what a run of this name has left (auto); start from the seed, but keep its files (never); or "
-        "start from the checkpoint at PATH.",
+        "auto|newest|never|PATH",
+        "Continue from what a run of this name has left (auto), of which there must be some (newest); start from the "
+        "seed, but keep its files (never); or start from the checkpoint at PATH.",
         autocompletion=complete_resume,
         default="auto",
         rich_help_panel="Checkpoints",

@@ -24,7 +24,7 @@ from oobleck.cli.inputs import DialIn, NodeSource, VirtualOnes, changed_keys
 from oobleck.control.events import End, Remark, ScriptEnded, StopRequested
 from oobleck.control.journal import Summary, prometheus_text
 from oobleck.control.replay import FinishedRun, RunBooks
-from oobleck.control.training import Coordinator, ReplayedRun, finished_text
+from oobleck.control.training import CONTINUING, Coordinator, ReplayedRun, finished_text
 from oobleck.errors import CorruptCheckpoint, ExitCode, OobleckError, UsageError, leaves_of
 from oobleck.host.places import place_of
 from oobleck.host.script import SCRIPT_ANSWERS, SCRIPT_WAITS
@@ -105,7 +105,7 @@ def _run_job(run: Run) -> int:
         if run.owner:
             directory.note_owner(run.owner)
         # A living master would still write the journal, so it is read only with the lock.
-        books, place = wiring.read_past(directory.journal) if run.resume == "auto" else (RunBooks(), 0)
+        books, place = wiring.read_past(directory.journal) if run.resume in CONTINUING else (RunBooks(), 0)
         if (finished := _finished(run, directory, books)) is not None:
             say(output, f"oobleck up: {finished_text(finished.name, finished.step)}")
             summary = books.account.summary(read_losses(directory.journal))

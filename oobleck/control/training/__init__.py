@@ -7,9 +7,11 @@ from oobleck.control.recovery import Phase
 from .coordinator import Coordinator
 from .planning import check_possible, choose_sharding, fixed_schedule, planner_for, schedules_for
 from .replayed_run import ReplayedRun
-from .startup import finished_text
+from .startup import CONTINUING, NOTHING_TO_CONTINUE, finished_text
 
 __all__ = [
+    "CONTINUING",
+    "NOTHING_TO_CONTINUE",
     "Coordinator",
     "Phase",
     "ReplayedRun",

@@ -42,8 +42,9 @@ class Coordinator(BaseCoordinator):
     ) -> None:
         """Begin a run, or take over the run `replayed`, which continues without a master.
 
-        `resume` says what the run begins from: `auto`, its newest checkpoint; `never`, the model's initial values; or a
-        path, on the nodes, to a checkpoint or a directory of checkpoints.
+        `resume` says what the run begins from: `auto`, its newest checkpoint, if there is one; `newest`, the same, and
+        the run ends without one; `never`, the model's initial values; or a path, on the nodes, to a checkpoint or a
+        directory of checkpoints.
         """
         members = replayed.members if replayed else Membership.of(nodes)
         # Stages on several devices need nodes of one kind.

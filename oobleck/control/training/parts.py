@@ -20,7 +20,7 @@ from .preparation import Preparation
 from .reconfiguration import Reconfiguration
 from .replanning import Replanning
 from .shutdown import Shutdown
-from .startup import Startup
+from .startup import CONTINUING, Startup
 
 
 class Parts:
@@ -49,7 +49,7 @@ class Parts:
         )
         preparation = self.preparation = Preparation(job, members, run=run)
         link_timing = self.link_timing = LinkTiming(job, members)
-        directory = None if resume in ("auto", "never") else resume
+        directory = None if resume in {*CONTINUING, "never"} else resume
         restoring = self.restoring = Restoring(run=run, directory=directory)
         sharding = self.sharding = Sharding(job, progress, worker_ids=lambda: self.reconfiguration.training_places())
         consent = self.consent = Consent(

@@ -26,6 +26,9 @@ from .preparation import Preparation
 from .reconfiguration import Reconfiguration
 from .replanning import Replanning, profile_known
 
+CONTINUING = frozenset({"auto", "newest"})
+"""Words of --resume with which a run takes over, or continues, the one of its tag."""
+NOTHING_TO_CONTINUE = "no node has a checkpoint of this run to continue from"
 _SETTLE_S = 1.0
 """How long to wait for further failures, to report all at once."""
 _NAMES_SHOWN = 8
@@ -149,18 +152,24 @@ class Startup:
     def _check_scratch(self, turn: Turn) -> None:
         if self._resume == "never":
             return
-        if self._resume != "auto":
+        if self._resume not in CONTINUING:
             turn.end(f"--resume {self._resume}: there is no checkpoint that can be used", ExitCode.CONFIG)
         if misfits := self._restoring.misfits():
             text = f"this tag has trained another model: {misfits[0]}"
             keep = "--resume never trains from the beginning and keeps what is there"
             turn.end(f"{text}; choose another --tag, or {keep}", ExitCode.CONFIG)
+        if self._resume == "newest":
+            turn.end(f"{NOTHING_TO_CONTINUE}: name one by its path, or train from the beginning", ExitCode.CONFIG)
 
     def _check_fits(self, turn: Turn, candidate: Candidate) -> None:
         """End a run whose checkpoint does not fit its data, or has all that was asked for on disk already."""
         has_read_all = self._sharding.has_read_all(candidate.position)
         # A finished model that only memory has is written first.
-        if self._resume == "auto" and candidate.is_on_disk and (has_read_all or candidate.step >= self._job.max_steps):
+        if (
+            self._resume in CONTINUING
+            and candidate.is_on_disk
+            and (has_read_all or candidate.step >= self._job.max_steps)
+        ):
             turn.end(finished_text(candidate.name, candidate.step, has_read_all=has_read_all), ExitCode.DONE)
         misfit = self._sharding.misfit(candidate.position)
         if misfit is not None:
