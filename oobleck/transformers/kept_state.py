@@ -88,7 +88,8 @@ class KeptStates:
         return False
 
 
-def adopt_state(checkpoint: Path, converted: Path) -> None:
-    """Take over the state in a checkpoint of transformers for one that was made of it. Raises OSError."""
-    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+def adopt_state(checkpoint: Path, converted: Path) -> TrainerState:
+    """Take over the state in a checkpoint of transformers for one made of it, and return it. Raises OSError."""
+    state: TrainerState = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
     attach(converted, _FILE, json.dumps(dataclasses.asdict(state)).encode())
+    return state

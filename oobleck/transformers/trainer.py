@@ -26,6 +26,8 @@ from .launched import TRAINS_ONCE, script_to_launch, show_user_errors_alone, tra
 from .plain_checkpoints import newest_of_transformers
 from .repeats import second_train
 
+_COMPARES = "compare_trainer_and_checkpoint_args"
+
 
 class Trainer(transformers.Trainer):
     """transformers' Trainer, with one difference: `train()` trains on the nodes of `oobleck up`.
@@ -131,7 +133,10 @@ class Trainer(transformers.Trainer):
             self.resumes_from = import_trainer_checkpoint(
                 Path(wanted), model, decayed, options, whole_loss=whole, flow=job.flow
             )
-            adopt_state(Path(wanted), self.resumes_from)
+            state = adopt_state(Path(wanted), self.resumes_from)
+            # Its warnings name the arguments that have changed. In other versions of transformers it is a method.
+            owner = trainer_utils if hasattr(trainer_utils, _COMPARES) else self
+            getattr(owner, _COMPARES)(self.args, state)
             return str(self.resumes_from)
         self.resumes_from = Path(wanted)
         return wanted

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
+from transformers.testing_utils import CaptureLogger
+from transformers.utils import logging
 
 from oobleck.errors import ConfigError
+from oobleck.host.handover import receiving
 from oobleck.training.checkpoint import import_trainer_checkpoint
 from oobleck.transformers.job import decayed_parameters, optimizer_options
 
@@ -39,6 +43,24 @@ def resumed(tmp_path: Path, checkpoint: str, **changes: Any) -> Path:
 
 def test_the_same_options_continue_also_for_more_steps(tmp_path: Path, checkpoint: str) -> None:
     assert resumed(tmp_path, checkpoint).is_dir()
+
+
+def test_arguments_that_have_changed_are_named_as_by_transformers(tmp_path: Path, checkpoint: str) -> None:
+    made = trainer(tmp_path, max_steps=8, **SAVED, save_steps=3)
+    with receiving(lambda reached: reached):
+        made.train(resume_from_checkpoint=checkpoint)
+    with CaptureLogger(logging.get_logger("transformers.trainer_utils")) as log:
+        assert Path(str(made.resume(made.job()))).name.startswith("step-")
+    assert "save_steps: 3 (from args) != 2 (from trainer_state.json)" in log.out
+
+
+def test_true_is_the_newest_of_transformers_in_output_dir_or_else_of_the_run(tmp_path: Path, checkpoint: str) -> None:
+    made = trainer(tmp_path, max_steps=8, **SAVED)
+    with receiving(lambda reached: reached):
+        made.train(resume_from_checkpoint=True)
+    assert made.resume(made.job()) is True
+    shutil.copytree(checkpoint, Path(made.args.output_dir) / "checkpoint-2")
+    assert Path(str(made.resume(made.job()))).parent == Path(made.args.output_dir) / "checkpoint-2" / "oobleck"
 
 
 @pytest.mark.parametrize(
