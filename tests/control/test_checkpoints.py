@@ -243,6 +243,22 @@ def test_a_run_that_must_continue_begins_nothing_of_its_own() -> None:
     assert "already finished" in bench.ended.reason
 
 
+def test_a_finished_model_of_another_directory_is_saved_in_the_runs_own() -> None:
+    """Otherwise the run would end with all steps done, and leave no model."""
+    bench = training(None, state(100, run=OLD, directory="/else"), resume="/else")
+    assert {(update.boundary, update.saves) for update in bench.updates} == {(100, True)}
+    for node in ("n0", "n1"):
+        bench.say(node, Finished(device=0, applied=100))
+    assert bench.ended is None
+    save(bench, 100)
+    assert bench.ended is not None
+    assert bench.ended.exit_code == 0
+    (commit,) = commits(bench)
+    assert (commit.manifest.origin, commit.manifest.is_final) == (state(100, run=OLD).name, True)
+    bench = training(None, state(50, run=OLD, directory="/else"), resume="/else")
+    assert {(update.boundary, update.saves) for update in bench.updates} == {(50, False)}
+
+
 def test_a_finished_model_that_only_memory_has_is_written() -> None:
     """The last save of the run before has failed: this one trains nothing, and writes what was kept."""
     name = state(100, run=OLD).name

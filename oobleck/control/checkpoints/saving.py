@@ -227,8 +227,10 @@ class Saving:
 
     def begins_with_save(self, update: protocol.PlanUpdate) -> bool:
         """Whether the workers must save the state with which an order begins, because no step follows it."""
-        is_last = update.boundary >= self._job.max_steps and update.finish is None and update.restore is None
-        return is_last and self.is_enabled and self._reached.on_disk < update.boundary
+        is_last = update.boundary >= self._job.max_steps and update.finish is None
+        # A state of another directory stays there, and whoever looks for this run's finds nothing.
+        is_own = update.restore is not None and update.restore.directory is None
+        return is_last and not is_own and self.is_enabled and self._reached.on_disk < update.boundary
 
     def plan_adopted(self, turn: Turn, ordered: protocol.OrderedPlan, *, redundant: bool, saves: bool = False) -> None:
         """Ask the workers of a new plan for the next save: at once if the plan is not redundant.
@@ -263,7 +265,9 @@ class Saving:
     def keep(self, turn: Turn, candidate: Candidate) -> None:
         """Make sure that the state which all went back to is on disk."""
         if candidate.is_on_disk:
-            self.note_saved(candidate.step)
+            # The workers of a plan save the last step's of another directory as they begin.
+            if candidate.directory is None or candidate.step < self._job.max_steps:
+                self.note_saved(candidate.step)
             return
         if not self._is_final(candidate.step, candidate.position):
             self.save_now(turn)
