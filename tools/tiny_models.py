@@ -40,7 +40,7 @@ _WIDTHS = (
         "num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads",
         "num_encoder_attention_heads", "num_decoder_attention_heads", "num_experts", "num_local_experts",
         "n_routed_experts", "moe_num_experts", "num_routed_experts", "num_memory_blocks", "mamba_n_heads",
-        "linear_num_value_heads", "mamba_num_heads", "num_buckets", "rotary_dim",
+        "linear_num_heads", "linear_num_value_heads", "mamba_num_heads", "num_buckets", "rotary_dim",
     )),
     (2, (
         "num_key_value_heads", "num_experts_per_tok", "moe_k", "num_experts_per_token", "top_k", "moe_topk",
@@ -50,7 +50,8 @@ _WIDTHS = (
         "head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "d_kv", "state_size", "mamba_d_state",
         "sliding_window", "sliding_window_size", "ssm_state_size", "linear_key_head_dim", "linear_value_head_dim",
         "mamba_chunk_size", "chunk_size", "patch_size", "attention_window_size", "global_head_dim", "swa_head_dim",
-        "kv_channels", "qk_head_dim", "index_head_dim", "local_attention", "d_head", "time_step_rank",
+        "kv_channels", "qk_head_dim", "index_head_dim", "local_attention", "d_head", "linear_head_dim",
+        "time_step_rank",
     )),
     (16, (
         "moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "expert_ffn_hidden_size", "mamba_d_head",
