@@ -90,7 +90,7 @@ class RunFollower:
         self._places.append(checkpoints)
         self._checkpoints = checkpoints
         if asks_for_best(self._trainer.args):
-            self._best = BestCheckpoint(checkpoints)
+            self._best = BestCheckpoint(checkpoints, begins_from=self._trainer.resumes_from)
 
     @property
     def wants_stop(self) -> bool:
@@ -124,18 +124,13 @@ class RunFollower:
         self._load(checkpoints, newest_weights(checkpoints))
         self._weights.are_here = True
         self._end_epoch_early(checkpoints)
-        best = self._best.weights() if self._best is not None else None
-        if best is not None and trainer.args.load_best_model_at_end:
-            self._load(checkpoints, best)
-            sys.stderr.write(
-                f"oobleck: the weights are those of step {trainer.state.best_global_step}, the best by "
-                f"{trainer.args.metric_for_best_model} ({trainer.state.best_metric:g})\n"
-            )
         if self._first_step is None:  # an earlier run did all steps
             self._places.append(checkpoints)
             self._restore(*newest_checkpoint(checkpoints))
         if not self._has_begun:
             self._begin(has_start_weights=False)
+        if self._best is not None and trainer.args.load_best_model_at_end:
+            self._load_best(checkpoints, self._best.weights())
         first = self._first_step or trainer.state.global_step + 1
         num_steps = trainer.state.global_step - first + 1
         mean = self._total_loss / max(num_steps, 1)
@@ -152,11 +147,37 @@ class RunFollower:
                 f"oobleck: a callback asked to stop after step {stopped_at}, and the run stopped after step "
                 f"{trainer.state.global_step}: workers had begun these steps\n"
             )
-        trainer.log(metrics)
-        # First, because an error of a callback in on_train_end ends the script.
+        # First, because an error of a callback in on_train_end ends the script. Without the line of the whole training,
+        # like what transformers saves: a script that continues with more steps trains on.
         self._save_state(checkpoints)
+        trainer.log(metrics)
+        self._plain.leave_best()
+        self._set_mode()
         self._callbacks.call("on_train_end")
         return TrainOutput(trainer.state.global_step, mean, metrics)
+
+    def _load_best(self, checkpoints: Path, best: Mapping[str, torch.Tensor] | None) -> None:
+        """Load the best weights: those that the run has kept, or those of before the checkpoint it began from."""
+        trainer, state = self._trainer, self._trainer.state
+        if best is not None:
+            self._load(checkpoints, best)
+        elif state.best_model_checkpoint is not None:
+            trainer._load_from_checkpoint(state.best_model_checkpoint)
+        elif state.best_metric is not None:
+            sys.stderr.write(f"oobleck: the best weights, of step {state.best_global_step}, are not here any more\n")
+            return
+        if state.best_metric is not None:
+            sys.stderr.write(
+                f"oobleck: the weights are those of step {state.best_global_step}, the best by "
+                f"{trainer.args.metric_for_best_model} ({state.best_metric:g})\n"
+            )
+
+    def _set_mode(self) -> None:
+        """Leave the model in the mode of transformers' loop: of evaluation, if one followed the last step."""
+        state = self._trainer.state
+        last = (entry for entry in state.log_history if entry["step"] == state.global_step)
+        is_evaluated = any(name.startswith("eval_") for entry in last for name in entry)
+        self._trainer.model.train(not is_evaluated)
 
     def _load(self, checkpoints: Path, weights: Mapping[str, torch.Tensor]) -> None:
         model = unwrapped(self._trainer.model)

@@ -6,6 +6,7 @@ needs its own alone.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,16 @@ class PlainCheckpoints:
             )
         else:  # a method of the trainer, in other versions of transformers
             self._trainer._rotate_checkpoints(use_mtime=True, output_dir=args.output_dir)
+
+    def leave_best(self) -> None:
+        """Where `save_total_limit` is 1, remove all but the best one, as transformers does at the end."""
+        args, best = self._trainer.args, self._trainer.state.best_model_checkpoint
+        place = Path(args.output_dir)
+        if args.save_total_limit != 1 or best is None or Path(best).resolve().parent != place.resolve():
+            return
+        for each in place.glob("checkpoint-*"):
+            if each.name.removeprefix("checkpoint-").isdecimal() and not each.samefile(best):
+                shutil.rmtree(each, ignore_errors=True)
 
     def _write_optimizer(self, target: Path, saved: Path, step: int) -> None:
         trainer, made = self._trainer, self._job.made

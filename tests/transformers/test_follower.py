@@ -246,10 +246,11 @@ def test_a_callback_that_compares_evaluations_stops_training(tmp_path: Path):
 
 @pytest.mark.parametrize("strategy", ["steps", "best"])
 def test_the_best_weights_are_loaded_at_the_end(tmp_path: Path, strategy: str):
-    made = trainer(
-        tmp_path, eval_dataset=rows(3), eval_strategy="steps", eval_steps=1, save_strategy=strategy, save_steps=1,
-        load_best_model_at_end=True, metric_for_best_model="eval_loss", num_train_epochs=9,
-    )  # fmt: skip
+    values = {
+        "eval_dataset": rows(3), "eval_strategy": "steps", "eval_steps": 1, "save_strategy": strategy, "save_steps": 1,
+        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "num_train_epochs": 9,
+    }  # fmt: skip
+    made = trainer(tmp_path, **values)
     follower, checkpoints = made.follow(made.job()), tmp_path / "checkpoints"
     follower.saves_in(checkpoints)
     follower.take(next(entry for entry in run_with_a_loss() if isinstance(entry, PlanAdopted)))
@@ -261,8 +262,13 @@ def test_the_best_weights_are_loaded_at_the_end(tmp_path: Path, strategy: str):
         follower.take(step(number, 5.0))
         follower.take(Evaluated(t_s=1.0, step=number, loss=loss, num_samples=3, duration_s=0.1))
     follower.finish(checkpoint(tmp_path, trained))
-    assert made.state.best_global_step == 2
-    assert float(made.model.lm_head.weight.detach().mean()) == 2.0
+    again = trainer(tmp_path, **values)  # of the same command, which finds all steps done
+    follower = again.follow(again.job())
+    follower.saves_in(checkpoints)
+    follower.finish(checkpoints)
+    for each in (made, again):
+        assert each.state.best_global_step == 2
+        assert float(each.model.lm_head.weight.detach().mean()) == 2.0
 
 
 def test_a_callback_that_fails_is_reported_and_training_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
