@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from oobleck.control import journal
 from oobleck.control.protocol import CommitRecord
-from oobleck.errors import ConfigError, CorruptCheckpoint
+from oobleck.errors import ConfigError, CorruptCheckpoint, ExitCode
 from oobleck.training.checkpoint import newest_checkpoint, newest_weights
 from oobleck.training.model import unwrapped
 
@@ -51,6 +51,8 @@ class RunFollower:
         self._max_steps = job.max_steps
         self._started_s = time.time()
         self._has_begun = False
+        self._has_looked = False
+        """Whether the nodes are ready, and what they have saved is known."""
         self._first_step: int | None = None
         self._losses: list[float] = []
         """Losses of the steps since the last log."""
@@ -89,8 +91,9 @@ class RunFollower:
         self._weights.look_in(checkpoints)
         self._places.append(checkpoints)
         self._checkpoints = checkpoints
-        if asks_for_best(self._trainer.args):
-            self._best = BestCheckpoint(checkpoints, begins_from=self._trainer.resumes_from)
+        trainer: Any = self._trainer
+        if asks_for_best(trainer.args):
+            self._best = BestCheckpoint(checkpoints, begins_from=trainer.resumes_from)
 
     @property
     def wants_stop(self) -> bool:
@@ -116,12 +119,19 @@ class RunFollower:
     def finish(self, checkpoints: Path) -> TrainOutput:
         """Load the trained weights, and return what `train()` returns.
 
-        Raises CorruptCheckpoint, and ConfigError where a callback has changed what workers train with.
+        Raises CorruptCheckpoint, and ConfigError where a callback has changed what workers train with. Exits where
+        the run was stopped before it had anything.
         """
         trainer = self._trainer
         if self._callbacks.problem:
             raise ConfigError(self._callbacks.problem)
-        self._load(checkpoints, newest_weights(checkpoints))
+        try:
+            self._load(checkpoints, newest_weights(checkpoints))
+        except CorruptCheckpoint:
+            if self._has_looked or self._has_begun:
+                raise
+            sys.stderr.write("oobleck: the run was stopped before its first step, so there are no trained weights\n")
+            raise SystemExit(ExitCode.DONE) from None
         self._weights.are_here = True
         self._end_epoch_early(checkpoints)
         if self._first_step is None:  # an earlier run did all steps
@@ -174,10 +184,10 @@ class RunFollower:
 
     def _set_mode(self) -> None:
         """Leave the model in the mode of transformers' loop: of evaluation, if one followed the last step."""
-        state = self._trainer.state
-        last = (entry for entry in state.log_history if entry["step"] == state.global_step)
+        trainer: Any = self._trainer
+        last = (entry for entry in trainer.state.log_history if entry["step"] == trainer.state.global_step)
         is_evaluated = any(name.startswith("eval_") for entry in last for name in entry)
-        self._trainer.model.train(not is_evaluated)
+        trainer.model.train(not is_evaluated)
 
     def _load(self, checkpoints: Path, weights: Mapping[str, torch.Tensor]) -> None:
         model = unwrapped(self._trainer.model)
@@ -225,6 +235,8 @@ class RunFollower:
                 if begins_after := max(entry.boundary, entry.restored_step or 0):
                     self._restore(entry.restored, begins_after)
                 self._begin(has_start_weights=begins_after == 0)
+            case journal.ProfileKnown():
+                self._has_looked = True
             case journal.StepDone():
                 self._step(entry.record)
             case journal.Evaluated():

@@ -18,6 +18,7 @@ import transformers
 from transformers import EarlyStoppingCallback, ProgressCallback, TrainerCallback, default_data_collator
 from transformers.trainer_pt_utils import LabelSmoother
 
+from oobleck.control import journal
 from oobleck.control.journal import CheckpointSaved, Evaluated, JournalEntry, PlanAdopted, StepDone
 from oobleck.control.protocol import CommitRecord
 from oobleck.errors import ConfigError, CorruptCheckpoint
@@ -227,6 +228,22 @@ def test_weights_of_another_model_are_refused(tmp_path: Path):
         told(made).finish(checkpoint(tmp_path, other))
     with pytest.raises(CorruptCheckpoint, match="there is no checkpoint"):
         told(trainer(tmp_path)).finish(tmp_path / "nothing")
+
+
+def test_a_run_that_is_stopped_before_it_has_anything_ends_the_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    entries: list[JournalEntry] = [journal.JobEnded(t_s=1.0, exit_code=0, reason="stopped on request")]
+    ready = journal.ProfileKnown(t_s=0.5, profile_json="{}")
+    for told_of in (entries, [ready, *entries]):
+        made = trainer(tmp_path)
+        follower = made.follow(made.job())
+        for entry in told_of:
+            follower.take(entry)
+        # Once nodes have looked, they may have found that an earlier run has done all steps.
+        with pytest.raises(CorruptCheckpoint) if ready in told_of else pytest.raises(SystemExit, match="0"):
+            follower.finish(tmp_path / "nothing")
+    assert capsys.readouterr().err.count("the run was stopped before its first step") == 1
 
 
 def test_a_callback_that_compares_evaluations_stops_training(tmp_path: Path):
