@@ -185,9 +185,14 @@ class RunFollower:
     def _set_mode(self) -> None:
         """Leave the model in the mode of transformers' loop: of evaluation, if one followed the last step."""
         trainer: Any = self._trainer
-        last = (entry for entry in trainer.state.log_history if entry["step"] == trainer.state.global_step)
-        is_evaluated = any(name.startswith("eval_") for entry in last for name in entry)
-        trainer.model.train(not is_evaluated)
+        trainer.model.train(not self._is_evaluated)
+
+    @property
+    def _is_evaluated(self) -> bool:
+        """Whether the history has an evaluation of the present step."""
+        state = self._trainer.state
+        last = (entry for entry in state.log_history if entry["step"] == state.global_step)
+        return any(name.startswith("eval_") for entry in last for name in entry)
 
     def _load(self, checkpoints: Path, weights: Mapping[str, torch.Tensor]) -> None:
         model = unwrapped(self._trainer.model)
@@ -371,6 +376,9 @@ class RunFollower:
     def _evaluated(self, entry: journal.Evaluated) -> None:
         args, state = self._trainer.args, self._trainer.state
         with self._weights.gathered(entry.step) as directory:
+            # Workers evaluate the step that they continue from. Callbacks that count have heard of it.
+            if self._first_step is None and self._is_evaluated:
+                return
             if (state.epoch if args.eval_strategy == IntervalStrategy.EPOCH else entry.step) < args.eval_delay:
                 return
             if entry.loss is not None:
