@@ -66,7 +66,9 @@ class RunFollower:
         self._best: BestCheckpoint | None = None
         self._unwritten: tuple[str, int] | None = None
         """The checkpoint of the present step, whose state is not final."""
-        hearing = Hearing(trainer, self._epochs, max_steps=self._max_steps)
+        self._held: journal.CheckpointSaved | None = None
+        """A checkpoint of the present step, of which callbacks hear after its evaluation, as with transformers."""
+        self._hearing = hearing = Hearing(trainer, self._epochs, max_steps=self._max_steps)
         self._answers = journal.Answers(is_asked=hearing.is_asked, is_evaluated=hearing.is_evaluated)
         self._last_record: CommitRecord | None = None
         trainer.is_in_train = True
@@ -125,6 +127,7 @@ class RunFollower:
         trainer = self._trainer
         if self._callbacks.problem:
             raise ConfigError(self._callbacks.problem)
+        self._tell_held()
         try:
             self._load(checkpoints, newest_weights(checkpoints))
         except CorruptCheckpoint:
@@ -246,8 +249,9 @@ class RunFollower:
                 self._step(entry.record)
             case journal.Evaluated():
                 self._evaluated(entry)
+                self._tell_held()
             case journal.CheckpointSaved():
-                self._checkpoint_saved(entry)
+                self._checkpoint_saved(entry, is_last_word=self._is_evaluated)
             case journal.RecoveryDone():
                 self._callbacks.call_on_recovery(entry)
 
@@ -272,6 +276,7 @@ class RunFollower:
 
     def _step(self, record: CommitRecord) -> None:
         trainer, step = self._trainer, record.step
+        self._tell_held()
         if self._first_step is None:
             self._first_step = step
             self._callbacks.begin()
@@ -314,12 +319,21 @@ class RunFollower:
                 self._plain.write_state(step, content)
             self._states.give_callbacks(step)
 
-    def _checkpoint_saved(self, entry: journal.CheckpointSaved) -> None:
+    def _tell_held(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            self._checkpoint_saved(held, is_last_word=True)
+
+    def _checkpoint_saved(self, entry: journal.CheckpointSaved, *, is_last_word: bool) -> None:
+        """Write a checkpoint, and tell callbacks; `is_last_word`: no evaluation of the present step will follow."""
         if entry.step == self._trainer.state.global_step:
             self._note_state()
             self._unwritten = entry.name, entry.step  # again, as its evaluation may still come
         self._write_state(entry.name, entry.step)
-        if self._is_save_due(entry.step):
+        is_early = entry.step == self._trainer.state.global_step and self._hearing.is_evaluated(entry.step)
+        if is_early and not is_last_word:
+            self._held = entry
+        elif self._is_save_due(entry.step):
             with self._weights.saved(entry.name):
                 self._saved(entry.name, entry.step)
 

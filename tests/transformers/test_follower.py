@@ -261,6 +261,21 @@ def test_a_callback_that_compares_evaluations_stops_training(tmp_path: Path):
     assert [entry["eval_loss"] for entry in made.state.log_history if "eval_loss" in entry] == [5.0, 4.0, 4.5, 4.2]
 
 
+def test_an_evaluation_is_told_before_the_checkpoint_of_its_step(tmp_path: Path):
+    noted, values = Recorder(), {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "eval_dataset": rows(3)}
+    made = trainer(
+        tmp_path, callbacks=[noted], per_device_train_batch_size=4, eval_delay=3, num_train_epochs=2, **values
+    )
+    entries: list[JournalEntry] = []
+    for number in range(1, 5):
+        known = Evaluated(t_s=1.0, step=number, loss=4.0, num_samples=3, duration_s=0.1)
+        entries += [step(number, 5.0), saved(number), *([] if number == 2 else [known])]
+    told(made, *entries)
+    heard = [event[:2] for event in noted.heard if event[0] in ("on_save", "on_evaluate")]
+    late = [(event, number) for number in (3, 4) for event in ("on_evaluate", "on_save")]
+    assert heard == [("on_save", 1), ("on_save", 2), *late]
+
+
 @pytest.mark.parametrize("strategy", ["steps", "best"])
 def test_the_best_weights_are_loaded_at_the_end(tmp_path: Path, strategy: str):
     values = {
