@@ -171,6 +171,18 @@ def test_weights_that_are_not_on_this_machine_are_named_once(
     assert not (Path(made.args.output_dir) / "checkpoint-2").exists()
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
+def test_nothing_is_left_of_one_that_the_disk_does_not_take(
+    theirs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    made = made_by(None, tmp_path)
+    place = Path(made.args.output_dir) / "checkpoint-2"
+    (place / file).mkdir(parents=True)  # which no file can replace
+    run_of(made, theirs, tmp_path)
+    assert not place.exists()
+    assert "kind: that of step 2 cannot be written: " in capsys.readouterr().err
+
+
 def test_none_is_written_where_none_is_asked_for(theirs: Any, tmp_path: Path) -> None:
     made = made_by(None, tmp_path, save_strategy="no")
     run_of(made, theirs, tmp_path)
