@@ -16,8 +16,12 @@ _METRIC = "metric.json"
 
 
 class BestCheckpoint:
-    def __init__(self, checkpoints: Path) -> None:
-        """`checkpoints` is the directory of a run's checkpoints on this machine."""
+    def __init__(self, checkpoints: Path, *, begins_from: Path | None = None) -> None:
+        """`checkpoints` is the directory of a run's checkpoints on this machine.
+
+        `begins_from` is the checkpoint from which the script wants the run to begin, if it names one.
+        """
+        self._begins_from = begins_from and str(begins_from)
         self._directory = checkpoints.with_name(f"{checkpoints.name}-best")
         self._kept: str | None = None
         self._problem = ""
@@ -25,11 +29,18 @@ class BestCheckpoint:
     def forget(self) -> None:
         """Remove what an earlier run has kept."""
         shutil.rmtree(self._directory, ignore_errors=True)
+        self._kept = None
 
     def restore(self) -> tuple[float, int] | None:
-        """Return the metric and the step of the weights that an earlier part of this run has kept."""
+        """Return the metric and the step of the weights that an earlier part of this run has kept.
+
+        Removes those of a run that did not begin from the checkpoint that the script names.
+        """
         try:
             kept = json.loads((self._directory / _METRIC).read_text(encoding="utf-8"))
+            if self._begins_from is not None and kept["begins_from"] != self._begins_from:
+                self.forget()
+                return None
             self._kept = str(kept["name"])
             return float(kept["metric"]), int(kept["step"])
         except (OSError, ValueError, LookupError, TypeError):
@@ -42,7 +53,8 @@ class BestCheckpoint:
             self._directory.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(kept, ignore_errors=True)  # the run may have gone back
             weights.rename(kept)
-            write_whole(self._directory / _METRIC, json.dumps({"metric": metric, "step": step, "name": kept.name}))
+            noted = {"metric": metric, "step": step, "name": kept.name, "begins_from": self._begins_from}
+            write_whole(self._directory / _METRIC, json.dumps(noted))
         except OSError as error:
             self._problem = f"{weights}, the best weights, cannot be kept: {error}"
             return

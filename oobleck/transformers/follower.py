@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from oobleck.control import journal
 from oobleck.control.protocol import CommitRecord
-from oobleck.errors import ConfigError, CorruptCheckpoint
+from oobleck.errors import ConfigError, CorruptCheckpoint, ExitCode
 from oobleck.training.checkpoint import newest_checkpoint, newest_weights
 from oobleck.training.model import unwrapped
 
@@ -51,6 +51,8 @@ class RunFollower:
         self._max_steps = job.max_steps
         self._started_s = time.time()
         self._has_begun = False
+        self._has_looked = False
+        """Whether the nodes are ready, and what they have saved is known."""
         self._first_step: int | None = None
         self._losses: list[float] = []
         """Losses of the steps since the last log."""
@@ -64,7 +66,9 @@ class RunFollower:
         self._best: BestCheckpoint | None = None
         self._unwritten: tuple[str, int] | None = None
         """The checkpoint of the present step, whose state is not final."""
-        hearing = Hearing(trainer, self._epochs, max_steps=self._max_steps)
+        self._held: journal.CheckpointSaved | None = None
+        """A checkpoint of the present step, of which callbacks hear after its evaluation, as with transformers."""
+        self._hearing = hearing = Hearing(trainer, self._epochs, max_steps=self._max_steps)
         self._answers = journal.Answers(is_asked=hearing.is_asked, is_evaluated=hearing.is_evaluated)
         self._last_record: CommitRecord | None = None
         trainer.is_in_train = True
@@ -89,8 +93,9 @@ class RunFollower:
         self._weights.look_in(checkpoints)
         self._places.append(checkpoints)
         self._checkpoints = checkpoints
-        if asks_for_best(self._trainer.args):
-            self._best = BestCheckpoint(checkpoints)
+        trainer: Any = self._trainer
+        if asks_for_best(trainer.args):
+            self._best = BestCheckpoint(checkpoints, begins_from=trainer.resumes_from)
 
     @property
     def wants_stop(self) -> bool:
@@ -116,26 +121,29 @@ class RunFollower:
     def finish(self, checkpoints: Path) -> TrainOutput:
         """Load the trained weights, and return what `train()` returns.
 
-        Raises CorruptCheckpoint, and ConfigError where a callback has changed what workers train with.
+        Raises CorruptCheckpoint, and ConfigError where a callback has changed what workers train with. Exits where
+        the run was stopped before it had anything.
         """
         trainer = self._trainer
         if self._callbacks.problem:
             raise ConfigError(self._callbacks.problem)
-        self._load(checkpoints, newest_weights(checkpoints))
+        self._tell_held()
+        try:
+            self._load(checkpoints, newest_weights(checkpoints))
+        except CorruptCheckpoint:
+            if self._has_looked or self._has_begun:
+                raise
+            sys.stderr.write("oobleck: the run was stopped before its first step, so there are no trained weights\n")
+            raise SystemExit(ExitCode.DONE) from None
         self._weights.are_here = True
         self._end_epoch_early(checkpoints)
-        best = self._best.weights() if self._best is not None else None
-        if best is not None and trainer.args.load_best_model_at_end:
-            self._load(checkpoints, best)
-            sys.stderr.write(
-                f"oobleck: the weights are those of step {trainer.state.best_global_step}, the best by "
-                f"{trainer.args.metric_for_best_model} ({trainer.state.best_metric:g})\n"
-            )
         if self._first_step is None:  # an earlier run did all steps
             self._places.append(checkpoints)
             self._restore(*newest_checkpoint(checkpoints))
         if not self._has_begun:
             self._begin(has_start_weights=False)
+        if self._best is not None and trainer.args.load_best_model_at_end:
+            self._load_best(checkpoints, self._best.weights())
         first = self._first_step or trainer.state.global_step + 1
         num_steps = trainer.state.global_step - first + 1
         mean = self._total_loss / max(num_steps, 1)
@@ -152,11 +160,42 @@ class RunFollower:
                 f"oobleck: a callback asked to stop after step {stopped_at}, and the run stopped after step "
                 f"{trainer.state.global_step}: workers had begun these steps\n"
             )
-        trainer.log(metrics)
-        # First, because an error of a callback in on_train_end ends the script.
+        # First, because an error of a callback in on_train_end ends the script. Without the line of the whole training,
+        # like what transformers saves: a script that continues with more steps trains on.
         self._save_state(checkpoints)
+        trainer.log(metrics)
+        self._plain.leave_best()
+        self._set_mode()
         self._callbacks.call("on_train_end")
         return TrainOutput(trainer.state.global_step, mean, metrics)
+
+    def _load_best(self, checkpoints: Path, best: Mapping[str, torch.Tensor] | None) -> None:
+        """Load the best weights: those that the run has kept, or those of before the checkpoint it began from."""
+        trainer, state = self._trainer, self._trainer.state
+        if best is not None:
+            self._load(checkpoints, best)
+        elif state.best_model_checkpoint is not None:
+            trainer._load_from_checkpoint(state.best_model_checkpoint)
+        elif state.best_metric is not None:
+            sys.stderr.write(f"oobleck: the best weights, of step {state.best_global_step}, are not here any more\n")
+            return
+        if state.best_metric is not None:
+            sys.stderr.write(
+                f"oobleck: the weights are those of step {state.best_global_step}, the best by "
+                f"{trainer.args.metric_for_best_model} ({state.best_metric:g})\n"
+            )
+
+    def _set_mode(self) -> None:
+        """Leave the model in the mode of transformers' loop: of evaluation, if one followed the last step."""
+        trainer: Any = self._trainer
+        trainer.model.train(not self._is_evaluated)
+
+    @property
+    def _is_evaluated(self) -> bool:
+        """Whether the history has an evaluation of the present step."""
+        state = self._trainer.state
+        last = (entry for entry in state.log_history if entry["step"] == state.global_step)
+        return any(name.startswith("eval_") for entry in last for name in entry)
 
     def _load(self, checkpoints: Path, weights: Mapping[str, torch.Tensor]) -> None:
         model = unwrapped(self._trainer.model)
@@ -204,12 +243,15 @@ class RunFollower:
                 if begins_after := max(entry.boundary, entry.restored_step or 0):
                     self._restore(entry.restored, begins_after)
                 self._begin(has_start_weights=begins_after == 0)
+            case journal.ProfileKnown():
+                self._has_looked = True
             case journal.StepDone():
                 self._step(entry.record)
             case journal.Evaluated():
                 self._evaluated(entry)
+                self._tell_held()
             case journal.CheckpointSaved():
-                self._checkpoint_saved(entry)
+                self._checkpoint_saved(entry, is_last_word=self._is_evaluated)
             case journal.RecoveryDone():
                 self._callbacks.call_on_recovery(entry)
 
@@ -234,6 +276,7 @@ class RunFollower:
 
     def _step(self, record: CommitRecord) -> None:
         trainer, step = self._trainer, record.step
+        self._tell_held()
         if self._first_step is None:
             self._first_step = step
             self._callbacks.begin()
@@ -276,12 +319,21 @@ class RunFollower:
                 self._plain.write_state(step, content)
             self._states.give_callbacks(step)
 
-    def _checkpoint_saved(self, entry: journal.CheckpointSaved) -> None:
+    def _tell_held(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            self._checkpoint_saved(held, is_last_word=True)
+
+    def _checkpoint_saved(self, entry: journal.CheckpointSaved, *, is_last_word: bool) -> None:
+        """Write a checkpoint, and tell callbacks; `is_last_word`: no evaluation of the present step will follow."""
         if entry.step == self._trainer.state.global_step:
             self._note_state()
             self._unwritten = entry.name, entry.step  # again, as its evaluation may still come
         self._write_state(entry.name, entry.step)
-        if self._is_save_due(entry.step):
+        is_early = entry.step == self._trainer.state.global_step and self._hearing.is_evaluated(entry.step)
+        if is_early and not is_last_word:
+            self._held = entry
+        elif self._is_save_due(entry.step):
             with self._weights.saved(entry.name):
                 self._saved(entry.name, entry.step)
 
@@ -338,6 +390,9 @@ class RunFollower:
     def _evaluated(self, entry: journal.Evaluated) -> None:
         args, state = self._trainer.args, self._trainer.state
         with self._weights.gathered(entry.step) as directory:
+            # Workers evaluate the step that they continue from. Callbacks that count have heard of it.
+            if self._first_step is None and self._is_evaluated:
+                return
             if (state.epoch if args.eval_strategy == IntervalStrategy.EPOCH else entry.step) < args.eval_delay:
                 return
             if entry.loss is not None:

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 
-from oobleck.training.checkpoint import attach, attached
+from oobleck.training.checkpoint import attach, attached, is_trainer_checkpoint
 
 # Not transformers' name, by which a directory is one of its own checkpoints.
 _FILE = "trainer.json"
@@ -83,6 +83,8 @@ class KeptStates:
             values = {each: kept[each] for each in _RESTORED}  # all, or none
             for each, value in values.items():
                 setattr(self._trainer.state, each, value)
+            if is_trainer_checkpoint(Path(best := kept.get("best_model_checkpoint") or "")):
+                self._trainer.state.best_model_checkpoint = best  # or else the run has the best weights beside its own
             self._trainer._load_callback_state()
             return True
         return False

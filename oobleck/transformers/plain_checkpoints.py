@@ -6,6 +6,7 @@ needs its own alone.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -56,13 +57,14 @@ class PlainCheckpoints:
     def write(self, step: int, fetch: Callable[[], bool], saved: Path | None) -> None:
         """Write the checkpoint of a step, once `fetch` has put its weights into the trainer's model.
 
-        `saved` is the run's own, which has the optimizer's state. Says once on stderr where weights are not here.
+        `saved` is the run's own, which has the optimizer's state. Says once on stderr where weights are not here, or
+        where the disk does not take them: nothing is left of that checkpoint, as others would continue from it.
         """
+        target = self._directory(step)
         try:
             if not fetch():
                 self._remark(f"the weights of step {step} are not on this machine")
                 return
-            target = self._directory(step)
             self._trainer.save_model(str(target), _internal_call=True)
             for stale in target.glob(_RANDOM):  # of another run, with this one's weights
                 stale.unlink()
@@ -72,11 +74,21 @@ class PlainCheckpoints:
         # The run may have removed it, as save_total_limit asks for.
         except (CorruptCheckpoint, FileNotFoundError) as error:
             self._remark(str(error))
+        except Exception as error:  # noqa: BLE001  a full disk: each library's writer raises its own
+            self._drop(step, error)
+
+    def _drop(self, step: int, error: Exception) -> None:
+        self._written.discard(step)
+        shutil.rmtree(self._directory(step), ignore_errors=True)
+        self._remark(f"that of step {step} cannot be written: {error}")
 
     def write_state(self, step: int, content: str) -> None:
         """Write the trainer's state beside the weights, if these could be written."""
         if (target := self.of_step(step)) is not None:
-            write_in_place(target / _STATE, content)
+            try:
+                write_in_place(target / _STATE, content)
+            except OSError as error:
+                self._drop(step, error)
 
     def rotate(self) -> None:
         """Remove those before the newest `save_total_limit`; the best one is kept, and named by the state."""
@@ -92,6 +104,16 @@ class PlainCheckpoints:
             )
         else:  # a method of the trainer, in other versions of transformers
             self._trainer._rotate_checkpoints(use_mtime=True, output_dir=args.output_dir)
+
+    def leave_best(self) -> None:
+        """Where `save_total_limit` is 1, remove all but the best one, as transformers does at the end."""
+        args, best = self._trainer.args, self._trainer.state.best_model_checkpoint
+        place = Path(args.output_dir)
+        if args.save_total_limit != 1 or best is None or Path(best).resolve().parent != place.resolve():
+            return
+        for each in place.glob("checkpoint-*"):
+            if each.name.removeprefix("checkpoint-").isdecimal() and not each.samefile(best):
+                shutil.rmtree(each, ignore_errors=True)
 
     def _write_optimizer(self, target: Path, saved: Path, step: int) -> None:
         trainer, made = self._trainer, self._job.made

@@ -95,6 +95,17 @@ def test_metrics_and_the_best_weights_are_those_of_transformers(tmp_path: Path, 
         assert torch.equal(ours.model.state_dict()[name], each), name
 
 
+@pytest.mark.parametrize("delay", [0, 99])
+def test_the_model_is_left_in_the_mode_in_which_transformers_leaves_it(tmp_path: Path, delay: int) -> None:
+    kept, values = Keeping(), {**EVALUATING, "eval_delay": delay, "load_best_model_at_end": False}
+    theirs = trainer(tmp_path, kind=transformers.Trainer, callbacks=[kept], eval_dataset=rows(5), **values)
+    theirs.train()
+    ours = trainer(tmp_path, model=model().train(delay == 0), eval_dataset=rows(5), **values)
+    followed(ours, kept, tmp_path)
+    assert {each.training for each in ours.model.modules()} == {each.training for each in theirs.model.modules()}
+    assert ours.model.training is (delay > 0), "an evaluation follows the last step, or none"
+
+
 def test_several_datasets_and_streams_are_evaluated(tmp_path: Path) -> None:
     class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]  # of mappings
         def __iter__(self) -> Any:

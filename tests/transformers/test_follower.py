@@ -18,6 +18,7 @@ import transformers
 from transformers import EarlyStoppingCallback, ProgressCallback, TrainerCallback, default_data_collator
 from transformers.trainer_pt_utils import LabelSmoother
 
+from oobleck.control import journal
 from oobleck.control.journal import CheckpointSaved, Evaluated, JournalEntry, PlanAdopted, StepDone
 from oobleck.control.protocol import CommitRecord
 from oobleck.errors import ConfigError, CorruptCheckpoint
@@ -229,6 +230,22 @@ def test_weights_of_another_model_are_refused(tmp_path: Path):
         told(trainer(tmp_path)).finish(tmp_path / "nothing")
 
 
+def test_a_run_that_is_stopped_before_it_has_anything_ends_the_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    entries: list[JournalEntry] = [journal.JobEnded(t_s=1.0, exit_code=0, reason="stopped on request")]
+    ready = journal.ProfileKnown(t_s=0.5, profile_json="{}")
+    for told_of in (entries, [ready, *entries]):
+        made = trainer(tmp_path)
+        follower = made.follow(made.job())
+        for entry in told_of:
+            follower.take(entry)
+        # Once nodes have looked, they may have found that an earlier run has done all steps.
+        with pytest.raises(CorruptCheckpoint) if ready in told_of else pytest.raises(SystemExit, match="0"):
+            follower.finish(tmp_path / "nothing")
+    assert capsys.readouterr().err.count("the run was stopped before its first step") == 1
+
+
 def test_a_callback_that_compares_evaluations_stops_training(tmp_path: Path):
     made = trainer(
         tmp_path, callbacks=[EarlyStoppingCallback(2)], eval_dataset=rows(3), eval_strategy="steps", eval_steps=1,
@@ -244,12 +261,28 @@ def test_a_callback_that_compares_evaluations_stops_training(tmp_path: Path):
     assert [entry["eval_loss"] for entry in made.state.log_history if "eval_loss" in entry] == [5.0, 4.0, 4.5, 4.2]
 
 
+def test_an_evaluation_is_told_before_the_checkpoint_of_its_step(tmp_path: Path):
+    noted, values = Recorder(), {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "eval_dataset": rows(3)}
+    made = trainer(
+        tmp_path, callbacks=[noted], per_device_train_batch_size=4, eval_delay=3, num_train_epochs=2, **values
+    )
+    entries: list[JournalEntry] = []
+    for number in range(1, 5):
+        known = Evaluated(t_s=1.0, step=number, loss=4.0, num_samples=3, duration_s=0.1)
+        entries += [step(number, 5.0), saved(number), *([] if number == 2 else [known])]
+    told(made, *entries)
+    heard = [event[:2] for event in noted.heard if event[0] in ("on_save", "on_evaluate")]
+    late = [(event, number) for number in (3, 4) for event in ("on_evaluate", "on_save")]
+    assert heard == [("on_save", 1), ("on_save", 2), *late]
+
+
 @pytest.mark.parametrize("strategy", ["steps", "best"])
 def test_the_best_weights_are_loaded_at_the_end(tmp_path: Path, strategy: str):
-    made = trainer(
-        tmp_path, eval_dataset=rows(3), eval_strategy="steps", eval_steps=1, save_strategy=strategy, save_steps=1,
-        load_best_model_at_end=True, metric_for_best_model="eval_loss", num_train_epochs=9,
-    )  # fmt: skip
+    values = {
+        "eval_dataset": rows(3), "eval_strategy": "steps", "eval_steps": 1, "save_strategy": strategy, "save_steps": 1,
+        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "num_train_epochs": 9,
+    }  # fmt: skip
+    made = trainer(tmp_path, **values)
     follower, checkpoints = made.follow(made.job()), tmp_path / "checkpoints"
     follower.saves_in(checkpoints)
     follower.take(next(entry for entry in run_with_a_loss() if isinstance(entry, PlanAdopted)))
@@ -261,8 +294,13 @@ def test_the_best_weights_are_loaded_at_the_end(tmp_path: Path, strategy: str):
         follower.take(step(number, 5.0))
         follower.take(Evaluated(t_s=1.0, step=number, loss=loss, num_samples=3, duration_s=0.1))
     follower.finish(checkpoint(tmp_path, trained))
-    assert made.state.best_global_step == 2
-    assert float(made.model.lm_head.weight.detach().mean()) == 2.0
+    again = trainer(tmp_path, **values)  # of the same command, which finds all steps done
+    follower = again.follow(again.job())
+    follower.saves_in(checkpoints)
+    follower.finish(checkpoints)
+    for each in (made, again):
+        assert each.state.best_global_step == 2
+        assert float(each.model.lm_head.weight.detach().mean()) == 2.0
 
 
 def test_a_callback_that_fails_is_reported_and_training_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -108,7 +108,10 @@ def test_callbacks_continue_as_after_a_checkpoint_of_transformers(tmp_path: Path
 
     again = trainer(tmp_path, kind=transformers.Trainer, **values)
     again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
-    made = followed(trainer(tmp_path, **values), checkpoints, begun(restored=2))
+    # Workers evaluate the step that they continue from, of which the checkpoint has the evaluation.
+    known = Evaluated(t_s=1.0, step=2, loss=losses[1], num_samples=3, duration_s=0.1)
+    made = followed(trainer(tmp_path, **values), checkpoints, begun(restored=2), known)
+    assert made.state.log_history == kept["log_history"]
     for number in range(3, again.state.global_step + 1):
         assert not made.control.should_training_stop
         loss = next(e["eval_loss"] for e in again.state.log_history if e["step"] == number and "eval_loss" in e)

@@ -14,13 +14,15 @@ from safetensors.torch import load_file, load_model
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from oobleck.training.checkpoint import import_trainer_checkpoint
+from oobleck.control.journal import Evaluated
+from oobleck.training.checkpoint import gathered_in, import_trainer_checkpoint
+from oobleck.transformers.best import BestCheckpoint
 from oobleck.transformers.job import decayed_parameters, optimizer_options
 from oobleck.transformers.plain_checkpoints import newest_of_transformers
 
-from .test_follower import saved, step
+from .test_follower import checkpoint_of_live, saved, step
 from .test_kept_state import begun, followed
-from .trainers import model, trainer
+from .trainers import gather, model, rows, trainer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore:'pin_memory':UserWarning"
@@ -112,6 +114,54 @@ def test_the_oldest_are_removed_and_optimizers_left_out_where_asked(theirs: Any,
     assert {each.name for each in (before.with_name("checkpoint-2")).iterdir()} == FILES
 
 
+def test_the_line_of_the_whole_training_is_in_no_checkpoint(theirs: Any, tmp_path: Path) -> None:
+    made = run_of(made_by(None, tmp_path), theirs, tmp_path)
+    checkpoints = made.follower._checkpoints
+    made.follower.finish(checkpoints)
+    assert "train_loss" in made.state.log_history[-1]
+    ours, expected = (
+        json.loads((Path(each.args.output_dir) / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
+        for each in (made, theirs)
+    )
+    assert [entry.keys() for entry in ours] == [entry.keys() for entry in expected]
+    name = next(each.name for each in checkpoints.iterdir())
+    more = dataclasses.replace(begun(restored=2), restored=name)
+    again = followed(made_by(None, tmp_path), checkpoints, more, step(3, 5.0))
+    assert ["loss" in entry for entry in again.state.log_history] == [True] * 3
+
+
+@pytest.mark.parametrize("is_stale", [True, False])
+def test_the_best_weights_may_be_those_before_a_checkpoint_of_transformers(tmp_path: Path, is_stale: bool) -> None:
+    values = {
+        "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
+        "eval_dataset": rows(3), "save_total_limit": 1, "learning_rate": 1.0,
+    }  # fmt: skip
+    theirs, checkpoints = made_by(transformers.Trainer, tmp_path, **values), tmp_path / "checkpoints"
+    theirs.train()
+    best = Path(theirs.state.best_model_checkpoint)
+    made = made_by(None, tmp_path, **{**values, "max_steps": 6})
+    made._resumes_from = str(get_last_checkpoint(made.args.output_dir))
+    resumed = Path(str(made.resume(made.job())))
+    reached = int(Path(made._resumes_from).name.removeprefix("checkpoint-"))
+    if is_stale:  # of an earlier run by this tag
+        gather(checkpoints, model(), 1)
+        BestCheckpoint(checkpoints).keep(gathered_in(checkpoints, 1), 1, 0.0)
+    follower = made.follow(made.job())
+    follower.saves_in(checkpoints)
+    follower.take(dataclasses.replace(begun(restored=reached), restored=resumed.name))
+    for number in range(reached + 1, 7):
+        follower.take(step(number, 5.0))
+    follower.take(Evaluated(t_s=1.0, step=6, loss=99.0, num_samples=3, duration_s=0.1))
+    last = Path(made.args.output_dir) / "checkpoint-6"
+    last.mkdir()
+    follower.finish(checkpoint_of_live(tmp_path, model()))
+    assert Path(made.state.best_model_checkpoint) == best
+    assert made.state.best_metric == theirs.state.best_metric
+    for name, value in load_file(best / "model.safetensors").items():
+        assert torch.equal(made.model.state_dict()[name], value), name
+    assert sorted(last.parent.iterdir()) == [best], "as transformers leaves it with a limit of one"
+
+
 def test_weights_that_are_not_on_this_machine_are_named_once(
     theirs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,6 +169,18 @@ def test_weights_that_are_not_on_this_machine_are_named_once(
     followed(made, tmp_path / "elsewhere", begun(), step(1, 5.0), step(2, 5.0), saved(2), step(3, 5.0), saved(3))
     assert capsys.readouterr().err.count("has not all checkpoints of transformers' kind: the weights of step 2") == 1
     assert not (Path(made.args.output_dir) / "checkpoint-2").exists()
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
+def test_nothing_is_left_of_one_that_the_disk_does_not_take(
+    theirs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    made = made_by(None, tmp_path)
+    place = Path(made.args.output_dir) / "checkpoint-2"
+    (place / file).mkdir(parents=True)  # which no file can replace
+    run_of(made, theirs, tmp_path)
+    assert not place.exists()
+    assert "kind: that of step 2 cannot be written: " in capsys.readouterr().err
 
 
 def test_none_is_written_where_none_is_asked_for(theirs: Any, tmp_path: Path) -> None:
