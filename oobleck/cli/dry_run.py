@@ -17,10 +17,10 @@ from typing import NamedTuple
 from rich.console import Console
 
 from oobleck.control.scaling import first_target
-from oobleck.control.training import CONTINUING, check_possible, choose_sharding, fixed_schedule, planner_for
+from oobleck.control.training import check_possible, choose_sharding, fixed_schedule, planner_for
 from oobleck.errors import ConfigError, UsageError, UserError
 from oobleck.host.machine import this_machine
-from oobleck.host.places import is_url, place_of
+from oobleck.host.places import is_url
 from oobleck.host.user_path import expand_user
 from oobleck.job import DEFAULT_KIND, JobSpec, NodeSpec
 from oobleck.planner import KNOWN_DEVICES, LayerProfile, NodeKind, Profile, profile_from_json
@@ -35,7 +35,6 @@ from oobleck.planner.profiles import (
 from oobleck.runtime.files import MAX_DATA_BYTES, RunDirectory, read_input
 from oobleck.runtime.processes import LayerOutline, ModelOutline, outline_of
 from oobleck.runtime.profile_files import ProfileFiles
-from oobleck.storage import CheckpointDirectory
 
 from .inputs import NodeSource, VirtualOnes, check_local_files
 from .make_report import make_report, show_report
@@ -49,7 +48,6 @@ def dry_run(
     source: NodeSource,
     *,
     base_dir: Path,
-    resume: str,
     as_json: bool,
     find_outline: Callable[[JobSpec], ModelOutline] = outline_of,
 ) -> None:
@@ -63,7 +61,7 @@ def dry_run(
     _check_base_dir(base_dir)
     num_local = source.count if isinstance(source, VirtualOnes) else 0
     if num_local:
-        _check_paths(job, resume)
+        _check_paths(job)
     shapes = _shapes(source, job)
     first, *others = dict.fromkeys(shapes.values())
     if others:
@@ -122,21 +120,13 @@ def _why_not_made(directory: Path) -> str | None:
     return None
 
 
-def _check_paths(job: JobSpec, resume: str) -> None:
-    """Raise ConfigError for files, a checkpoint, or a place for checkpoints that this machine does not have."""
+def _check_paths(job: JobSpec) -> None:
+    """Raise ConfigError for files, or a place for checkpoints, that this machine does not have."""
     check_local_files(job.data, job.checkpoint)
     directory = job.checkpoint.directory
     is_here = job.checkpoint.enabled and directory is not None and not is_url(directory)
     if is_here and directory is not None and (problem := _why_not_made(expand_user(directory))):
         raise ConfigError(f"checkpoint.directory: {directory}: {problem}; name another one")
-    if resume not in {*CONTINUING, "never"} and not _holds_checkpoint(place_of(resume, "--resume")):
-        raise ConfigError(f"--resume {resume}: there is no checkpoint that can be used")
-
-
-def _holds_checkpoint(path: Path) -> bool:
-    if not (directory := CheckpointDirectory(path.parent)).is_unfinished(path.name):
-        return any(entry.manifest and entry.name == path.name for entry in directory.find())
-    return any(entry.manifest for entry in CheckpointDirectory(path).find())
 
 
 class _Shape(NamedTuple):

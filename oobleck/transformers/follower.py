@@ -32,7 +32,7 @@ from .checks import asks_for_best
 from .counts import BatchCounts
 from .elsewhere import WeightsElsewhere
 from .gathered import GatheredWeights, evaluate, fitted
-from .hearing import Hearing
+from .hearing import Hearing, steps_to_save
 from .kept_state import KeptStates, new_state
 from .plain_checkpoints import PlainCheckpoints
 from .streams import is_stream
@@ -237,12 +237,17 @@ class RunFollower:
         self._states.write(checkpoints, newest_checkpoint(checkpoints)[0], self._trainer.state.global_step)
 
     def _take(self, entry: journal.JournalEntry) -> None:
+        trainer = self._trainer
         match entry:
             case journal.PlanAdopted() if not self._has_begun:
                 # A run that resumes begins with other weights than the script's model.
                 if begins_after := max(entry.boundary, entry.restored_step or 0):
                     self._restore(entry.restored, begins_after)
                 self._begin(has_start_weights=begins_after == 0)
+            case journal.JobStarted():
+                every = steps_to_save(trainer.args, self._epochs, trainer.state)
+                if every is not None and every < self._max_steps:  # the last step is saved in any case
+                    self._plain.look_at(entry.job.checkpoint, every=every)
             case journal.ProfileKnown():
                 self._has_looked = True
             case journal.StepDone():

@@ -18,6 +18,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from oobleck.errors import CorruptCheckpoint
 from oobleck.host.writing import write_in_place
+from oobleck.job import CheckpointSpec
 from oobleck.training.checkpoint import exported_optimizer
 from oobleck.training.model import unwrapped
 
@@ -45,6 +46,12 @@ class PlainCheckpoints:
         self._job = job
         self._written: set[int] = set()
         self._has_remarked = False
+
+    def look_at(self, saves: CheckpointSpec, *, every: int) -> None:
+        """Say on stderr if a run does not save all steps of which the script asks for a checkpoint."""
+        own = saves.save_steps if saves.enabled else None
+        if own is None or every % own:
+            self._remark(f"save_strategy asks for one every {every} steps, and the run saves others")
 
     def of_step(self, step: int) -> Path | None:
         """Return the checkpoint of a step, if it was written in this run and is still there."""

@@ -31,7 +31,7 @@ def outline() -> ModelOutline:
 @pytest.fixture
 def show(outline: ModelOutline, tmp_path: Path) -> Callable[..., None]:
     """A dry run of a model whose outline is known already: each outline takes a process that loads torch."""
-    return partial(show_dry_run, base_dir=tmp_path / "base", resume="auto", find_outline=lambda _: outline)
+    return partial(show_dry_run, base_dir=tmp_path / "base", find_outline=lambda _: outline)
 
 
 def dry_run(base_dir: Path, *arguments: object) -> int:

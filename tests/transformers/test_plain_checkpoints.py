@@ -15,10 +15,13 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from oobleck.control.journal import Evaluated
+from oobleck.host.handover import receiving
+from oobleck.job import CheckpointSpec
 from oobleck.training.checkpoint import gathered_in, import_trainer_checkpoint
 from oobleck.transformers.best import BestCheckpoint
 from oobleck.transformers.job import decayed_parameters, optimizer_options
 from oobleck.transformers.plain_checkpoints import newest_of_transformers
+from tests.control.journals import job_started
 
 from .test_follower import checkpoint_of_live, saved, step
 from .test_kept_state import begun, followed
@@ -116,7 +119,7 @@ def test_the_oldest_are_removed_and_optimizers_left_out_where_asked(theirs: Any,
 
 def test_the_line_of_the_whole_training_is_in_no_checkpoint(theirs: Any, tmp_path: Path) -> None:
     made = run_of(made_by(None, tmp_path), theirs, tmp_path)
-    checkpoints = made.follower._checkpoints
+    checkpoints = Path(theirs.args.output_dir) / "checkpoint-2" / "oobleck"
     made.follower.finish(checkpoints)
     assert "train_loss" in made.state.log_history[-1]
     ours, expected = (
@@ -140,9 +143,11 @@ def test_the_best_weights_may_be_those_before_a_checkpoint_of_transformers(tmp_p
     theirs.train()
     best = Path(theirs.state.best_model_checkpoint)
     made = made_by(None, tmp_path, **{**values, "max_steps": 6})
-    made._resumes_from = str(get_last_checkpoint(made.args.output_dir))
+    newest = str(get_last_checkpoint(made.args.output_dir))
+    with receiving(lambda reached: reached):
+        made.train(resume_from_checkpoint=newest)
     resumed = Path(str(made.resume(made.job())))
-    reached = int(Path(made._resumes_from).name.removeprefix("checkpoint-"))
+    reached = int(Path(newest).name.removeprefix("checkpoint-"))
     if is_stale:  # of an earlier run by this tag
         gather(checkpoints, model(), 1)
         BestCheckpoint(checkpoints).keep(gathered_in(checkpoints, 1), 1, 0.0)
@@ -181,6 +186,18 @@ def test_nothing_is_left_of_one_that_the_disk_does_not_take(
     run_of(made, theirs, tmp_path)
     assert not place.exists()
     assert "kind: that of step 2 cannot be written: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("saves", "is_said"),
+    [({"save_steps": 2}, False), ({"save_steps": 1}, False), ({"save_steps": 5}, True), ({"enabled": False}, True)],
+)
+def test_steps_that_the_run_does_not_save_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], saves: dict[str, Any], is_said: bool
+) -> None:
+    made = made_by(None, tmp_path)
+    followed(made, tmp_path, job_started(("node0",), checkpoint=CheckpointSpec(**saves)))
+    assert ("save_strategy asks for one every 2 steps" in capsys.readouterr().err) == is_said
 
 
 def test_none_is_written_where_none_is_asked_for(theirs: Any, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from .environment import EnvironmentOptions, read_variables, read_workdir
 from .hostfile import parse_hostfile
 from .job_file import changed_keys, load_job
 from .job_schema import job_schema
-from .job_sources import JobSource, check_local_files, open_job, read_job
+from .job_sources import JobSource, check_local_files, check_resume, open_job, read_job
 from .kinds_option import KindCount, parse_nodes, parse_prices, parse_profiles
 from .node_source import DialIn, FromCommand, FromHostfile, FromRay, FromSlurm, NodeSource, VirtualOnes, read_source
 from .options import (
@@ -43,6 +43,7 @@ __all__ = [
     "VirtualOnes",
     "changed_keys",
     "check_local_files",
+    "check_resume",
     "did_you_mean",
     "duration_s",
     "job_schema",

@@ -95,6 +95,22 @@ def check_local_files(data: DataSpec, checkpoint: CheckpointSpec) -> None:
             raise ConfigError(f"{key}: {path} does not exist on this machine")
 
 
+def check_resume(resume: str, named: str) -> None:
+    """Raise ConfigError that says `named` if there is no checkpoint at a path of `--resume` on this machine."""
+    from oobleck.control.training import CONTINUING
+    from oobleck.storage import CheckpointDirectory
+
+    if resume in {*CONTINUING, "never"}:
+        return
+    path = place_of(resume, named)
+    if not (beside := CheckpointDirectory(path.parent)).is_unfinished(path.name):
+        found = tuple(entry for entry in beside.find() if entry.name == path.name)
+    else:
+        found = CheckpointDirectory(path).find()
+    if not any(entry.manifest for entry in found):
+        raise ConfigError(f"{named} {resume}: there is no checkpoint that can be used")
+
+
 def _tried_out(process: ScriptProcess, job: JobSpec, *, are_virtual: bool) -> JobSpec:
     assert job.script is not None
     is_tried = True

@@ -58,9 +58,7 @@ def up(options: UpOptions) -> None:
 
         verify_first(asked, steps=options.verify)
     job, trainer = _open(options, asked, source)
-    resume = options.resume
-    if trainer is not None and trainer.resume and resume == "auto":
-        resume = trainer.resume if isinstance(trainer.resume, str) else "newest"  # the argument of its train()
+    resume = _resume(options, trainer, workdir)
     job, owner = _named(options, asked, options.scaled(job))
     _check_nodes(options, job, len(source.names))
     metrics = _metrics_address(options)
@@ -71,7 +69,7 @@ def up(options: UpOptions) -> None:
             raise UsageError("--summary: a dry run has none; leave it out, or use --json for the plan as JSON")
         from oobleck.cli.dry_run import dry_run
 
-        dry_run(job, source, base_dir=base_dir_of(options.base_dir), resume=resume, as_json=options.as_json)
+        dry_run(job, source, base_dir=base_dir_of(options.base_dir), as_json=options.as_json)
         return
     # Under --workdir, virtual nodes look for relative paths there.
     if options.nodes.local is not None and workdir is None:
@@ -97,6 +95,18 @@ def up(options: UpOptions) -> None:
         owner=owner,
     )
     raise SystemExit(run_job(run))
+
+
+def _resume(options: UpOptions, trainer: TrainerProcess | None, workdir: Workdir | None) -> str:
+    """Return what the command or the script's `train()` resumes from. Raises ConfigError if virtual nodes lack it."""
+    resume, named = options.resume, "--resume"
+    if trainer is not None and trainer.resume and resume == "auto":
+        resume = trainer.resume if isinstance(trainer.resume, str) else "newest"
+        named = "train(resume_from_checkpoint=…)"
+    # Under --workdir, virtual nodes look for relative paths there.
+    if options.nodes.local is not None and workdir is None:
+        inputs.check_resume(resume, named)
+    return resume
 
 
 def _metrics_address(options: UpOptions) -> MetricsAddress | None:
