@@ -157,7 +157,7 @@ def completed(words: str, **environment: str) -> list[str]:
     [
         ("oobleck st", ["status", "stop"]),
         ("oobleck stop --n", ["--now"]),
-        ("oobleck up --resume ", ["auto", "never"]),
+        ("oobleck up --resume ", ["auto", "newest", "never"]),
         ("oobleck up --scaling de", ["deadline="]),
         ("oobleck up --dtype float", ["float16", "float32", "float64"]),
         ("oobleck up --set optimizer.learning", ["optimizer.learning_rate="]),
