@@ -83,7 +83,7 @@ class KeptStates:
             values = {each: kept[each] for each in _RESTORED}  # all, or none
             for each, value in values.items():
                 setattr(self._trainer.state, each, value)
-            if is_trainer_checkpoint(Path(best := kept.get("best_model_checkpoint") or "")):
+            if (best := kept.get("best_model_checkpoint")) and is_trainer_checkpoint(Path(best)):
                 self._trainer.state.best_model_checkpoint = best  # or else the run has the best weights beside its own
             self._trainer._load_callback_state()
             return True

@@ -45,13 +45,18 @@ class PlainCheckpoints:
         self._trainer = trainer
         self._job = job
         self._written: set[int] = set()
+        self._found: set[int] = set()
+        """Steps whose checkpoint an earlier run has left in the same place."""
         self._has_remarked = False
 
     def look_at(self, saves: CheckpointSpec, *, every: int) -> None:
         """Say on stderr if a run does not save all steps of which the script asks for a checkpoint."""
         own = saves.save_steps if saves.enabled else None
         if own is None or every % own:
-            self._remark(f"save_strategy asks for one every {every} steps, and the run saves others")
+            sys.stderr.write(
+                f"oobleck: save_strategy asks for one every {every} steps, and the run saves others: its options "
+                "(--save-every, checkpoint.save_steps) say which checkpoints there will be\n"
+            )
 
     def of_step(self, step: int) -> Path | None:
         """Return the checkpoint of a step, if it was written in this run and is still there."""
@@ -68,6 +73,8 @@ class PlainCheckpoints:
         where the disk does not take them: nothing is left of that checkpoint, as others would continue from it.
         """
         target = self._directory(step)
+        if step not in self._written and target.exists():
+            self._found.add(step)
         try:
             if not fetch():
                 self._remark(f"the weights of step {step} are not on this machine")
@@ -86,8 +93,12 @@ class PlainCheckpoints:
 
     def _drop(self, step: int, error: Exception) -> None:
         self._written.discard(step)
-        shutil.rmtree(self._directory(step), ignore_errors=True)
-        self._remark(f"that of step {step} cannot be written: {error}")
+        if step in self._found:  # it may be all that is left of the earlier run
+            rest = "; an earlier run has left one there, of which some files may be this run's now"
+        else:
+            shutil.rmtree(self._directory(step), ignore_errors=True)
+            rest = ""
+        self._remark(f"that of step {step} cannot be written: {error}{rest}")
 
     def write_state(self, step: int, content: str) -> None:
         """Write the trainer's state beside the weights, if these could be written."""

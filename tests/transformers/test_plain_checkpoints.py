@@ -177,15 +177,39 @@ def test_weights_that_are_not_on_this_machine_are_named_once(
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
-def test_nothing_is_left_of_one_that_the_disk_does_not_take(
+def test_a_file_that_cannot_be_written_over_an_earlier_runs_is_named(
     theirs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str
 ) -> None:
     made = made_by(None, tmp_path)
     place = Path(made.args.output_dir) / "checkpoint-2"
     (place / file).mkdir(parents=True)  # which no file can replace
     run_of(made, theirs, tmp_path)
-    assert not place.exists()
+    assert (place / file).is_dir()
     assert "kind: that of step 2 cannot be written: " in capsys.readouterr().err
+
+
+class Full:
+    """A tokenizer whose files the disk does not take."""
+
+    def save_pretrained(self, directory: str) -> None:
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+def test_nothing_of_this_run_is_left_where_the_disk_is_full_and_nothing_else_is_lost(
+    theirs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], was_there: bool
+) -> None:
+    made = made_by(None, tmp_path)
+    made.processing_class = Full()
+    place = Path(made.args.output_dir) / "checkpoint-2"
+    if was_there:
+        place.mkdir(parents=True)
+        (place / "notes").touch()
+    run_of(made, theirs, tmp_path)
+    assert place.exists() == (place / "notes").exists() == was_there
+    said = capsys.readouterr().err
+    assert "that of step 2 cannot be written: [Errno 28] No space left on device" in said
+    assert ("an earlier run has left one there" in said) == was_there
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,7 @@ class Saving:
     def begins_with_save(self, update: protocol.PlanUpdate) -> bool:
         """Whether the workers must save the state with which an order begins, because no step follows it."""
         is_last = update.boundary >= self._job.max_steps and update.finish is None
-        # A state of another directory stays there, and whoever looks for this run's finds nothing.
+        # A state of another directory stays there: without a save, this run's own would have no model.
         is_own = update.restore is not None and update.restore.directory is None
         return is_last and not is_own and self.is_enabled and self._reached.on_disk < update.boundary
 
