@@ -440,12 +440,8 @@ class JobSpec:
         is_graph = self.device == "cuda" and self.compile_mode in ("reduce-overhead", "max-autotune")
         must("compile_mode", not is_graph, "default or max-autotune-no-cudagraphs on GPUs")
         self._check_sharding(must)
-        is_simple = self.tensor_parallel == 1 and not self.compile
-        must(
-            "recompute",
-            is_simple or self.recompute in ("none", "all"),
-            "none or all with tensor_parallel or compile",
-        )
+        is_known = not self.compile or self.recompute in ("none", "all")
+        must("recompute", is_known, "none or all with compile")
         must(
             "recompute",
             self.recompute != "auto" or self.schedule == "1f1b",

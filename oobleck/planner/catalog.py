@@ -83,6 +83,10 @@ class Catalog(ABC):
         """Return the event-exact seconds of a plan's step, reduction included; None where bounds have to do."""
         return None
 
+    def least_start_s(self, total: Counts) -> float:
+        """Return a lower bound on the event-exact seconds of what `start` returns where no node is slow."""
+        return 0.0
+
     def least_exact_s(self, forms: Sequence[Form], num_microbatches: Sequence[int]) -> float:
         """Return a lower bound on the event-exact seconds of these pipelines' step, reduction included."""
         return 0.0

@@ -85,6 +85,26 @@ def test_stages_that_devices_share_compute_what_one_process_computes(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [("recompute=selective",), ("recompute=auto", "device_memory_bytes=1100000")], ids=["selective", "auto"]
+)
+def test_stages_that_devices_share_and_recompute_compute_what_one_process_computes(
+    runner: Runner, path: Path, reference: tuple[Reference, list[float]], options: tuple[str, ...]
+) -> None:
+    """Devices of a stage repeat their exchanges together; with `auto` a node that has all layers must recompute."""
+    given = tuple(word for key in options for word in ("--set", key))
+    with runner.up("--job", str(path), "--tp", "2", *given, "--kill", f"node2@{KILL_STEP}") as up:
+        up.wait_for_loss("node2")
+        up.wait_for_steps(6)
+        outcome = stopped(runner, up)
+    assert_all_is_right(outcome, reference[0], tolerance=LLAMA_TOLERANCE)
+    if "recompute=auto" in options:
+        (*_, last) = [entry["plan"]["pipelines"] for entry in runner.journal() if entry["@type"] == "PlanAdopted"]
+        stages = [stage for pipeline in last for stage in pipeline["template"]["stages"]]
+        assert any(stage["num_recomputed"] + stage["num_selective"] for stage in stages)
+
+
+@pytest.mark.slow
 def test_interleaved_stages_that_devices_share_compute_what_one_process_computes(
     runner: Runner, path: Path, reference: tuple[Reference, list[float]]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from oobleck.planner import (
     estimate_profile,
     model_shape,
 )
+from oobleck.planner.zero_bubble import LEAST_GAIN
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.costs_of_stages import stage_costs
 from oobleck.schedule.forecast import forecast
@@ -88,8 +90,9 @@ def test_no_fixed_schedule_and_number_of_pipelines_is_faster(seed: int) -> None:
         for kind in FIXED:
             plan = planner(profile, kind, num_microbatches, number).initial_plan(names(num_nodes)).plan
             other_s = step_s(profile, plan, kind)
-            # Another schedule than 1F1B has to save one percent.
-            assert other_s is None or len(plan.pipelines) != number or own_s <= 1.0101 * other_s, (number, kind)
+            # Another schedule than 1F1B has to save a share.
+            most_s = math.inf if other_s is None or len(plan.pipelines) != number else other_s / (1 - LEAST_GAIN)
+            assert own_s <= most_s * (1 + 1e-9), (number, kind)
 
 
 def test_zero_bubble_takes_longer_pipelines_and_a_loss_does_not_undo_the_choice() -> None:

@@ -50,6 +50,7 @@ from oobleck.planner import (
     StageTemplate,
     WorkerId,
 )
+from oobleck.planner.profiles import typical_profile
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.choice import choose_schedule
 from oobleck.schedule.forecast import forecast
@@ -109,14 +110,13 @@ class Turn:
 
 
 def measure(setting: Setting, rounds: int) -> tuple[Profile, dict[str, list[Turn]], dict[str, ExecutionPlan]]:
-    """Let the ways take turns; returns the profile, the turns and the plans, by way."""
-    with _workers(setting, _PLACES) as workers:
-        profile = workers.profile()
+    """Let the ways take turns; returns the profile of all rounds, the turns and the plans, by way."""
+    profiles = [_profile(setting)]
     plans = {
         "same cut": setting.hand_cut(),
         "bubbles": setting.hand_cut(),
         "chunks": setting.hand_cut(_NUM_CHUNKS),
-        "own plan": _own_plan(setting, profile),
+        "own plan": _own_plan(setting, profiles[0]),
     }
     ours = {way: partial(_oobleck_turn, setting, _schedule_of(way), plan) for way, plan in plans.items()}
     ways: dict[str, Callable[[], Turn]] = {
@@ -130,9 +130,16 @@ def measure(setting: Setting, rounds: int) -> tuple[Profile, dict[str, list[Turn
     }
     turns: dict[str, list[Turn]] = {way: [] for way in ways}
     for number in range(rounds):
+        # Where the machine is faster or slower than before, predictions should be of the same moments as the turns.
+        profiles += [_profile(setting)] if number else []
         for way in list(ways)[number % len(ways) :] + list(ways)[: number % len(ways)]:
             turns[way].append(ways[way]())
-    return profile, turns, plans
+    return typical_profile(profiles), turns, plans
+
+
+def _profile(setting: Setting) -> Profile:
+    with _workers(setting, _PLACES) as workers:
+        return workers.profile()
 
 
 def _schedule_of(way: str) -> ScheduleKind:

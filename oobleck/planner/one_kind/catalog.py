@@ -17,6 +17,8 @@ from oobleck.planner.values import Cutter, NodeKind, PlannerSettings
 
 from .fastest import ExactTimes, FastPipelines
 
+# A bound on fresh plans is that of up to a 256th more nodes.
+_FINENESS = 256
 _LESS_MEMORY = (
     "give each node more memory, or let more devices share a stage, make microbatch_size or the model smaller, or set "
     "recompute"
@@ -46,7 +48,7 @@ class OneKindCatalog(Catalog):
         self._cutter = None if make_cutter is None else make_cutter(_without_reserve(profile, settings))
         self._exact = ExactTimes(self._costs, self._lighter_than, self._cutter)
         self._lighter: dict[int, Sequence[PipelineTemplate]] = {}
-        self._fast: dict[Counts, FastPipelines | None] = {}
+        self._fast: dict[Counts, FastPipelines] = {}
 
     def kind(self, node: str) -> int:
         return 0
@@ -89,16 +91,24 @@ class OneKindCatalog(Catalog):
 
     def start(self, total: Counts, *, is_slowed: bool) -> tuple[list[Form], Sequence[int] | None]:
         sizing = self._best(*total)
-        if not is_slowed and (faster := self._faster(total)):
-            pairs = zip(faster.templates, faster.num_microbatches, strict=True)
-            return [self._form(self._cut(*pair)) for pair in pairs], faster.num_microbatches
+        if not is_slowed and not (fastest := self._fastest(total)).are_chosen:
+            pairs = zip(fastest.templates, fastest.num_microbatches, strict=True)
+            return [self._form(self._cut(*pair)) for pair in pairs], fastest.num_microbatches
         # Not cut into chunks yet: `cut_plan` does that once their microbatches are known.
         return [self._form(self._templates[size]) for size in sizing.sizes], None
 
-    def _faster(self, total: Counts) -> FastPipelines | None:
+    def least_start_s(self, total: Counts) -> float:
+        # More nodes form no slower pipelines, unless they have to form more of them. One search serves several totals,
+        # and which one does not depend on what was planned before.
+        (num_nodes,) = total
+        unit = max(1, num_nodes // _FINENESS)
+        more = (-(-num_nodes // unit) * unit,)
+        return self._fastest(more).step_s if self.num_pipelines(more)[0] <= self.num_pipelines(total)[0] else 0.0
+
+    def _fastest(self, total: Counts) -> FastPipelines:
         if total not in self._fast:
             fewest, most = self.num_pipelines(total)
-            self._fast[total] = self._exact.faster(
+            self._fast[total] = self._exact.fastest(
                 self.templates(*total),
                 self.options(*total),
                 self._best(*total),
@@ -165,7 +175,8 @@ class OneKindCatalog(Catalog):
         return instantiation.sizing_of(options, sizes, self.settings.num_microbatches, self.profile.network).step_s
 
     def most_pipelines(self, total: Counts) -> int:
-        return max(self._numbers(total), default=0)
+        numbers = self._numbers(total)
+        return numbers[-1] if numbers else 0
 
     def possible_number(self, total: Counts, wanted: int) -> int:
         numbers = self._numbers(total)

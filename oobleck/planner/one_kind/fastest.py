@@ -32,6 +32,8 @@ _LEAST_LIGHTER = 0.01
 class FastPipelines:
     """Pipelines with their microbatches, and the event-exact time of their step, reduction included."""
 
+    are_chosen: bool
+    """Whether these are the ones that bounds choose, as they are."""
     templates: tuple[PipelineTemplate, ...]
     num_microbatches: tuple[int, ...]
     step_s: float
@@ -120,7 +122,7 @@ class ExactTimes:
         reduce_s = reduction_s * self._costs.reduced_bytes(template)
         return self.step_s(template, num_microbatches, reduce_s=reduce_s) + reduce_s
 
-    def faster(
+    def fastest(
         self,
         templates: Mapping[int, PipelineTemplate],
         options: Mapping[int, SizeOption],
@@ -129,8 +131,8 @@ class ExactTimes:
         num_nodes: int,
         fewest: int,
         most: int,
-    ) -> FastPipelines | None:
-        """Return pipelines with a shorter step than the chosen sizes, or None; O(sizes of up to 12 stages)."""
+    ) -> FastPipelines:
+        """Return the chosen pipelines, or others if their step is truly shorter; O(sizes of up to 12 stages)."""
         total = sum(chosen.num_microbatches)
         as_chosen = self._pipelines(templates, chosen, again=False)
         measured = {
@@ -150,7 +152,7 @@ class ExactTimes:
         sizings = (chosen, others) if others.sizes else (chosen,)
         candidates = [self._pipelines(templates, sizing, again=True) for sizing in sizings]
         best = min(candidates, key=lambda each: each.step_s)
-        return best if best.step_s < as_chosen.step_s * (1 - _LEAST_GAIN) else None
+        return best if best.step_s < as_chosen.step_s * (1 - _LEAST_GAIN) else as_chosen
 
     def _option(
         self, template: PipelineTemplate, option: SizeOption, num_microbatches: int, num_pipelines: int
@@ -193,6 +195,7 @@ class ExactTimes:
         reduce_s = reduction_s(self._costs.profile.network, reduced_bytes, len(pairs))
         slowest_s = max(self.step_s(template, count, reduce_s=reduce_s) for (_, count), template in found.items())
         return FastPipelines(
+            are_chosen=not again,
             templates=tuple(found[pair] for pair in pairs),
             num_microbatches=sizing.num_microbatches,
             step_s=slowest_s + reduce_s,

@@ -243,7 +243,7 @@ class _Search:
         """
         catalog = self._catalog
         total = catalog.count(self._living.holdings.keys() - self._slow)
-        if not catalog.most_pipelines(total):
+        if not catalog.most_pipelines(total) or (not self._slow and catalog.least_start_s(total) > most_s()):
             return
         fresh, shares = catalog.start(total, is_slowed=False)
         # With slow nodes the batch is shared out again afterwards.

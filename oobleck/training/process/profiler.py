@@ -44,7 +44,9 @@ _ASSUMED_NETWORK = NetworkProfile(
 """10-gigabit Ethernet between nodes, and several times that within one, until a run has timed its links."""
 
 _NUM_WARMUPS = 2
-_NUM_RUNS = 5
+# So many runs at least, and more until they have taken a second: a machine that others use is fast and slow by turns.
+_LEAST_RUNS, _MOST_RUNS = 5, 25
+_ENOUGH_S = 1.0
 _KEY = MicrobatchKey(seed=0, step=1, microbatch=0)
 
 
@@ -92,7 +94,7 @@ def measure_profile(
     whole: Batch | None = None,
     context_parallel: int = 1,
 ) -> Profile:
-    """Measure all layers for microbatches of `microbatch_size` samples: the median of five runs after two to warm up.
+    """Measure what a microbatch of `microbatch_size` samples costs in each layer: the median of 5 to 25 runs.
 
     With `splits`, measure backward passes in two parts as well; with an `optimizer`, its updates. `state_tensors` is
     the number of tensors that it keeps for a parameter, each of the parameter's size; `communication_bytes` is what
@@ -274,7 +276,7 @@ def _measure(
     # so that a load on the machine slows both.
     times: list[tuple[float, float]] = []
     parts: list[SplitBackward] = []
-    for _ in range(_NUM_WARMUPS + _NUM_RUNS):
+    for _ in _runs():
         times.append(_run(stage, batch, received))
         if splits:
             parts.append(_run_split(stage, batch, received, put_off))
@@ -297,6 +299,15 @@ def _measure(
         cast_bytes=cast_bytes,
         transient_bytes=transient_bytes,
     )
+
+
+def _runs() -> Iterator[int]:
+    """Yield the number of each run, those to warm up first, until there are enough of them."""
+    begun_s = time.perf_counter()
+    for number in range(_NUM_WARMUPS + _MOST_RUNS):
+        if number >= _NUM_WARMUPS + _LEAST_RUNS and time.perf_counter() - begun_s > _ENOUGH_S:
+            return
+        yield number
 
 
 def _with_levels(
@@ -341,7 +352,7 @@ def _update_s(stage: StageModel, layer: int, optimizer: Optimizer) -> float:
     own.adopt(stage.parameters)
     gradients = [torch.randn_like(parameter) for parameter in trained.values()]
     times = []
-    for _ in range(_NUM_WARMUPS + _NUM_RUNS if trained else 0):
+    for _ in _runs() if trained else ():
         start_s = _now_s(stage.device)
         flat = torch.cat([gradient.view(-1) for gradient in gradients])
         float(torch.linalg.vector_norm(flat))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from oobleck.errors import ConfigError
-from oobleck.job import ModelSpec
+from oobleck.job import ModelSpec, Recompute
 from oobleck.planner import MAX_LOGITS
 from oobleck.training.data.batches import IGNORED_LABEL, Batch
 from oobleck.training.model.models import StageModel
@@ -243,12 +243,14 @@ def counted_stage(share: Share, **options: Any) -> tuple[Counted, StageModel]:
 
 
 @pytest.mark.usefixtures("backward_on")
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_a_block_moves_what_two_sums_forward_and_two_backward_do_in_the_type_it_computes_in(recomputes: bool) -> None:
+@pytest.mark.parametrize("recompute", ["none", "selective", "all"])
+def test_a_block_moves_what_two_sums_forward_and_two_backward_do_in_the_type_it_computes_in(
+    recompute: Recompute,
+) -> None:
     """As Megatron does: a gather and a sum into shares are a sum. One for each module that is cut by columns made five
     of them backward, in float32."""
     whole = structure_of("llama")
-    sums, stage = counted_stage(share_of(whole, rank=0, degree=DEGREE), recompute="all" if recomputes else "none")
+    sums, stage = counted_stage(share_of(whole, rank=0, degree=DEGREE), recompute=recompute)
     batch = random_batch(3)
     loss = stage.forward(batch, None, num_items=batch.num_items, key=MicrobatchKey(seed=0, step=1, microbatch=0))
     tokens = batch.labels.numel()
@@ -261,6 +263,7 @@ def test_a_block_moves_what_two_sums_forward_and_two_backward_do_in_the_type_it_
     assert sums.done == [looked_up, *block * whole.num_blocks, at_the_head, *of_loss]
     sums.done.clear()
     loss.backward()
-    again = block[:3] if recomputes else []  # torch stops when it has what is needed, before a block's last one
+    # Torch stops when it has what is needed, before a block's last one.
+    again = block[:3] if recompute != "none" else []
     one = [gather, *again, *block[1:]]
     assert sums.done == [*one * whole.num_blocks, ("gather", torch.float32, hidden)]
