@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from oobleck.plan import PipelineTemplate
+from oobleck.plan import PipelineTemplate, StageTemplate
 
-from .costs import StageCosts, cut_seconds
+from .costs import StageCosts, closing_s, cut_seconds
 from .tables import Floats, prefix_sums
 from .zero_bubble import LEAST_GAIN, SplitPasses, Stops
 
@@ -101,19 +101,19 @@ class PassTimes:
 
     def _steps_s(self, passes: _Passes, num_microbatches: int, key: object) -> Floats:
         """Return the seconds of a step without exchanges; `key` remembers what long steps have in common."""
-        most = MOST_ROUNDS * len(passes[0])
-        if num_microbatches <= most:
-            return _makespans(*passes, num_microbatches)
-        if key is None or key not in self._lines:
-            most_s = _makespans(*passes, most)
-            # The difference leaves out the warm-up and the drain, which both runs have.
-            line = most_s, (most_s - _makespans(*passes, most // 2)) / (most - most // 2)
-            if key is None:
-                return line[0] + (num_microbatches - most) * line[1]
-            self._lines[key] = line
-        first_s, next_s = self._lines[key]
-        steps_s: Floats = first_s + (num_microbatches - most) * next_s
-        return steps_s
+        if key is None or num_microbatches <= MOST_ROUNDS * len(passes[0]):
+            return _steps_s(passes, num_microbatches)
+        if key not in self._lines:
+            self._lines[key] = _line(passes)
+        return _steps_s(passes, num_microbatches, self._lines[key])
+
+    def passes(self, template: PipelineTemplate, speeds: Sequence[float] = ()) -> _Passes:
+        """Return the passes of a template as it is cut."""
+        return self._passes(template, stops_of(template), speeds)
+
+    def closing_s(self, stage: StageTemplate) -> float:
+        """Return the seconds of a step after a whole stage's last pass, but for the reduction."""
+        return closing_s(self._costs.profile, [stage])
 
     def _passes(self, template: PipelineTemplate, stops: Stops, speeds: Sequence[float]) -> _Passes:
         stages = template.stages
@@ -137,6 +137,39 @@ class PassTimes:
             same_node = stages[index].node_index == stages[index + 1].node_index
             messages[index] = self._messages[same_node][stops[:, index + 1]]
         return forward, backward, messages, np.zeros_like(backward)
+
+
+def step_over_kinds_s(
+    times: Sequence[PassTimes], template: PipelineTemplate, num_microbatches: int, speeds: Sequence[float] = ()
+) -> float:
+    """Return the seconds of one 1F1B step of a pipeline whose nodes have times of their own, without the reduction.
+
+    Stages are whole, and messages between nodes take the same time on all of them.
+    """
+    own_of = [times[stage.node_index] for stage in template.stages]
+    known = {id(own): own.passes(template, speeds) for own in own_of}
+    rows = [[each[index : index + 1] for each in known[id(own)]] for index, own in enumerate(own_of)]
+    forward, backward, messages, weights = (np.concatenate(each) for each in zip(*rows, strict=True))
+    passes_s = _steps_s((forward, backward, messages, weights), num_microbatches)
+    return float(passes_s[0]) + max(map(PassTimes.closing_s, own_of, template.stages))
+
+
+def _steps_s(passes: _Passes, num_microbatches: int, line: tuple[Floats, Floats] | None = None) -> Floats:
+    """Return the seconds of a step without exchanges; `line` is what long steps have in common, where that is known."""
+    most = MOST_ROUNDS * len(passes[0])
+    if num_microbatches <= most:
+        return _makespans(*passes, num_microbatches)
+    first_s, next_s = line or _line(passes)
+    steps_s: Floats = first_s + (num_microbatches - most) * next_s
+    return steps_s
+
+
+def _line(passes: _Passes) -> tuple[Floats, Floats]:
+    """Return the seconds of a step of `MOST_ROUNDS` microbatches for each stage, and those of each further one."""
+    most = MOST_ROUNDS * len(passes[0])
+    most_s = _makespans(*passes, most)
+    # The difference leaves out the warm-up and the drain, which both runs have.
+    return most_s, (most_s - _makespans(*passes, most // 2)) / (most - most // 2)
 
 
 def _makespans(forward: Floats, backward: Floats, messages: Floats, weights: Floats, num_microbatches: int) -> Floats:

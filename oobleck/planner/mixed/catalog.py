@@ -9,12 +9,13 @@ from dataclasses import replace
 from itertools import chain
 
 from oobleck.errors import PlanningError
-from oobleck.plan import PipelineTemplate
-from oobleck.planner.catalog import STILL_FAST, Catalog
+from oobleck.plan import ExecutionPlan, PipelineTemplate
+from oobleck.planner.catalog import STILL_FAST, Catalog, speeds_among
 from oobleck.planner.costs import Timing
 from oobleck.planner.formatting import counted, listed
 from oobleck.planner.instantiation import reduction_s
 from oobleck.planner.kinds import Counts, Form, KindCosts
+from oobleck.planner.makespan import PassTimes, step_over_kinds_s
 from oobleck.planner.values import NodeKind, PlannerSettings
 
 from .choice import Choice, Chooser
@@ -42,6 +43,7 @@ class MixedCatalog(Catalog):
         self._forms: dict[tuple[Counts, _Reach], Form] = {}
         self._choices: dict[tuple[Counts, int, int, bool, _Reach], Choice | None] = {}
         self._most: dict[Counts, int] = {}
+        self._times = [PassTimes(costs) for costs in self.costs.of]
         self._nominal: dict[tuple[int, tuple[int, ...]], tuple[PipelineTemplate, Timing]] = {}
 
     def kind(self, node: str) -> int:
@@ -178,6 +180,22 @@ class MixedCatalog(Catalog):
             # The value keeps the template alive, whose identity is in the key.
             self._nominal[key] = form.template, self.costs.timing(form)
         return self._nominal[key][1]
+
+    def predicted_step_s(self, plan: ExecutionPlan, bound_s: float, speeds: Mapping[str, float]) -> float:
+        forms = [self.form_of(each) for each in plan.pipelines]
+        distinct = {
+            (id(each.template), form.kinds, each.num_microbatches, tuple(speeds_among(each.nodes, speeds) or ())): form
+            for each, form in zip(plan.pipelines, forms, strict=True)
+        }
+        # Pipelines in chunks are of a plan that was made while there was one kind.
+        if any(form.template.num_chunks > 1 for form in forms):
+            return bound_s
+        slowest_s = max(
+            step_over_kinds_s([self._times[kind] for kind in form.kinds], form.template, count, own)
+            for (_, _, count, own), form in distinct.items()
+        )
+        most_bytes = max(self.reduced_bytes(form, 0) for form in distinct.values())
+        return slowest_s + reduction_s(self.costs.network, most_bytes, len(forms))
 
     @property
     def _most_stages(self) -> int:

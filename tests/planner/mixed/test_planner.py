@@ -9,11 +9,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from oobleck.errors import PlanningError, Unrecoverable
-from oobleck.planner import Decision, ExecutionPlan, NodeKind, Planner, PlannerSettings, Profile
+from oobleck.planner import Decision, ExecutionPlan, NodeKind, Planner, PlannerSettings, Profile, with_shared_links
 from oobleck.planner.instantiation import distribute_microbatches, reduction_s
 from oobleck.planner.kinds import Form, KindCosts
 from oobleck.planner.mixed import MixedCatalog
 from oobleck.schedule import ScheduleKind
+from oobleck.schedule.forecast import forecast
 from oobleck.schedule.interleaving import make_cutter
 from tests.examples import examples
 from tests.planner.drawing import make_layer, make_network, make_profile, profiles
@@ -101,9 +102,17 @@ def test_no_other_pipelines_over_any_nodes_in_any_order_are_faster(
     assert decision.predicted_step_s <= min(steps_s[wanted]) * (1 + 1e-9)
 
 
+def timeline_s(planner: Planner, decision: Decision) -> float:
+    """The seconds of a plan's step by its schedule's timeline, with no node slow."""
+    shared = with_shared_links([kind.profile for kind in planner.kinds])
+    profile_of = dict(zip([kind.name for kind in planner.kinds], shared, strict=True))
+    return forecast(shared[0], decision.plan, profile_of=lambda node: profile_of[planner.kind_of(node)]).step_s
+
+
 def check(planner: Planner, kinds: Sequence[NodeKind], decision: Decision, nodes: Sequence[str]) -> None:
-    """A plan uses each node once, fits all devices, and takes the whole batch."""
+    """A plan uses each node once, fits all devices, takes the whole batch, and no longer than is predicted."""
     plan = decision.plan
+    assert timeline_s(planner, decision) <= decision.predicted_step_s * (1 + 1e-9)
     assert sorted([*plan.nodes, *plan.spares]) == sorted(nodes)
     assert plan.num_microbatches == planner.settings.num_microbatches
     assert planner.has_room(plan, gradient_copies=0)
@@ -268,9 +277,24 @@ def test_nodes_are_counted_from_the_fastest_on() -> None:
     for count in range(2, len(nodes) + 1):
         chosen = ordered[:count]
         assert planner.can_hold(chosen)
-        assert planner.step_s(chosen) == pytest.approx(planner.initial_plan(chosen).predicted_step_s)
+        assert planner.step_s(chosen) == pytest.approx(planner.initial_plan(chosen).bound_step_s)
         is_enough = len(planner.initial_plan(chosen).plan.pipelines) == 2
         assert is_enough == (count >= fewest)
+
+
+@pytest.mark.parametrize("inter", [1.0, 10.0, 1000.0])
+def test_the_prediction_over_kinds_is_the_timelines(inter: float) -> None:
+    """Bounds, which choose, are longer: messages count as work there."""
+    kinds = two_kinds(network=make_network(inter, inter))
+    nodes = [*names("a", 4), *names("b", 3)]
+    planner = planner_for(kinds, nodes, num_pipelines=2)
+    started = planner.initial_plan(nodes)
+    lost = planner.reconfigure(started.plan, lost=["b1"])
+    for decision in (started, lost):
+        assert decision.predicted_step_s == pytest.approx(timeline_s(planner, decision), rel=1e-3)
+        assert decision.predicted_step_s <= decision.bound_step_s * (1 + 1e-9)
+    slowed = planner.reconfigure(started.plan, slow=dict.fromkeys(nodes, 2.0))
+    assert started.predicted_step_s < slowed.predicted_step_s <= 2 * started.predicted_step_s * (1 + 1e-9)
 
 
 def test_a_plan_in_chunks_continues_once_another_kind_joins() -> None:
