@@ -157,7 +157,8 @@ class _Search:
             return best
         found, weighed_s = best, own_s * (1 + best.transition_s / self._horizon_s)
         planned_again = self._planned_again(best, lambda: weighed_s * (1 - _LEAST_EQUAL))
-        others = [iter((best,)), self._cut_by_timeline(best), self._runners_up(best), planned_again]
+        cut_further = self._cut_further(best, lambda: found)
+        others = [iter((best,)), self._cut_by_timeline(best), self._runners_up(best), planned_again, cut_further]
         for other in self._shared_out(chain.from_iterable(others)):
             if other.score[:2] > found.score[:2]:
                 continue
@@ -214,6 +215,15 @@ class _Search:
             ]
             if any(new.template is not own.template for new, own in zip(cut, pipelines, strict=True)):
                 yield self._weigh_again(outcome, cut, counts)
+
+    def _cut_further(self, best: _Outcome, found: Callable[[], _Outcome]) -> Iterator[_Outcome]:
+        """Yield the best so far, if it is not `best`, cut again for its shares of the batch, while that helps."""
+        before = best
+        for _ in range(_MOST_ROUNDS if self._slow else 0):
+            if (own := found()) is before:
+                return
+            yield from self._cut_by_timeline(own)
+            before = own
 
     def _weigh_again(self, outcome: _Outcome, forms: Sequence[Form], num_microbatches: Sequence[int]) -> _Outcome:
         return self._weigh(
