@@ -302,10 +302,11 @@ def _measure(
 
 
 def _runs() -> Iterator[int]:
-    """Yield the number of each run, those to warm up first, until there are enough of them."""
+    """Yield once for each run, those to warm up first, until there are enough of them."""
+    yield from range(_NUM_WARMUPS)  # which may compile the layer
     begun_s = time.perf_counter()
-    for number in range(_NUM_WARMUPS + _MOST_RUNS):
-        if number >= _NUM_WARMUPS + _LEAST_RUNS and time.perf_counter() - begun_s > _ENOUGH_S:
+    for number in range(_MOST_RUNS):
+        if number >= _LEAST_RUNS and time.perf_counter() - begun_s > _ENOUGH_S:
             return
         yield number
 
