@@ -78,8 +78,8 @@ def test_the_bubble_is_as_much_smaller_as_there_are_chunks() -> None:
 
 def test_what_splits_backward_passes_for_nothing_is_left_to_the_zero_bubble_schedule() -> None:
     profile = replace(with_split(uniform_profile(8, memory_bytes=ROOMY_BYTES, seconds=1.0)), network=FAST)
-    cut = Interleaving(profile, num_chunks=2).cut(template(4, 8), 64)
-    kinds = {choose_schedule(profile, cut, 64).kind, kind_for(cut, ScheduleKind.ZERO_BUBBLE)}
+    cut = Interleaving(profile, num_chunks=2).cut(template(4, 8), 16)
+    kinds = {choose_schedule(profile, cut, 16).kind, kind_for(cut, ScheduleKind.ZERO_BUBBLE)}
     assert kinds == {ScheduleKind.ZERO_BUBBLE}
 
 
