@@ -13,7 +13,7 @@ from oobleck.planner import Planner, PlannerSettings, Profile, device_sheet, est
 from oobleck.planner.one_kind import OneKindCatalog
 from oobleck.schedule.forecast import forecast
 from tests.examples import examples
-from tests.planner.drawing import profiles
+from tests.planner.drawing import profiles, uniform_profile
 from tests.planner.test_cut_for_slow_nodes import FOREVER_S, is_sound, names
 
 
@@ -120,3 +120,13 @@ def test_no_move_of_a_layer_would_help_a_pipeline_with_a_slow_node(
             others[index] = replace(pipeline, template=cut.template)
             other_s = catalog.exact_step_s(replace(decision.plan, pipelines=tuple(others)), speeds)
             assert own_s <= 1.0101 * other_s
+
+
+@pytest.mark.parametrize("num_nodes", [601, 1021])
+def test_what_decides_whether_many_nodes_are_planned_again_is_no_longer_than_their_fresh_plan(num_nodes: int) -> None:
+    """It is that of a few nodes more."""
+    profile = uniform_profile(12, seconds=1.0)
+    settings = PlannerSettings(num_microbatches=4 * 1024)
+    fresh = Planner(profile, settings).initial_plan(names(num_nodes))
+    least_s = OneKindCatalog(profile, settings).least_start_s((num_nodes,))
+    assert 0.9 * fresh.predicted_step_s <= least_s <= 1.005 * fresh.predicted_step_s
