@@ -497,6 +497,14 @@ MUTATIONS = (
         caught_by="tests/sim/cluster/test_run.py::test_a_crashed_worker_is_started_again_in_its_place",
     ),
     Mutation(
+        name="seven_idle",
+        what="a node is lost as a whole, although the same device of it failed each time",
+        file="oobleck/control/nodes/worker_lifecycle.py",
+        old="        if not rest or not self._program.is_begun:\n",
+        new="        if True:\n",
+        caught_by="tests/sim/test_promises.py::test_a_device_that_fails_for_good_idles_no_other",
+    ),
+    Mutation(
         name="slow_for_ever",
         what="a slow node that was left out is never tried again",
         file="oobleck/control/training/replanning.py",
@@ -511,6 +519,14 @@ MUTATIONS = (
         old="min(2 * before.wait_s, _LONGEST_WAIT * found_out_s)",
         new="before.wait_s",
         caught_by="tests/sim/test_slow_nodes.py::test_a_slow_node_that_is_tried_too_early_rests_twice_as_long",
+    ),
+    Mutation(
+        name="own_program",
+        what="a device that begins a step when a node is lost cuts it into other sections than its stage",
+        file=FOLLOWER,
+        old="        sections = self.partial_commit.num_sections\n",
+        new="        sections = self.partial_commit.num_sections if ends_under_plan else 1\n",
+        caught_by=SHARED_OUT,
     ),
     Mutation(
         name="applied_first",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .node_spec import DEFAULT_KIND, NodeSpec, check_kind_name
+from .node_spec import DEFAULT_KIND, NodeSpec, check_kind_name, relocated
 from .spec import (
     MAX_CHUNKS,
     MAX_DEVICES,
@@ -58,4 +58,5 @@ __all__ = [
     "Task",
     "check_kind_name",
     "check_model_numbers",
+    "relocated",
 ]

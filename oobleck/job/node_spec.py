@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from oobleck.errors import ConfigError
 
@@ -46,6 +47,12 @@ class NodeSpec:
     def kind(self) -> str:
         """A name, as `A40` or `A100×8`, for all nodes with as many devices of the same name."""
         return self.device if self.num_devices == 1 else f"{self.device}×{self.num_devices}"
+
+
+def relocated(node: NodeSpec, specs: Mapping[str, NodeSpec]) -> NodeSpec:
+    """Return a node, reached as a spec of its name says now, if there is one."""
+    # Running workers and the plans of earlier masters count on the devices, so these stay as they were.
+    return replace(specs.get(node.name, node), device=node.device, devices=node.devices)
 
 
 def check_kind_name(name: str) -> None:

@@ -94,6 +94,8 @@ class Master:
         self._clock = clock
         self._events, self._inbox = trio.open_memory_channel[control_events.Event | _Reported](_EVENTS_BUFFERED)
         self._tunnels: dict[str, _Tunnel] = {}
+        self._cleaned: dict[str, trio.Event] = {}
+        """When what is left on each node that was lost is ended."""
         self._observers: list[Callable[[entries.JournalEntry], None]] = []
         self._listeners: list[Callable[[str, float], None]] = []
         self._gauges: list[Callable[[str, protocol.NodeUse], None]] = []
@@ -233,11 +235,13 @@ class Master:
                     if (before := self._tunnels.get(spec.name)) is not None:
                         before.scope.cancel()  # it still tries, and two would each end the other's agent
                     self._tunnels[spec.name] = tunnel = _Tunnel(spec, self._tag, self._events, attach=attach)
-                    nursery.start_soon(tunnel.run, self._cluster, self._hello_timeout_s)
+                    cleaned = self._cleaned.get(spec.name)
+                    nursery.start_soon(tunnel.run, self._cluster, self._hello_timeout_s, cleaned)
                 case control_events.Disconnect(node=node):
                     self._tunnels.pop(node).scope.cancel()
                     self._post_all(self._relays.remove(node, self.now_s))
-                    nursery.start_soon(self._cluster.clean, self._nodes[node])
+                    cleaned = self._cleaned[node] = trio.Event()
+                    nursery.start_soon(self._clean, self._nodes[node], cleaned)
                 case control_events.LookUpProfile(key=key, kind=kind):
                     self.submit(control_events.ProfileFound(profile_json=self._profiles.load(key), kind=kind))
                 case control_events.LookUpLink(key=key):
@@ -246,6 +250,13 @@ class Master:
                     self._profiles.store(key, value_json)
                 case control_events.End():
                     self._outcome = self._hide.value(command)
+
+    async def _clean(self, node: NodeSpec, cleaned: trio.Event) -> None:
+        """End what is left on a node. Its next agent is started once that is done, or it would be ended as well."""
+        try:
+            await self._cluster.clean(node)
+        finally:
+            cleaned.set()
 
     def _post_all(self, sends: Iterable[control_events.Send]) -> None:
         for send in sends:
@@ -298,10 +309,12 @@ class _Tunnel:
         """End the connection, and reach the agent by a new one: messages may not have arrived."""
         self._conversation.cancel()
 
-    async def run(self, cluster: Cluster, hello_timeout_s: float) -> None:
-        """Talk to the agent until its end, or until `scope` is cancelled."""
+    async def run(self, cluster: Cluster, hello_timeout_s: float, cleaned: trio.Event | None) -> None:
+        """Talk to the agent until its end, or until `scope` is cancelled; begin once the node is `cleaned`."""
         try:
             with self.scope:
+                if cleaned is not None:
+                    await cleaned.wait()
                 # If only the connection is lost, and not the agent, it connects again until the coordinator has waited
                 # long enough, and keeps messages meanwhile.
                 for wait_s in chain(_AGAIN_S, repeat(_AGAIN_S[-1])):

@@ -151,7 +151,18 @@ def test_faults_of_all_kinds_break_no_promise(scenario: Scenario):
     play(scenario)
 
 
+BEGUN_BEFORE_THE_FENCE_AND_AFTER = Scenario(
+    shape=Shape(
+        num_nodes=3, devices=4, sharding_devices=2, num_layers=4, layers_per_device=2, num_microbatches=6, reductions=3
+    ),
+    faults=(Fault(after=2, kind="cut", target=0), Fault(after=648, kind="kill", target=0)),
+    seed=7,
+)
+"""When a node is lost, one device of another's stage computes the step's sections, and its fellow begins only then."""
+
+
 @examples(60)
+@example(scenario=BEGUN_BEFORE_THE_FENCE_AND_AFTER)
 @given(scenario=scenarios(KINDS, shapes=SHARDED))
 def test_devices_that_share_out_a_stage_break_no_promise(scenario: Scenario):
     """Whether and in which group a collective is posted follows from programs alone, wherever devices are stopped."""

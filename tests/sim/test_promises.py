@@ -10,9 +10,9 @@ from dataclasses import replace
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from oobleck.control.journal import NodeLost, StepDone, WorkerDown
-from oobleck.job import ScalingSpec
-from oobleck.planner import LayerProfile, NodeKind
+from oobleck.control.journal import NodeAdded, NodeLost, PlanAdopted, StepDone, WorkerDown
+from oobleck.job import ScalingSpec, ScheduleName
+from oobleck.planner import LayerProfile, NodeKind, WorkerId
 from oobleck.sim.cluster.run import ClusterRun, run_cluster
 from oobleck.sim.trace import (
     AgentCrashed,
@@ -298,6 +298,50 @@ def crashes(draw: st.DrawFn) -> Trace:
         if draw(st.integers(0, 7)) == 0:
             events.append(MasterCrashed(t_s=now_s, down_s=draw(st.floats(0.1, 3.0))))
     return Trace(duration_s=now_s + RESUMED_S, nodes=nodes, start=nodes, events=tuple(events))
+
+
+@st.composite
+def failing_devices(draw: st.DrawFn) -> tuple[Trace, str, int]:
+    """A device ends each of its workers, once they train or before; other nodes and the master may fail meanwhile."""
+    nodes = tuple(f"node{number}" for number in range(draw(st.integers(1, 4))))
+    node, device = draw(st.sampled_from(nodes)), draw(st.integers(0, 2))
+    spacing = st.floats(0.6, 4.0)
+    events: list[WorkerCrashed | Lost | Joined | MasterCrashed] = []
+    now_s = BEGIN_S
+    for _ in range(FAILING):
+        now_s += draw(spacing)
+        events.append(WorkerCrashed(t_s=now_s, node=node, device=device))
+    if len(nodes) > 2 and draw(st.booleans()):
+        other = draw(st.sampled_from([each for each in nodes if each != node]))
+        lost_s = draw(st.floats(BEGIN_S, now_s))
+        events += [Lost(t_s=lost_s, node=other), Joined(t_s=lost_s + draw(st.floats(0.5, 10.0)), node=other)]
+    if draw(st.integers(0, 2)) == 0:
+        events.append(MasterCrashed(t_s=draw(st.floats(BEGIN_S, now_s)), down_s=draw(st.floats(0.1, 3.0))))
+    events.sort(key=lambda event: event.t_s)
+    return Trace(duration_s=now_s + QUIET_S, nodes=nodes, start=nodes, events=tuple(events)), node, device
+
+
+FAILING = 10
+"""So many times a device ends its worker: more often than a node is started again, even where some come too early."""
+
+
+@examples(12)
+@given(failing=failing_devices(), schedule=st.sampled_from(("1f1b", "auto")), seed=seeds)
+def test_a_device_that_fails_for_good_idles_no_other(
+    failing: tuple[Trace, str, int], schedule: ScheduleName, seed: int
+):
+    trace, node, device = failing
+    threshold = min(1, len(trace.nodes) - 1)
+    setting = replace(PLAIN, devices=3, layers_per_device=2, schedule=schedule, fault_threshold=threshold)
+    played = play(trace, setting, seed)
+    assert played.end.exit_code == 0, played.end.reason
+    taken_in = [entry.node.devices for entry in played.entries if isinstance(entry, NodeAdded)]
+    others = tuple(each for each in range(3) if each != device)
+    assert others in taken_in
+    plan = [entry for entry in played.entries if isinstance(entry, PlanAdopted)][-1].plan
+    used = {each.node for each in plan.worker_ids} | set(plan.spares)
+    assert node in used, "its other devices train, or wait as spares"
+    assert not any(each == WorkerId(node, 2) for each in plan.worker_ids)
 
 
 RESTART_THAT_IS_REPORTED_AGAIN = Trace(

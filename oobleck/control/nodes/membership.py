@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -11,7 +11,7 @@ from itertools import chain
 from oobleck.control.journal import WorkerUp
 from oobleck.control.protocol import Hello, WorkerAddress
 from oobleck.errors import PeerError, UsageError
-from oobleck.job import NodeSpec
+from oobleck.job import NodeSpec, relocated
 from oobleck.planner import WorkerId
 
 from .machines import Machines
@@ -45,6 +45,17 @@ _ALLOWED = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """A worker ended, and was started again with the others of its node."""
+
+    t_s: float
+    device: int
+    """That of the worker that ended."""
+    step: int
+    """The newest that was ever committed by then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
     """One node, as far as the coordinator knows. Only `Membership` replaces it."""
 
@@ -66,8 +77,8 @@ class Member:
     is_leaving: bool = False
     """It has notice, and is drained as soon as it trains."""
     is_dismissed: bool = False
-    restarts: tuple[tuple[float, int], ...] = ()
-    """When its workers were last restarted, each time with the newest step ever committed by then."""
+    restarts: tuple[Restart, ...] = ()
+    """The last few."""
     last_words: str = ""
     """Why its workers were given up, if they were."""
     gone: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -77,6 +88,8 @@ class Member:
     """Devices whose worker was asked to end, and is started again once it has."""
     is_banned: bool = False
     """The user wants the node gone: it is not tried again."""
+    is_tried_again: bool = False
+    """It is lost, and the master connects to it again after a while."""
 
     def __post_init__(self) -> None:
         name = self.spec.name
@@ -102,9 +115,9 @@ class Member:
         """Whether its agent speaks to the master, and is to have its workers ready."""
         return self.state is MemberState.CONNECTED and not self.is_dismissed
 
-    def num_restarts(self, now_s: float, *, within_s: float, step: int) -> int:
-        """Return how often its workers were restarted within `within_s`, or since `step`, the newest ever committed."""
-        return sum(t_s > now_s - within_s or before == step for t_s, before in self.restarts)
+    def recent_restarts(self, now_s: float, *, within_s: float, step: int) -> tuple[Restart, ...]:
+        """Return the restarts within `within_s`, and those since `step`, the newest ever committed."""
+        return tuple(each for each in self.restarts if each.t_s > now_s - within_s or each.step == step)
 
 
 @dataclass
@@ -118,6 +131,7 @@ class Membership:
         self._heard_s: dict[str, float] = {}
         self.machines = Machines()
         self._kinds: dict[str, str] = {}
+        self._known_kinds: set[str] = set()
         self._domains: dict[str, str] = {}
         # What follows from the members is remembered until one of them changes: thousands of them, asked for often.
         self._counting: dict[str, frozenset[int] | None] = {}
@@ -152,7 +166,8 @@ class Membership:
     def _take(self, member: Member) -> None:
         spec = member.spec
         self._heard_s[spec.name] = 0.0
-        self._kinds[spec.name] = spec.kind
+        self._kinds.setdefault(spec.name, spec.kind)
+        self._known_kinds.add(spec.kind)
         self._domains.pop(spec.name, None)
         if spec.domain:
             self._domains[spec.name] = spec.domain
@@ -176,10 +191,8 @@ class Membership:
 
     def relocate(self, specs: Mapping[str, NodeSpec]) -> None:
         """Reach nodes by these specs, which may have changed."""
-        # Running workers and the plans of earlier masters count on the devices, so these stay as they were.
-        for name, member in self._members.items():
-            spec = specs.get(name, member.spec)
-            spec = replace(spec, device=member.spec.device, devices=member.spec.devices)
+        for member in tuple(self._members.values()):
+            spec = relocated(member.spec, specs)
             self._put(replace(member, spec=spec))
             self.machines.put(spec, member.hello)
 
@@ -215,6 +228,7 @@ class Membership:
         member = replace(member, ready={**member.ready, worker.device: worker}, shutdown=shutdown)
         if len(member.ready) == member.spec.num_devices:
             member = replace(_moved(member, MemberState.READY), ready_since=generation)
+            self._kinds[worker.node] = member.spec.kind
         self._put(member)
 
     def note_restart(self, worker_id: WorkerId, pid: int, *, now_s: float, step: int, also: Iterable[int] = ()) -> None:
@@ -227,7 +241,7 @@ class Membership:
         ended = {worker_id.device: pid} | {device: member.ready[device].pid for device in also}
         member = replace(
             member,
-            restarts=(*member.restarts, (now_s, step))[-_RESTARTS_KEPT:],
+            restarts=(*member.restarts, Restart(t_s=now_s, device=worker_id.device, step=step))[-_RESTARTS_KEPT:],
             ready={device: worker for device, worker in member.ready.items() if device not in ended},
             shutdown=member.shutdown - {worker_id.device} | ended.keys() - {worker_id.device},
             gone={**member.gone, **{device: _with_end(member.gone, device, pid) for device, pid in ended.items()}},
@@ -260,8 +274,8 @@ class Membership:
     def ban(self, node: str) -> None:
         self._put(replace(self._members[node], is_banned=True))
 
-    def lose(self, node: str) -> None:
-        self._put(_moved(self._members[node], MemberState.LOST))
+    def lose(self, node: str, *, is_tried_again: bool = False) -> None:
+        self._put(replace(_moved(self._members[node], MemberState.LOST), is_tried_again=is_tried_again))
 
     def leave(self, node: str) -> None:
         """Raises PeerError for a node that was not connected."""
@@ -318,8 +332,14 @@ class Membership:
 
     @property
     def kinds(self) -> Mapping[str, str]:
-        """The kind of every node that ever was in the job."""
+        """The kind of every node that ever was in the job. One that is back with other devices keeps its kind until it
+        is ready: plans may still name the node, and its new kind may not have a profile yet."""
         return self._kinds
+
+    @property
+    def known_kinds(self) -> Set[str]:
+        """All kinds that nodes of the job were ever of."""
+        return self._known_kinds
 
     @property
     def domains(self) -> Mapping[str, str]:

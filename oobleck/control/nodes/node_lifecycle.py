@@ -117,17 +117,8 @@ class NodeLifecycle:
         turn.do((events.Connect(node=spec),))
 
     def _check_kind(self, spec: NodeSpec) -> None:
-        known = self._members.kinds
-        if self._most_kinds is None:
-            return
-        if known.get(spec.name, spec.kind) != spec.kind:
-            # Plans that the node has had a part in, from which layers may still be read, hold for its old devices.
-            raise UsageError(
-                f"{spec.name} is of kind {spec.kind}, and was of kind {known[spec.name]} before; "
-                "add it under another name"
-            )
-        kinds = set(known.values())
-        if spec.kind not in kinds and len(kinds) >= self._most_kinds:
+        kinds = self._members.known_kinds
+        if self._most_kinds is not None and spec.kind not in kinds and len(kinds) >= self._most_kinds:
             raise UsageError(
                 f"{spec.name} is of kind {spec.kind}, and the job has nodes of {', '.join(sorted(kinds))}; it may have "
                 f"at most {self._most_kinds}"
@@ -141,6 +132,12 @@ class NodeLifecycle:
     def retry_lost(self, turn: Turn) -> None:
         turn.do(events.Connect(node=spec) for spec in self._node_retry.take_due(turn.now_s))
 
+    def take_over(self, now_s: float) -> None:
+        """Try the lost nodes again that the master before would have."""
+        for member in self._members.in_state(MemberState.LOST):
+            if member.is_tried_again:
+                self._node_retry.note_lost(member.spec, now_s)
+
     # --- nodes are lost ----------------------------------------------------------------------------------------
 
     def unreachable(self, turn: Turn, node: str, loss: journal.Loss) -> None:
@@ -152,14 +149,15 @@ class NodeLifecycle:
         if isinstance(loss, journal.Unfit):
             turn.record(journal.NodeUnfit(t_s=turn.now_s, node=node, fault=loss.fault, is_tried_again=True))
 
-    def give_up(self, turn: Turn, node: str, loss: journal.Loss) -> None:
+    def give_up(self, turn: Turn, node: str, loss: journal.Loss, *, again: NodeSpec | None = None) -> None:
+        """Lose a node; `again` takes it in once more at once, with the devices that it names."""
         member, is_begun = self._members[node], self._program.is_begun
         # Several things show the same loss: the connection breaks, the lease lapses, a peer reports it.
         if member.state in (MemberState.LOST, MemberState.LEFT):
             return
-        self._members.lose(node)
         may_come_back = is_begun and loss.cause in _MAY_COME_BACK and not member.is_banned and not member.is_draining
         is_tried_again = may_come_back and self._node_retry.note_lost(member.spec, turn.now_s)
+        self._members.lose(node, is_tried_again=is_tried_again and self._node_retry.is_on)
         # The journal has the loss before the program acts on it, and before a node that arrived again is added.
         turn.do((events.Disconnect(node=node),))
         turn.record(
@@ -168,10 +166,15 @@ class NodeLifecycle:
                 node=node,
                 loss=loss,
                 is_requested=member.is_banned,
-                is_tried_again=is_tried_again and self._node_retry.is_on,
+                is_tried_again=self._members[node].is_tried_again,
             )
         )
         self._program.drop_node(turn, node, loss)
+        # The program may have nothing left but this node, and waits for one that is on its way.
+        if (back := self._back.pop(node, None)) is not None:
+            self.add(turn, back.spec, by_itself=back.by_itself)
+        elif again is not None:
+            self.add(turn, again)
         if is_begun:
             if may_come_back and not is_tried_again:
                 turn.note(
@@ -182,8 +185,6 @@ class NodeLifecycle:
             silent_s = max(0.0, turn.now_s - self._members.heard_s[node])
             self._program.go_on_without(turn, member, loss.cause, silent_s)
         self._stop_if_all_leave(turn)
-        if (back := self._back.pop(node, None)) is not None:
-            self.add(turn, back.spec, by_itself=back.by_itself)
 
     def ban(self, node: str) -> None:
         self._node_retry.forget(node)

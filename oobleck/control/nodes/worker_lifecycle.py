@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from oobleck.control import protocol
 from oobleck.control.events import NodeUp, Turn
 from oobleck.control.journal import LossCause, WorkerDown, WorkerEnded, WorkerUp
 from oobleck.control.protocol import end_text
 from oobleck.errors import PeerError
+from oobleck.job import NodeSpec
 from oobleck.planner import WorkerId
 
 from .membership import Member, Membership
@@ -77,16 +80,30 @@ class WorkerLifecycle:
                 self._start(turn, worker_id)
             return
         self._program.worker_ended(turn, worker_id, message.end)
-        num_restarts = member.num_restarts(turn.now_s, within_s=_RESTARTS_WITHIN_S, step=self._program.furthest_step)
+        step = self._program.furthest_step
+        restarts = member.recent_restarts(turn.now_s, within_s=_RESTARTS_WITHIN_S, step=step)
         # Before training, an error is most likely the job's own, and would end every worker that is started again.
         is_worth_it = not member.is_draining and (self._program.is_begun or message.was_ended_from_outside)
-        if is_worth_it and num_restarts < _MAX_RESTARTS:
+        if is_worth_it and len(restarts) < _MAX_RESTARTS:
             self._restart(turn, member, worker_id, message)
             return
-        if num_restarts >= _MAX_RESTARTS:
+        again = None
+        if len(restarts) >= _MAX_RESTARTS:
             words = f"its worker was started again {_MAX_RESTARTS} times, and ended again: {end_text(message.end)}"
             self._members.note_last_words(node, words)
-        self._nodes.give_up(turn, node, WorkerEnded(pid=message.pid, end=message.end))
+            if is_worth_it and {each.device for each in restarts} == {message.device}:
+                again = self._without(turn, member, message.device)
+        self._nodes.give_up(turn, node, WorkerEnded(pid=message.pid, end=message.end), again=again)
+
+    def _without(self, turn: Turn, member: Member, device: int) -> NodeSpec | None:
+        """Return a node without one of its devices, whose worker alone has ended each time; None if nothing is left."""
+        spec = member.spec
+        rest = tuple(number for index, number in enumerate(spec.devices) if index != device)
+        if not rest or not self._program.is_begun:
+            return None
+        ended = f"only the worker of its device {spec.devices[device]} ended, each time"
+        turn.note("warning", f"{spec.name} is tried with {len(rest)} of its {spec.num_devices} devices: {ended}")
+        return replace(spec, devices=rest)
 
     def _restart(self, turn: Turn, member: Member, worker_id: WorkerId, message: protocol.WorkerExited) -> None:
         """Continue without the node until its worker is back. If no node survives, all wait for restarted workers."""

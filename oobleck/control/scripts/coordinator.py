@@ -151,6 +151,7 @@ class RanksCoordinator(BaseCoordinator):
             cause, generation = self._state.cause, self._state.past.generation
             turn.record(journal.GenerationEnded(t_s=now_s, generation=generation, cause=cause))
         turn.do(events.Connect(node=member.spec, attach=True) for member in members.living)
+        self._lifecycle.take_over(now_s)
         listed = (spec for spec in self._nodes if spec.name not in members)  # the user may have since
         for spec in (*joining, *listed):
             self._lifecycle.add(turn, spec)

@@ -66,8 +66,8 @@ class ReplayedRanks:
                 members.add(spec)
             case journal.NodeConnected(node=node, agent_pid=pid):
                 members.note_connected(node, agent_pid=pid)
-            case journal.NodeLost(node=node):
-                members.lose(node)
+            case journal.NodeLost(node=node, is_tried_again=is_tried_again):
+                members.lose(node, is_tried_again=is_tried_again)
             case journal.NodeLeft(node=node):
                 members.leave(node)
             case journal.JournalGap():

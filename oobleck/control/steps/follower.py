@@ -142,8 +142,9 @@ class Follower:
         if self._share_done:
             return
         share = shares_of(committee.plan, self.partial_commit.before)[seat.index]
-        sections = self.partial_commit.num_sections if ends_under_plan else 1
-        yield from self._execute(worker_effects.Compute(step, tuple(share), sections, posts_sums=ends_under_plan))
+        # Where others of a stage were in the midst of this program when the fence came, they finish it as it is.
+        sections = self.partial_commit.num_sections
+        yield from self._execute(worker_effects.Compute(step, tuple(share), sections, ends_under_plan=ends_under_plan))
         self._share_done = True
 
     def _begin(self, step: int) -> worker_effects.WorkerEffects:

@@ -79,15 +79,17 @@ class BeginStep:
 class Compute:
     """Run this stage's program for some microbatches of the step, and add the results to what is done.
 
-    Raises Interrupted once the pipeline is stopped, PeerLost and ShardUnreadable. At the end of each section but the
-    last, and in between, the driver advances the partial commit.
+    Raises Interrupted once the pipeline is stopped, PeerLost and ShardUnreadable. If the step ends under the plan in
+    force, the driver advances the partial commit at the end of each section but the last, and in between.
     """
 
     step: int
     microbatches: tuple[int, ...] | range
     num_sections: int = 1
-    posts_sums: bool = False
-    """The step's own reduction comes next: final sums may be posted during the last backward pass."""
+    """All devices of a stage run the same program, whenever each begins it: they add their gradients up at the end of
+    each section, committed or not."""
+    ends_under_plan: bool = False
+    """The plan's own reduction comes next: final sums may be posted during the last backward pass."""
 
 
 @dataclass(frozen=True, slots=True)

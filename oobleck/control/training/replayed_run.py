@@ -16,7 +16,7 @@ from oobleck.control.data import ShardRemains
 from oobleck.control.nodes import Membership, MemberState
 from oobleck.control.protocol import CommitRecord
 from oobleck.control.steps import STEPS_TIMED, PlanHistory
-from oobleck.job import JobSpec, NodeSpec, Sharding
+from oobleck.job import JobSpec, NodeSpec, Sharding, relocated
 from oobleck.planner import NodeKind, WorkerId, profile_from_json
 
 
@@ -121,7 +121,7 @@ class ReplayedRun:
     def relocate(self, specs: Mapping[str, NodeSpec]) -> None:
         """Reach nodes as these say, where they may have changed: virtual nodes have other ports under each master."""
         self.members.relocate(specs)
-        self.interrupted = tuple(specs.get(spec.name, spec) for spec in self.interrupted)
+        self.interrupted = tuple(relocated(spec, specs) for spec in self.interrupted)
 
     @property
     def is_settled(self) -> bool:
@@ -184,8 +184,8 @@ class ReplayedRun:
                 worker_id, step = WorkerId(node=node, device=device), self.furthest_step
                 self.members.note_restart(worker_id, pid, now_s=entry.t_s, step=step, also=also)
                 self.slow.pop(node, None)
-            case journal.NodeLost(node=node):
-                self.members.lose(node)
+            case journal.NodeLost(node=node, is_tried_again=is_tried_again):
+                self.members.lose(node, is_tried_again=is_tried_again)
                 self.slow.pop(node, None)
             case journal.NodeLeft(node=node):
                 self.members.leave(node)

@@ -41,6 +41,7 @@ def take_over(parts: Parts, turn: Turn, job: JobSpec, nodes: tuple[NodeSpec, ...
     if not replayed.is_settled:
         parts.saving.take_over(replayed.generations.newest)
         parts.reconfiguration.begin(turn, BeginRecovery(cause=PlanCause.MASTER_LOST))
+    parts.lifecycle.take_over(now_s)
     for spec in replayed.interrupted:
         parts.lifecycle.add(turn, spec)
     # The user may have listed new nodes since.

@@ -85,7 +85,7 @@ class Programs:
                 yield from self.node_sums.conclude(seat.stage_key, work.step, microbatches[done:stop])
                 work.microbatches += microbatches[done:stop]
                 done, began_s = stop, ends_s
-                if not is_last:
+                if not is_last and program.ends_under_plan:
                     yield from self.carry_out(self.partial_commit.begin(work.step))
         except (steps.Interrupted, steps.PeerLost):
             # Messages of the unfinished program are still in flight: later ones could be taken for them.

@@ -31,6 +31,7 @@ class WorkerProcess:
     ) -> None:
         self.pid = pid
         self.worker_id = setup.worker_id
+        self.local_device = setup.local_device
         self._setup = setup
         self._world = world
         self._gate = gate
@@ -263,8 +264,9 @@ class VirtualWorkerHost:
         return process
 
     def crash(self, device: int) -> None:
+        """End the workers of one of the machine's devices."""
         for process in self.processes:
-            if process.worker_id.device == device:
+            if process.local_device == device:
                 process.kill()
 
     def wake(self) -> None:

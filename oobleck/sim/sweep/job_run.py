@@ -8,8 +8,7 @@ from itertools import chain
 from math import inf
 
 from oobleck import __version__
-from oobleck.control import events, protocol
-from oobleck.control.journal import AgentLost, JobStarted, Loss, NodeConnected, StepDone, Unreachable
+from oobleck.control import events, journal, protocol
 from oobleck.control.speed import found_out_s
 from oobleck.control.training import Coordinator, Phase
 from oobleck.errors import ExitCode
@@ -78,7 +77,7 @@ class JobRun:
     def begin(self) -> None:
         """Start the job on the nodes of the start, or wait for more."""
         nodes = tuple(map(self.kinds.spec, self._trace.nodes))
-        self.log.record(JobStarted(t_s=0.0, version=__version__, job=self._job, nodes=nodes, started_at=""))
+        self.log.record(journal.JobStarted(t_s=0.0, version=__version__, job=self._job, nodes=nodes, started_at=""))
         self._start()
         for node in self.nodes.startable(self.agenda.now_s) if self._coordinator is None else ():
             self._await_others(node)
@@ -138,7 +137,7 @@ class JobRun:
         ordered: protocol.PlanUpdate | None = None
         for command in commands:
             match command:
-                case events.Record(entry=StepDone() as entry):
+                case events.Record(entry=journal.StepDone() as entry):
                     # Answers to a fence may include steps that no worker could report.
                     self.log.record_steps(entry, from_step or self._unreported_step)
                     self._unreported_step = 0
@@ -163,6 +162,8 @@ class JobRun:
                     ordered = update
                 case events.Disconnect(node=node):
                     self.nodes.members.pop(node, None)
+                case events.Connect(node=spec) if spec.num_devices < len(self.kinds.devices_of(spec.name)):
+                    self._refuse_later(spec.name)
                 case events.Send(node=node, message=protocol.StartWorker(device=device)) if (
                     WorkerId(node, device) in self._crashed
                 ):
@@ -195,6 +196,11 @@ class JobRun:
             ordered_s = self.costs.deciding_s(num_workers) + self.costs.ordering_s(num_workers)
             self.crew.take_update(ordered, self.agenda.now_s + ordered_s, transfer_s=seconds)
         self._review_later()
+
+    def _refuse_later(self, node: str) -> None:
+        """Keep a node away that the coordinator tries without a device: a sweep's nodes have all of theirs, or none."""
+        loss = journal.Misfit(problem="a node of a sweep has all of its devices")
+        self.agenda.when_seen(self.agenda.now_s, lambda: self.feed(events.NodeFailed(node=node, loss=loss)))
 
     def _answer(self, generation: int, only: Collection[str] | None = None) -> None:
         """Answer a fence for all well workers, or for those of some nodes."""
@@ -323,7 +329,7 @@ class JobRun:
         if node not in self.nodes.members:
             return
         if not self.nodes.is_well(node):
-            self.fail(node, Unreachable(problem="it is gone"))
+            self.fail(node, journal.Unreachable(problem="it is gone"))
             return
         self.feed(events.NodeUp(node=node, hello=_hello(node, self.agenda.now_s), address=node))
         for device in self.kinds.devices_of(node):
@@ -340,7 +346,7 @@ class JobRun:
 
     def _await_others(self, node: str) -> None:
         """Record a node that is present while too few are for a coordinator."""
-        self.log.record(NodeConnected(t_s=self.agenda.now_s, node=node, agent_pid=1))
+        self.log.record(journal.NodeConnected(t_s=self.agenda.now_s, node=node, agent_pid=1))
 
     def _give_up(self, reason: str) -> None:
         """End the coordinator's run: all state is lost but the newest checkpoint's."""
@@ -353,7 +359,7 @@ class JobRun:
         for leaves_s in {each for each in self.nodes.leaves_s.values() if each > self.agenda.now_s}:
             self.agenda.at(leaves_s, self._start)
 
-    def fail(self, node: str, loss: Loss) -> None:
+    def fail(self, node: str, loss: journal.Loss) -> None:
         """Report the failure of a node that the coordinator counts on."""
         if node in self.nodes.members:
             self._reports.forget(node)
@@ -378,7 +384,7 @@ class JobRun:
                 self.agenda.when_seen(self.agenda.now_s + starting_s + _SOON_S, join)
             else:
                 # The coordinator may still count on the node's earlier life.
-                self.fail(node, AgentLost())
+                self.fail(node, journal.AgentLost())
                 self.nodes.members[node] = life
                 self.feed(events.AddRequested(spec=self.kinds.spec(node)))
                 self._connect(node)

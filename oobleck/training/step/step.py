@@ -109,7 +109,7 @@ class StepInFlight:
         return numbers, max(1, num_items)
 
     def execute(self, pipeline_rank: PipelineRank, program: Compute, reducer: GradientReducer) -> None:
-        """Run this stage's program for some microbatches; if it posts sums, `reducer` sums them.
+        """Run this stage's program for some microbatches; if the step ends under the plan, `reducer` sums them.
 
         Raises Interrupted, PeerLost or ShardUnreadable.
         """
@@ -129,7 +129,7 @@ class StepInFlight:
             num_chunks=pipeline_rank.num_chunks,
             num_microbatches=len(program.microbatches),
             num_sections=program.num_sections,
-            commits=program.posts_sums,
+            commits=program.ends_under_plan,
         )
         if self._put_off is not None:
             self._put_off.engage(is_on=pipeline_rank.splits_backward)
@@ -140,14 +140,14 @@ class StepInFlight:
             model=self.model,
             commit_state=self.commit_state,
             put_off=self._put_off if pipeline_rank.splits_backward else None,
-            sections=self.sections if program.num_sections > 1 else None,
+            sections=self.sections if program.num_sections > 1 and program.ends_under_plan else None,
             device_work=self.device_work,
             reader=self._reader,
             node_sums=self.node_sums,
         )
         # Sums are posted early only where the plan's own reduction comes next: a step that a committee finishes without
         # some nodes is reduced in other groups.
-        around_last = self._overlapping(reducer, pipeline_rank) if program.posts_sums else nullcontext()
+        around_last = self._overlapping(reducer, pipeline_rank) if program.ends_under_plan else nullcontext()
         self.waiter.take_longest_s()  # discards the longest wait of what came before
         began_s, waited_s = time.monotonic(), self.waiter.waited_s
         execution.run(schedule.programs[pipeline_rank.stage], program.microbatches, around_last=around_last)

@@ -274,7 +274,7 @@ class Driver:
             self.done += program.microbatches[done:stop]
             self.commit_state.note_microbatch(stop - done)
             done = stop
-            if stop != len(program.microbatches):
+            if stop != len(program.microbatches) and program.ends_under_plan:
                 drive(self.follower.partial_commit.begin(program.step), self._carry_out)
                 drive(self.follower.partial_commit.look(), self._carry_out)
 
@@ -760,6 +760,21 @@ def test_a_section_is_given_back_before_the_step_is_finished():
     asked = driver.follow(update(2, plan(("a", "b")), finish=1, boundary=1, lost=("c", "d"), segments=(segment,)))
     assert names(asked)[:3] == ["GiveBack", "FormGroups", "Compute"]
     assert driver.applied == 1
+
+
+def test_who_begins_a_step_when_a_node_is_lost_runs_the_program_of_those_that_began_before():
+    early, late = Driver(job=job(max_steps=2)), Driver(job=job(max_steps=2))
+    begun = [effect for effect in early.follow(update(1, num_sections=2)) if isinstance(effect, Compute)]
+    fenced(late, Agree)
+    late.follow(update(1, num_sections=2))
+    late.upset = lambda _effect: None
+    order = update(2, plan(("a", "b")), catch_up=record(1), finish=2, boundary=2, lost=("c", "d"), num_sections=2)
+    asked = late.follow(order)
+    (finished,) = (effect for effect in asked if isinstance(effect, Compute))
+    assert finished == replace(begun[1], ends_under_plan=False)
+    assert finished.num_sections == 2
+    assert "PostSection" not in names(asked), "those of the old plan sum nothing together any more"
+    assert late.applied == 2
 
 
 def test_a_section_that_others_have_committed_is_committed_by_order_once():

@@ -251,27 +251,31 @@ def test_a_node_of_another_kind_is_refused_by_an_interleaved_job_and_costs_nobod
     assert "schedule is interleaved, and nodes are of 2 kinds (fast, slow)" in str(lost.loss)
 
 
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        (
-            replace(NODES[0], device="slow"),
-            "f0 is of kind slow, and was of kind fast before; add it under another name",
-        ),
-        (
-            NodeSpec(name="n9", host="n9", device="e"),
-            "n9 is of kind e, and the job has nodes of c, d, fast, slow",
-        ),
-    ],
-)
-def test_nodes_that_do_not_fit_the_kinds_are_refused(spec: NodeSpec, words: str):
+@pytest.mark.parametrize("name", ["f0", "n9"])
+def test_a_node_of_a_fifth_kind_is_refused(name: str):
     bench = mixed()
     for device in ("c", "d"):
         bench.feed(AddRequested(spec=NodeSpec(name=device, host=device, device=device)))
     bench.fail("f0")
-    bench.feed(AddRequested(spec=spec))
-    assert words in bench.journal(Notice)[-1].text
-    assert spec not in [entry.node for entry in bench.journal(NodeAdded)]
+    fifth = NodeSpec(name=name, host=name, device="e")
+    bench.feed(AddRequested(spec=fifth))
+    assert f"{name} is of kind e, and the job has nodes of c, d, fast, slow" in bench.journal(Notice)[-1].text
+    assert fifth not in [entry.node for entry in bench.journal(NodeAdded)]
+
+
+def test_a_lost_node_may_come_back_as_another_kind():
+    bench = mixed()
+    adopt(bench)
+    bench.fail("f0")
+    assert bench.coordinator.phase is Phase.FENCING
+    bench.feed(AddRequested(spec=replace(NODES[0], device="slow")))
+    bench.up("f0")
+    bench.say("f0", ready(pid=9))
+    for node in ("s0", "f1", "s1", "f0"):
+        bench.answer(node, adopted=1 if node != "f0" else 0, layers=(0, 1, 2, 3) if node != "f0" else ())
+    bench.wait(0.5)
+    layers = {worker_id.node: held for worker_id, held in bench.updates[-1].plan.layers_at.items()}
+    assert len(layers["f0"]) == len(layers["s1"]) < len(layers["f1"]), "it has a slow node's share of their pipeline"
 
 
 def test_a_new_master_knows_the_profiles_of_all_kinds():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from oobleck.control.journal import (
     JournalEntry,
     LossCause,
+    NodeAdded,
     NodeLeft,
     NodeLost,
     PlanAdopted,
@@ -24,7 +25,7 @@ from oobleck.control.journal import (
 from oobleck.control.journal.summary import Summary, summarize
 from oobleck.errors import PlanningError
 from oobleck.job import ScheduleName
-from oobleck.planner import Profile
+from oobleck.planner import NodeKind, Profile, WorkerId
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.forecast import forecast
 from oobleck.sim.costs.model import Costs
@@ -229,6 +230,18 @@ def test_a_crashed_worker_comes_back_in_its_place() -> None:
     journal = play(WorkerCrashed(t_s=100, node="node0"), costs=dataclasses.replace(FREE, worker_start_s=0.5))
     assert len(only(journal, PlanAdopted)[-1].plan.nodes) == 4
     assert summarize(journal).steps_lost == 0
+
+
+def test_a_node_whose_device_fails_again_and_again_is_added_whole() -> None:
+    """As a user would who has had it repaired."""
+    crashes = [WorkerCrashed(t_s=100.0 + 5 * number, node="node0", device=1) for number in range(4)]
+    kinds = (NodeKind(name="wide", profile=PROFILE, devices_per_node=2),)
+    trace = dataclasses.replace(make_trace(*crashes), kinds=dict.fromkeys(FOUR, "wide"))
+    journal = sweep(trace, make_settings(kinds=kinds, costs=dataclasses.replace(FREE, worker_start_s=0.5)))
+    assert [len(added.node.devices) for added in only(journal, NodeAdded)] == [1, 2]
+    assert "a node of a sweep has all of its devices" in str(only(journal, NodeLost)[1].loss)
+    last = only(journal, PlanAdopted)[-1].plan
+    assert {each for each in last.worker_ids if each.node == "node0"} == {WorkerId("node0", 0), WorkerId("node0", 1)}
 
 
 def test_a_crashed_agent_is_a_lost_node() -> None:
