@@ -266,10 +266,11 @@ class Session:
 
     def _spec_to_add(self, text: str) -> NodeSpec:
         known = {spec.name: spec for spec in self._master.nodes}
-        spec = known[text] if text in known else self._launcher.named(text)
-        if spec.name in known and (spec.name not in self._gone or text != spec.name):
-            how = f"; `add {spec.name}` takes it back" if spec.name in self._gone else ""
-            raise UsageError(f"{spec.name} is in the run already{how}")
+        # The run may have gone on with fewer of a node's devices than it has.
+        whole = known | {spec.name: spec for spec in self._launcher.nodes}
+        spec = whole[text] if text in known else self._launcher.named(text)
+        if spec.name in known and spec.name not in self._gone:
+            raise UsageError(f"{spec.name} is in the run already")
         return spec
 
 

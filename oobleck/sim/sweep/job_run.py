@@ -162,6 +162,7 @@ class JobRun:
                     ordered = update
                 case events.Disconnect(node=node):
                     self.nodes.members.pop(node, None)
+                    self._crashed.difference_update([each for each in self._crashed if each.node == node])
                 case events.Connect(node=spec) if spec.num_devices < len(self.kinds.devices_of(spec.name)):
                     self._refuse_later(spec.name)
                 case events.Send(node=node, message=protocol.StartWorker(device=device)) if (
