@@ -82,6 +82,9 @@ class WorkerProgram(Protocol):
     def worker_ended(self, turn: Turn, worker_id: WorkerId, end: WorkerEnd) -> None:
         """A worker has ended by itself, or was killed."""
 
+    def is_met_elsewhere(self, worker_id: WorkerId) -> bool:
+        """Whether the exception that ended a worker has just ended another one, too, so that no device is to blame."""
+
     def drop_worker(self, turn: Turn, worker_id: WorkerId) -> None:
         """A worker has ended and is restarted: discard what it was asked, or ask others."""
 

@@ -91,7 +91,9 @@ class WorkerLifecycle:
         if len(restarts) >= _MAX_RESTARTS:
             words = f"its worker was started again {_MAX_RESTARTS} times, and ended again: {end_text(message.end)}"
             self._members.note_last_words(node, words)
-            if is_worth_it and {each.device for each in restarts} == {message.device}:
+            is_users = isinstance(message.end, protocol.Raised) and message.end.kind.is_users
+            is_its_own = not is_users and not self._program.is_met_elsewhere(worker_id)
+            if is_worth_it and is_its_own and {each.device for each in restarts} == {message.device}:
                 again = self._without(turn, member, message.device)
         self._nodes.give_up(turn, node, WorkerEnded(pid=message.pid, end=message.end), again=again)
 

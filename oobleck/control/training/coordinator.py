@@ -151,6 +151,9 @@ class Coordinator(BaseCoordinator):
         if journal.failure_of_end(end) is journal.Failure.OUT_OF_MEMORY:
             self.memory_ran_out(turn, worker_id.node)
 
+    def is_met_elsewhere(self, worker_id: WorkerId) -> bool:
+        return self._parts.shutdown.is_met_elsewhere(worker_id)
+
     def memory_ran_out(self, turn: Turn, node: str) -> None:
         if self.is_begun:
             self._parts.replanning.use_less_memory(turn, node, self._parts.reconfiguration.generations.plan)

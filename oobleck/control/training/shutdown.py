@@ -70,6 +70,12 @@ class Shutdown:
         errors = {(error.kind, error.message) for node, error in fresh.items() if node in nodes}
         return len(errors) == 1 and fresh.keys() >= set(nodes)
 
+    def is_met_elsewhere(self, worker_id: WorkerId) -> bool:
+        """Whether the exception that ended a worker has ended another one, too, since the newest step."""
+        fresh = {each: (error.kind, error.message) for each, error in self._fresh.items()}
+        own = fresh.pop(worker_id, None)
+        return own is not None and own in fresh.values()
+
     @property
     def _fresh(self) -> dict[WorkerId, Raised]:
         """The exceptions since the newest committed step, by worker."""

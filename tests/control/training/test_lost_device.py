@@ -8,7 +8,7 @@ import pytest
 
 from oobleck.control.events import AddRequested, Connect, DrainRequested, ProfileFound
 from oobleck.control.journal import NodeAdded, NodeLost, Notice, PlanAdopted
-from oobleck.control.protocol import Configure, Killed, StartWorker, WorkerExited
+from oobleck.control.protocol import Configure, ErrorKind, Killed, Raised, StartWorker, WorkerExited
 from oobleck.control.training import Phase
 from oobleck.job import NodeSpec
 from oobleck.planner import WorkerId, profile_to_json
@@ -108,6 +108,21 @@ def test_a_node_whose_workers_end_here_and_there_is_lost_as_a_whole(devices: lis
     crash(bench, "n2", devices)
     assert [lost.node for lost in bench.journal(NodeLost)] == ["n2"]
     assert not bench.journal(NodeAdded)
+
+
+@pytest.mark.parametrize("is_met_elsewhere", [True, False])
+@pytest.mark.parametrize("kind", [ErrorKind.CODE, ErrorKind.DEVICE, ErrorKind.DATA])
+def test_no_device_is_to_blame_for_an_error_that_others_meet_or_the_user_made(
+    kind: ErrorKind, *, is_met_elsewhere: bool
+):
+    bench = training()
+    crash(bench, "n2", [2] * (ENDS - 1))
+    bad = Raised(kind=kind, message="ValueError: sample 7 is empty")
+    if is_met_elsewhere:
+        bench.say("n1", WorkerExited(device=0, pid=PID, end=bad))
+    bench.say("n2", WorkerExited(device=2, pid=PID + ENDS - 1, end=bad))
+    assert [lost.node for lost in bench.journal(NodeLost)] == ["n2"]
+    assert len(bench.journal(NodeAdded)) == (0 if is_met_elsewhere or kind.is_users else 1)
 
 
 def test_a_node_that_leaves_is_not_tried_again():
