@@ -500,8 +500,8 @@ MUTATIONS = (
         name="seven_idle",
         what="a node is lost as a whole, although the same device of it failed each time",
         file="oobleck/control/nodes/worker_lifecycle.py",
-        old="        if not rest or not self._program.is_begun:\n",
-        new="        if True:\n",
+        old="            if is_worth_it and all(each.device == message.device for each in restarts):\n",
+        new="            if False:\n",
         caught_by="tests/sim/test_promises.py::test_a_device_that_fails_for_good_idles_no_other",
     ),
     Mutation(

@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from oobleck.control.events import AddRequested, Command, Connect, End, Event, StopRequested
+from oobleck.control.events import AddRequested, Command, Connect, Disconnect, End, Event, StopRequested
 from oobleck.control.protocol import BecomeRelay, Greeting, MasterMessage
 from oobleck.job import ControlSpec, JobSpec, NodeSpec
 from oobleck.roles.master import Master, RunClock
@@ -73,6 +73,45 @@ async def test_a_node_is_tried_by_one_task_at_a_time(autojump_clock: trio.testin
         await trio.sleep(1)
         assert (cluster.tries, cluster.under_way) == (2, 1)
         master.submit(StopRequested(now=True, exit_code=0, reason="done"))
+
+
+class Cleaning(Silent):
+    """A cluster that notes what it is asked, and takes a while to clean a node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[str] = []
+
+    async def reach(self, node: NodeSpec, *, attach: bool) -> AgentConnection:
+        self.noted.append("reach")
+        return await super().reach(node, attach=attach)
+
+    async def clean(self, node: NodeSpec) -> None:
+        await trio.sleep(5.0)
+        self.noted.append("cleaned")
+
+
+class LosingAtOnce(Asking):
+    """Loses the node for each request, and takes it in again in the same turn."""
+
+    def handle(self, now_s: float, event: Event) -> list[Command]:
+        commands = super().handle(now_s, event)
+        return [Disconnect(node=NODE.name), *commands] if isinstance(event, AddRequested) else commands
+
+
+@pytest.mark.parametrize("_number", range(8))  # which of two tasks begins first is chance
+async def test_a_node_that_is_taken_in_again_is_reached_once_it_is_cleaned(
+    autojump_clock: trio.testing.MockClock, _number: int
+) -> None:
+    cluster = Cleaning()
+    master = Master(LosingAtOnce(), JobSpec(), cluster=cluster, journal=[], profiles=None, clock=RunClock())
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(master.run)
+        await trio.sleep(1.0)
+        master.submit(AddRequested(spec=NODE))
+        await trio.sleep(10.0)
+        assert cluster.noted == ["reach", "cleaned", "reach"]
+        nursery.cancel_scope.cancel()
 
 
 class Speaking:

@@ -107,8 +107,9 @@ class NodeLifecycle:
                 f"minutes; `oobleck add {spec.name}` adds it at once",
             )
             return
+        if not self.is_of_possible_kind(turn, spec):
+            return
         try:
-            self._check_kind(spec)
             self._members.add(spec)
         except UsageError as error:
             turn.note("warning", str(error))
@@ -116,13 +117,17 @@ class NodeLifecycle:
         turn.record(journal.NodeAdded(t_s=turn.now_s, node=spec))
         turn.do((events.Connect(node=spec),))
 
-    def _check_kind(self, spec: NodeSpec) -> None:
+    def is_of_possible_kind(self, turn: Turn, spec: NodeSpec) -> bool:
+        """Return whether the job may have nodes of this one's kind; if not, a warning says why."""
         kinds = self._members.known_kinds
-        if self._most_kinds is not None and spec.kind not in kinds and len(kinds) >= self._most_kinds:
-            raise UsageError(
-                f"{spec.name} is of kind {spec.kind}, and the job has nodes of {', '.join(sorted(kinds))}; it may have "
-                f"at most {self._most_kinds}"
-            )
+        if self._most_kinds is None or spec.kind in kinds or len(kinds) < self._most_kinds:
+            return True
+        turn.note(
+            "warning",
+            f"{spec.name} is of kind {spec.kind}, and the job has nodes of {', '.join(sorted(kinds))}; it may have "
+            f"at most {self._most_kinds}",
+        )
+        return False
 
     @property
     def retries_s(self) -> float:
@@ -166,7 +171,7 @@ class NodeLifecycle:
                 node=node,
                 loss=loss,
                 is_requested=member.is_banned,
-                is_tried_again=self._members[node].is_tried_again,
+                is_tried_again=again is not None or self._members[node].is_tried_again,
             )
         )
         self._program.drop_node(turn, node, loss)

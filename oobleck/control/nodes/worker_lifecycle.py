@@ -91,21 +91,22 @@ class WorkerLifecycle:
         if len(restarts) >= _MAX_RESTARTS:
             words = f"its worker was started again {_MAX_RESTARTS} times, and ended again: {end_text(message.end)}"
             self._members.note_last_words(node, words)
-            is_users = isinstance(message.end, protocol.Raised) and message.end.kind.is_users
-            is_its_own = not is_users and not self._program.is_met_elsewhere(worker_id)
-            if is_worth_it and is_its_own and {each.device for each in restarts} == {message.device}:
-                again = self._without(turn, member, message.device)
+            if is_worth_it and all(each.device == message.device for each in restarts):
+                again = self._without_device(turn, member, message)
         self._nodes.give_up(turn, node, WorkerEnded(pid=message.pid, end=message.end), again=again)
 
-    def _without(self, turn: Turn, member: Member, device: int) -> NodeSpec | None:
-        """Return a node without one of its devices, whose worker alone has ended each time; None if nothing is left."""
-        spec = member.spec
-        rest = tuple(number for index, number in enumerate(spec.devices) if index != device)
-        if not rest or not self._program.is_begun:
+    def _without_device(self, turn: Turn, member: Member, message: protocol.WorkerExited) -> NodeSpec | None:
+        """Return a node without the device whose worker has ended; None if that is not to blame, or none is left."""
+        whole, device = member.spec, message.device
+        is_users = isinstance(message.end, protocol.Raised) and message.end.kind.is_users
+        if is_users or self._program.is_met_elsewhere(WorkerId(node=whole.name, device=device)):
             return None
-        ended = f"only the worker of its device {spec.devices[device]} ended, each time"
-        turn.note("warning", f"{spec.name} is tried with {len(rest)} of its {spec.num_devices} devices: {ended}")
-        return replace(spec, devices=rest)
+        rest = replace(whole, devices=tuple(number for index, number in enumerate(whole.devices) if index != device))
+        if not rest.devices or not self._program.is_begun or not self._nodes.is_of_possible_kind(turn, rest):
+            return None
+        tried = f"{whole.name} is tried with {rest.num_devices} of its {whole.num_devices} devices"
+        turn.note("warning", f"{tried}: only the worker of its device {whole.devices[device]} ended, each time")
+        return rest
 
     def _restart(self, turn: Turn, member: Member, worker_id: WorkerId, message: protocol.WorkerExited) -> None:
         """Continue without the node until its worker is back. If no node survives, all wait for restarted workers."""

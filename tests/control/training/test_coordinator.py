@@ -1208,6 +1208,17 @@ def test_a_node_that_stays_away_is_tried_ever_less_and_nobody_is_told():
     assert Connect(node=bench.nodes[2]) in bench.commands
 
 
+def test_the_next_master_tries_a_lost_node_again_that_the_one_before_would_have():
+    bench = patient()
+    bench.fail("n2")
+    answer_all(bench, "n0", "n1")
+    bench.resume("n0", "n1")
+    succeed(bench, "n0", "n1")
+    assert Connect(node=bench.nodes[2]) not in bench.commands
+    bench.beat_until(bench.now_s + 10.1, "n0", "n1")
+    assert Connect(node=bench.nodes[2]) in bench.commands
+
+
 def test_a_node_that_is_found_faulty_before_it_comes_back_is_told_and_tried_later():
     bench = patient()
     bench.fail("n2")

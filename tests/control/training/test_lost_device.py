@@ -72,7 +72,7 @@ def answer(bench: Bench, *nodes: str) -> None:
 def test_a_node_goes_on_without_the_device_that_fails():
     bench = training()
     crash(bench, "n2", [2] * ENDS)
-    assert [lost.node for lost in bench.journal(NodeLost)] == ["n2"]
+    assert [(lost.node, lost.is_tried_again) for lost in bench.journal(NodeLost)] == [("n2", True)]
     without = replace(bench.nodes[2], devices=(0, 1, 3))
     assert [added.node for added in bench.journal(NodeAdded)] == [without]
     assert Connect(node=without) in bench.commands
@@ -150,9 +150,10 @@ def test_stages_on_several_devices_need_them_all():
     bench = training(replace(SHAPE, sharding_devices=2))
     crash(bench, "n2", [2] * ENDS)
     assert not bench.journal(NodeAdded)
-    assert "n2 is of kind default×3, and the job has nodes of default×4; it may have at most 1" in [
-        notice.text for notice in bench.journal(Notice)
-    ]
+    assert not bench.journal(NodeLost)[0].is_tried_again
+    notices = [notice.text for notice in bench.journal(Notice)]
+    assert "n2 is of kind default×3, and the job has nodes of default×4; it may have at most 1" in notices
+    assert not any("is tried with" in text for text in notices)
 
 
 def test_a_repaired_node_has_all_of_its_devices_again():
