@@ -7,11 +7,12 @@ task.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import operator
 import socket
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Final, TypeVar
 
 import asyncssh
@@ -25,15 +26,29 @@ T = TypeVar("T")
 _RECEIVE_HIGH_BYTES = 1 << 20  # above this many unread bytes the peer is asked to pause
 _KEPT_BYTES: Final = 4096
 _MARK: Final = b"oobleck-begins-here\n"
+_ENDING_S: Final = 1.0
 _RESTING_S: Final = 60.0  # often enough for a firewall to keep the connection
 
 # Rejected: the `ssh` program, because it costs a process per node, reports failures as text for people, and gives no
 # byte stream to a remote socket without a helper there. Also asyncio for the whole master: its failure paths rest on
 # nurseries and on cancellation that reaches everything.
-open_ssh_loop = trio_asyncio.open_loop
-"""An async context manager, within which SSH works."""
-
 logging.getLogger("asyncssh").setLevel(logging.WARNING)
+
+
+@asynccontextmanager
+async def open_ssh_loop() -> AsyncIterator[None]:
+    """Within it, SSH works."""
+    async with trio_asyncio.open_loop() as loop:
+        try:
+            yield
+        finally:
+            # A login goes on although its connection was closed, and would fail in asyncssh's own code.
+            with trio.CancelScope(shield=True), trio.move_on_after(_ENDING_S):
+                await loop.synchronize()
+                while tasks := asyncio.all_tasks(loop):
+                    for task in tasks:
+                        task.cancel()
+                    await loop.synchronize()
 
 
 async def await_asyncio(function: Callable[..., Awaitable[T]], *arguments: object, **options: object) -> T:

@@ -63,6 +63,9 @@ class Noted(Program):
         if isinstance(end, Raised):
             self.told.append(("raised", worker_id, end))
 
+    def is_met_elsewhere(self, worker_id: WorkerId) -> bool:
+        return False
+
     def drop_worker(self, turn: Turn, worker_id: WorkerId) -> None:
         self.told.append(("drop worker", worker_id))
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
+from contextlib import suppress
+from dataclasses import replace
 
 import asyncssh
 import psutil
 import pytest
 import trio
 
+from oobleck.errors import NodeUnreachable
 from oobleck.job import NodeSpec
 from oobleck.runtime.ssh import serve_local_nodes
 from oobleck.runtime.ssh.asyncssh_adapter import await_asyncio, open_ssh_loop
@@ -179,3 +183,46 @@ async def test_the_server_outlives_a_lack_of_descriptors(caplog: pytest.LogCaptu
         await connection.aclose()
         for each in waiting:
             each.close()
+
+
+LAST_BEFORE_ITS_RIGHTS = 5
+"""The part of what a caller says after which asyncssh reads its options again."""
+
+
+@pytest.mark.parametrize("parts", [1, *[LAST_BEFORE_ITS_RIGHTS] * 40, 7])
+async def test_a_server_may_end_in_the_midst_of_a_login(parts: int) -> None:
+    async with open_ssh_loop(), serve_local_nodes(1) as ((node,), options), trio.open_nursery() as nursery:
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        passed_on = trio.Event()
+        nursery.start_soon(pass_on, listener, node.port, parts, passed_on)
+        port = listener.socket.getsockname()[1]
+        nursery.start_soon(call, replace(node, port=port), options)
+        await passed_on.wait()
+        await trio.sleep(random.uniform(0.0, 0.003))
+        nursery.cancel_scope.cancel()
+
+
+async def call(node: NodeSpec, options: SSHOptions) -> None:
+    with suppress(NodeUnreachable):
+        await (await connect(node, options)).run("sleep 60", timeout_s=60)
+
+
+async def pass_on(listener: trio.SocketListener, port: int | None, parts: int, passed_on: trio.Event) -> None:
+    """Pass on what a server says, and so many parts of what one caller does."""
+    assert port is not None
+    async with (
+        listener,
+        await listener.accept() as caller,
+        await trio.open_tcp_stream("127.0.0.1", port) as server,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(copy, server, caller)
+        for _ in range(parts):
+            await server.send_all(await caller.receive_some())
+        passed_on.set()
+
+
+async def copy(source: trio.SocketStream, target: trio.SocketStream) -> None:
+    with suppress(trio.BrokenResourceError):
+        async for part in source:
+            await target.send_all(part)
