@@ -125,8 +125,8 @@ def _learn(sock: socket.socket, found: Iterator[Lookup], refused: frozenset[str]
         if os.getpid() != own:  # the package has forked this process
             os._exit(0)
         if (taint := _taint(before)) is not None:
+            _end_children()  # before it is known: the fork server ends this process then, and no daemon of a package
             sock.send(REFUSED + f"{each.name} {taint}".encode())
-            _end_children()
             os._exit(0)
     adopt_orphans(False)
     gc.enable()
