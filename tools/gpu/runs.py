@@ -5,24 +5,27 @@ The same on a CPU, where tests run it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tools.gpu.checks import Check, Numbers, within
 from tools.gpu.prerequisites import Need
 
-__all__ = ["CHECKS", "NUM_STEPS", "Run", "RunPlace", "measure_kill", "measure_losses"]
+__all__ = ["CHECKS", "NUM_STEPS", "SHARED", "Run", "RunPlace", "measure_kill", "measure_losses", "measure_shared"]
 
 _JOB = """\
 tag: verify
-model: {type: gpt2, n_embd: 32, n_layer: 4, n_head: 2}
+model: MODEL
 data: {sequence_length: 32, vocab_size: 300, paths: [TEXT]}
 max_steps: STEPS
 global_batch_size: 16
@@ -35,9 +38,31 @@ log_level: debug
 """
 NUM_STEPS = 60
 """Enough that a node freezes before the last, however quick the device is."""
+_GPT2 = "{type: gpt2, n_embd: 32, n_layer: 4, n_head: 2}"
+_LLAMA = "hidden_size: 32, intermediate_size: 64, num_hidden_layers: 4, num_attention_heads: 2, num_key_value_heads: 2"
+SHARED: Mapping[str, tuple[str, Sequence[str]]] = {
+    "tensor_parallel": (f"{{type: llama, {_LLAMA}}}", ("tensor_parallel=2",)),
+    "optimizer": (f"{{type: llama, {_LLAMA}}}", ("sharding=optimizer", "sharding_devices=2")),
+    "gradients": (
+        f"{{type: llama, {_LLAMA}}}",
+        ("sharding=gradients", "sharding_devices=2", "recompute=selective"),
+    ),
+    "all": (f"{{type: llama, {_LLAMA}}}", ("sharding=all", "sharding_devices=2", "recompute=all")),
+    "contexts": (
+        f"{{type: llama, {_LLAMA}}}",
+        ("sharding=gradients", "sharding_devices=2", "context_parallel=2", "dropout=false"),
+    ),
+    "experts": (
+        f"{{type: mixtral, num_local_experts: 4, {_LLAMA}}}",
+        ("sharding=all", "sharding_devices=2", "expert_parallel=true"),
+    ),
+}
+"""Ways in which the two devices of a node hold one stage: the model, and settings of the job."""
 _NODES = ("node0", "node1", "node2", "node3")
 _FROZEN_AT_S = 0.1
 _TIMEOUT_S = 140
+_AT_ONCE = 3
+"""Runs: each has up to five processes that import torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +82,13 @@ class RunPlace:
 
     tag = "verify"
 
-    def __init__(self, directory: Path, device: str, num_steps: int) -> None:
+    def __init__(self, directory: Path, device: str, num_steps: int, *, model: str = _GPT2) -> None:
         self.num_steps = num_steps
         self._directory = directory
         self._job = directory / "job.yaml"
         self._num_runs = 0
         (directory / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 4000)
-        text = _JOB.replace("TEXT", str(directory / "text.txt"))
+        text = _JOB.replace("TEXT", str(directory / "text.txt")).replace("MODEL", model)
         self._job.write_text(text.replace("DEVICE", device).replace("STEPS", str(num_steps)))
 
     def up(self, nodes: int, *options: str) -> Run:
@@ -128,6 +153,33 @@ def measure_losses(device: str, *, num_steps: int = NUM_STEPS) -> Numbers:
     }
 
 
+def measure_shared(device: str, *, num_steps: int = NUM_STEPS, ways: Collection[str] = SHARED.keys()) -> Numbers:
+    """Losses of two nodes whose two devices hold one stage, one of the nodes killed, beside those of one worker."""
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        measured = dict(zip(ways, pool.map(partial(_measure_way, device, num_steps), ways), strict=True))
+    return {
+        **{name: min(each[name] for each in measured.values()) for name in ("steps", "recoveries")},
+        "steps_lost": sum(each["steps_lost"] for each in measured.values()),
+        **{way: each["difference"] for way, each in measured.items()},
+    }
+
+
+def _measure_way(device: str, num_steps: int, way: str) -> Numbers:
+    model, settings = SHARED[way]
+    options = itertools.chain.from_iterable(("--set", setting) for setting in settings)
+    with tempfile.TemporaryDirectory() as directory:
+        place = RunPlace(Path(directory), device, num_steps, model=model)
+        alone = place.up(1)
+        run = place.up(2, *options, "--kill", f"node1@{num_steps // 3}")
+    differences = (abs(one - other) for one, other in zip(alone.losses, run.losses, strict=False))
+    return {
+        "steps": min(len(alone.losses), len(run.losses)),
+        "recoveries": len(run.summary["recoveries"]),
+        "steps_lost": run.summary["steps_lost"],
+        "difference": max(differences),
+    }
+
+
 def measure_kill(device: str, *, num_steps: int = NUM_STEPS) -> Numbers:
     """Seconds from the notice of a killed node to the next committed step, and without progress."""
     with tempfile.TemporaryDirectory() as directory:
@@ -146,6 +198,13 @@ CHECKS: Sequence[Check] = (
             {"steps": NUM_STEPS, "killed_recoveries": 1, "frozen_recoveries": 1},
             {"difference": 1e-9, "steps_lost": 0, "whole_recoveries": 0},
         ),
+        needs=(Need.SHARED_GPU,),
+    ),
+    Check(
+        tier="A",
+        name="losses of devices that share stages",
+        measure=lambda: measure_shared("cuda"),
+        judge=within({"steps": NUM_STEPS, "recoveries": 1}, {"steps_lost": 0, **dict.fromkeys(SHARED, 1e-5)}),
         needs=(Need.SHARED_GPU,),
     ),
     Check(
