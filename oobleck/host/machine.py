@@ -1,4 +1,4 @@
-"""The cores and memory that a process may use, as its affinity mask and its cgroups limit them.
+"""The cores, the memory and the GPUs that a process may use: affinity masks, cgroups and the environment limit them.
 
 A container sees the cores and the memory of the whole machine. Its limits are in the files of its cgroups, of version 2
 or 1, and of all parent groups that it can see. Linux only; a file that cannot be read limits nothing.
@@ -121,6 +121,17 @@ def num_oom_kills(root: Path = _ROOT) -> int:
     """Return how many processes of this one's cgroup the kernel has killed for lack of memory."""
     # A parent's count may include the kills of its other children.
     return sum(above[0].num_oom_kills for above in _groups(root))
+
+
+def num_gpus(root: Path = _ROOT) -> int:
+    """Return how many NVIDIA GPUs the processes of this one will see."""
+    # A library such as torch could create a context on them.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    # Some virtual machines have only the files of the devices.
+    known = (root / "proc/driver/nvidia/gpus").glob("*"), (root / "dev").glob("nvidia[0-9]*")
+    return max(len(list(each)) for each in known)
 
 
 def _groups(root: Path) -> Iterator[list[_Group]]:

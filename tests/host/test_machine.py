@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from oobleck.control.protocol import ResourceLimit
-from oobleck.host.machine import Machine, num_oom_kills, this_machine
+from oobleck.host.machine import Machine, num_gpus, num_oom_kills, this_machine
 
 GIB = 1 << 30
 V1_NONE = 9223372036854771712
@@ -163,3 +163,18 @@ def test_a_real_group_limits_a_real_process_and_counts_those_that_it_ended(real_
     if in_group(real_group, EATING).returncode != -9:
         pytest.skip("this kernel does not enforce the limit")
     assert in_group(real_group, REPORTING).stdout.split() == [str(256 << 20), "1"]
+
+
+@pytest.mark.parametrize("place", ["proc/driver/nvidia/gpus/0000:01:00.{}", "dev/nvidia{}"])
+def test_gpus_are_those_that_the_driver_names_unless_the_environment_shows_fewer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+):
+    for number in range(4):
+        (tmp_path / place.format(number)).mkdir(parents=True)
+    (tmp_path / "dev/nvidiactl").mkdir(parents=True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert num_gpus(tmp_path) == 4
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    assert num_gpus(tmp_path) == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert num_gpus(tmp_path) == 0

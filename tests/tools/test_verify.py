@@ -62,6 +62,12 @@ GOOD = {
         "killed_recoveries": 1,
         "frozen_recoveries": 1,
     },
+    "losses of devices that share stages": {
+        "steps": 60,
+        "recoveries": 1,
+        "steps_lost": 0,
+        **dict.fromkeys(runs.SHARED, 1e-15),
+    },
     "from a kill to the next step": {"next_step_s": 0.6, "stall_s": 0.2},
     "losses beside a plain loop": {**dict.fromkeys(EAGER, 1e-4), "skipped": 5},
     "compiled blocks beside a plain loop": {"compile": 1e-4},
@@ -117,6 +123,12 @@ BAD = {
         {"whole_recoveries": 1},
         {"killed_recoveries": 0},
         {"frozen_recoveries": 0},
+    ],
+    "losses of devices that share stages": [
+        {"steps": 59},
+        {"recoveries": 0},
+        {"steps_lost": 1},
+        *({way: 1e-3} for way in runs.SHARED),
     ],
     "from a kill to the next step": [{"next_step_s": 5.0}],
     "losses beside a plain loop": [{"skipped": 0}, *({way: 0.1} for way in EAGER)],
@@ -395,6 +407,9 @@ def test_memory_and_speed_are_measured_on_a_cpu_as_on_a_gpu() -> None:
 def test_runs_that_lose_a_node_are_compared_with_one_that_is_alone() -> None:
     numbers = runs.measure_losses("cpu", num_steps=30)
     assert runs.CHECKS[0].judge({**numbers, "steps": numbers["steps"] + 30}) is None, numbers
+    shared = runs.measure_shared("cpu", num_steps=18, ways=["gradients", "experts"])
+    assert (shared["steps"], shared["recoveries"], shared["steps_lost"]) == (18, 1, 0)
+    assert max(shared["gradients"], shared["experts"]) < 1e-5
     kill = runs.measure_kill("cpu", num_steps=30)
     assert 0 < kill["next_step_s"] < 60
 

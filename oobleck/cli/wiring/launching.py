@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shlex
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -32,6 +33,7 @@ async def open_launcher(
     environment: Mapping[str, str] | None = None,
     num_devices: int = 1,
     num_spare: int = inputs.NUM_SPARE_NODES,
+    num_gpus: int = 0,
 ) -> AsyncIterator[launchers.Launcher]:
     """Open the launcher of a source, within `open_ssh_loop`; virtual nodes live as long as the context.
 
@@ -39,7 +41,8 @@ async def open_launcher(
     a scheduler distinguishes them from those of other runs.
 
     Commands on virtual nodes get `environment`. Each of these nodes has `num_devices`, unless the source sets another
-    number, and `num_spare` more can be added.
+    number, and `num_spare` more can be added. Their devices are this machine's `num_gpus` in turn, shared where there
+    are fewer.
     """
     match source:
         case inputs.FromHostfile(path=path, text=text):
@@ -57,8 +60,9 @@ async def open_launcher(
         case inputs.VirtualOnes():
             shapes = source.shapes(num_spare=num_spare, num_devices=num_devices)
             async with serve_local_nodes(len(shapes), environment=environment) as (nodes, reached_by):
+                gpus = itertools.cycle(range(num_gpus))
                 specs = [
-                    replace(node, device=device, devices=tuple(range(number)))
+                    replace(node, device=device, devices=(*itertools.islice(gpus, number),) or tuple(range(number)))
                     for node, (device, number) in zip(nodes, shapes, strict=True)
                 ]
                 yield launchers.VirtualNodes(specs, reached_by, num_first=source.count)

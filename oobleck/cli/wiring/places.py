@@ -17,6 +17,7 @@ from oobleck.control.events import NodeLeftOut, Remark
 from oobleck.control.node_check import CheckReport, Health
 from oobleck.control.nodes import saying_farewell_s
 from oobleck.errors import ExitCode
+from oobleck.host.machine import num_gpus
 from oobleck.job import ControlSpec, NodeSpec
 from oobleck.roles.master_ports import LiveCluster
 from oobleck.runtime.cluster import RemotePaths, SSHCluster
@@ -91,6 +92,7 @@ async def open_nodes(
         tell=tell,
         environment={"TMPDIR": str(directory.pin_temporary_directory())},
         num_devices=num_devices,
+        num_gpus=0 if runs_ranks else num_gpus(),  # all ranks see all GPUs
     )
     # Connections need the loop until they are closed, so it is opened first and closed last.
     async with open_ssh_loop(), launching as launcher:

@@ -17,6 +17,7 @@ import trio
 from oobleck.control import protocol
 from oobleck.control.node_ranks import RankSetup, rank_environment
 from oobleck.errors import BadStep, ConfigError, PeerError, StatesLost, WorkersUnavailable
+from oobleck.host.machine import num_gpus
 from oobleck.job.ranks import RanksSpec
 from oobleck.runtime.files import AgentDir, stat_fields
 from oobleck.runtime.python_process import module_command
@@ -36,7 +37,6 @@ _READ_BYTES = 1 << 15
 _OWN_SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 _STDERR = 2
 _log = logging.getLogger("oobleck.agent")
-_GPUS = Path("/proc/driver/nvidia/gpus")
 _NO_PORT = "1"
 
 
@@ -404,18 +404,9 @@ def _num_ranks(asked: str, devices: tuple[int, ...]) -> int:
         case "cpu":
             return os.cpu_count() or 1
         case "gpu" | "auto":
-            count = _num_gpus()
+            count = num_gpus()
             if not count and asked == "gpu":
                 raise ConfigError("--nproc-per-node gpu: there is no GPU here")
             return count or os.cpu_count() or 1
         case _:
             return int(asked)
-
-
-def _num_gpus() -> int:
-    """Count the GPUs that ranks will see."""
-    # A library such as torch could create a context on them.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
-    return len(list(_GPUS.iterdir())) if _GPUS.is_dir() else 0

@@ -83,8 +83,8 @@ def choose_device(
         return torch.device(kind, found[0])
     if number >= count:
         raise ConfigError(
-            f"device: this machine has {count} CUDA devices, numbered from 0, and the hostfile asks for {number}; "
-            "change slots= or devices="
+            f"device: this machine has {count} CUDA devices, numbered from 0, and the hostfile asks for number "
+            f"{number}; change slots= or devices="
         )
     return torch.device(kind, number)
 

@@ -40,7 +40,7 @@ def test_a_worker_computes_on_the_gpu_that_its_hostfile_names():
 
 
 def test_a_gpu_that_is_not_there_is_named():
-    with pytest.raises(ConfigError, match=r"2 CUDA devices.*asks for 2"):
+    with pytest.raises(ConfigError, match=r"2 CUDA devices.*asks for number 2"):
         choose_device("cuda", 2, num_devices=2)
     with pytest.raises(ConfigError, match="no CUDA device"):
         choose_device("cuda", 0, num_devices=0)
