@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -127,7 +128,10 @@ class RunPlace:
                 process.send_signal(signal.SIGINT)  # killed, it would leave its agents behind
                 raise
         if process.returncode:
-            raise RuntimeError(f"oobleck {arguments[0]} ended with {process.returncode}: {told[-2000:]}")
+            journal = (base_dir / self.tag / "journal.jsonl").read_text()
+            tracebacks = re.findall(r'"traceback": ?"((?:[^"\\]|\\.)*)"', journal)
+            why = "\n".join([told[-2000:], *[json.loads(f'"{each}"')[-2000:] for each in tracebacks[:1]]])
+            raise RuntimeError(f"oobleck {' '.join(arguments)} ended with {process.returncode}: {why}")
         return self.read(base_dir)
 
 

@@ -19,11 +19,21 @@ _PEERS = re.compile(r"connection closed by peer|connection reset by peer|\bgloo\
 
 def raised(error: BaseException | None) -> Raised:
     """Describe an exception to the agent."""
-    text = "".join(traceback.format_exception(error))
-    lines = text.strip().splitlines() or [""]
     return Raised(
-        kind=kind_of(error), message=str(error) if isinstance(error, UserError) else lines[-1], traceback=text
+        kind=kind_of(error),
+        message=str(error) if isinstance(error, UserError) else first_line(error),
+        traceback="".join(traceback.format_exception(error)),
     )
+
+
+def first_line(error: BaseException | None) -> str:
+    """Return an exception's class and the first line of its words: those of CUDA's errors end with general advice."""
+    kind, words = type(error), str(error or "").strip()
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    first, _, rest = words.partition("\n")
+    # load_state_dict says after a colon what did not fit.
+    said = f"{first} {rest.strip().splitlines()[0].strip()}" if first.endswith(":") and rest.strip() else first
+    return f"{name}: {said}" if said else name
 
 
 def kind_of(error: BaseException | None) -> ErrorKind:

@@ -13,7 +13,6 @@ import socket
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,6 +29,7 @@ from oobleck.host.machine import this_machine
 from oobleck.training.comm import RendezvousStore, RendezvousTable, open_device
 from oobleck.wire import FrameDecoder, encode_frame
 
+from .errors import first_line
 from .gpu_probe import measure_gpus
 
 _WINDOW_S = 0.25  # longer than the period of a CPU quota (0.1 s), which would go unseen otherwise
@@ -58,7 +58,7 @@ def main() -> None:
     try:
         probe.run()
     except BaseException as error:  # noqa: BLE001  a process main: the checker gets the reason, whatever it was
-        probe.answer(node_check.ProbeFailed(reason=str(error) or traceback.format_exc()))
+        probe.answer(node_check.ProbeFailed(reason=str(error) or first_line(error)))
     os._exit(0)  # threads that wait for lost peers cannot be joined
 
 
@@ -102,8 +102,8 @@ class _Probe:
         def run() -> None:
             try:
                 self.answer(measure())
-            except BaseException:  # noqa: BLE001  a thread's main: the checker gets the reason, whatever it was
-                self.answer(node_check.ProbeFailed(reason=traceback.format_exc().strip().splitlines()[-1]))
+            except BaseException as error:  # noqa: BLE001  a thread's main: the checker gets the reason, whatever it was
+                self.answer(node_check.ProbeFailed(reason=first_line(error)))
 
         threading.Thread(target=run, daemon=True).start()
 

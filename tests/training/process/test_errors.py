@@ -49,8 +49,17 @@ def test_memory_that_torch_does_not_get_is_told_from_a_mistake():
     assert kind_of(caught(lambda: nn.Linear(2, 3)(torch.zeros(5, 7)))) is ErrorKind.CODE
 
 
-def test_the_message_is_the_last_line_or_what_the_user_must_change():
+def test_the_message_is_the_exceptions_or_what_the_user_must_change():
     error = raised(caught(lambda: int("x")))
     assert error.message == "ValueError: invalid literal for int() with base 10: 'x'"
     assert error.traceback.rstrip().endswith(error.message)
     assert raised(ConfigError("model.type: no")).message == "model.type: no"
+
+
+def test_the_message_of_an_exception_of_several_lines_is_its_first():
+    """As torch words those of a GPU, which end with advice that is the same for all."""
+    words = "CUDA error: device-side assert triggered\nCompile with `TORCH_USE_CUDA_DSA` to enable assertions.\n"
+    assert raised(torch.AcceleratorError(words)).message.endswith("Error: CUDA error: device-side assert triggered")
+    misfit = raised(caught(lambda: nn.Linear(2, 3).load_state_dict(nn.Linear(2, 4).state_dict()))).message
+    assert misfit.startswith("RuntimeError: Error(s) in loading state_dict for Linear: size mismatch for weight")
+    assert raised(KeyError()).message == "KeyError"
