@@ -160,9 +160,18 @@ BEGUN_BEFORE_THE_FENCE_AND_AFTER = Scenario(
 )
 """When a node is lost, one device of another's stage computes the step's sections, and its fellow begins only then."""
 
+FOLDED_BETWEEN_PASSES = Scenario(
+    Shape(num_nodes=4, devices=2, sharding_devices=2, sharding="all", layers_per_device=8, reductions=2, eval_steps=2),
+    (Fault(75, "crash", 5, 1), Fault(14, "kill", 5), Fault(14, "kill", 5)),
+    seed=0,
+    calm=0,
+)
+"""Between a device's pass and the same one of its fellow, which puts the same weights together, a section is folded."""
+
 
 @examples(60)
 @example(scenario=BEGUN_BEFORE_THE_FENCE_AND_AFTER)
+@example(scenario=FOLDED_BETWEEN_PASSES)
 @given(scenario=scenarios(KINDS, shapes=SHARDED))
 def test_devices_that_share_out_a_stage_break_no_promise(scenario: Scenario):
     """Whether and in which group a collective is posted follows from programs alone, wherever devices are stopped."""

@@ -161,7 +161,7 @@ class NodeSums:
     def _gather(self, key: GroupKey, step: int, *, interrupted: Callable[[], bool] | None = None) -> Moves:
         """Take all devices' shares of the weights with which `step` is computed."""
         # Shares of several steps would be no model's weights.
-        own = Contribution(step, (), self._layers.digests(sorted(self._layers.held)))
+        own = Contribution(step, (), self._layers.weights())
         if self._num_devices > 1:
             sequence = self._groups.post(key, own)
             yield from self._groups.sum(key, sequence, step, interrupted=interrupted or self._stopped)

@@ -6,7 +6,7 @@ Losses and tensors have no part in the protocol. What must never happen to a lay
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from oobleck.control.protocol import CommitRecord, SectionRecord
 from oobleck.planner import WorkerId
@@ -25,15 +25,18 @@ class Version:
     """Equal for equal histories."""
     partial: tuple[int, ...] = ()
     """The sorted microbatches of committed sections of the next step."""
+    weights: int = 0
+    """Equal for equal histories of steps: sections change what is summed, and no weights."""
 
     def with_section(self, microbatches: Sequence[int], record: SectionRecord) -> Version:
         """Return the version after one more section of the step in flight."""
         # Hashes of whole numbers are the same in every process.
         digest = hash((self.digest, record.step, record.generation, record.number))
-        return Version(self.step, self.generation, digest, tuple(sorted((*self.partial, *microbatches))))
+        return replace(self, digest=digest, partial=tuple(sorted((*self.partial, *microbatches))))
 
     def then(self, record: CommitRecord) -> Version:
-        return Version(record.step, record.generation, hash((self.digest, record.step, record.generation)))
+        digest = hash((self.digest, record.step, record.generation))
+        return Version(record.step, record.generation, digest, weights=digest)
 
 
 INITIAL = Version(0, 0, 0)
@@ -50,6 +53,10 @@ class HeldLayers:
 
     def digests(self, layers: Sequence[int]) -> tuple[int, ...]:
         return tuple(self.held[layer].digest for layer in layers)
+
+    def weights(self) -> tuple[int, ...]:
+        """Return what identifies the weights of each layer, in the order of layers."""
+        return tuple(self.held[layer].weights for layer in sorted(self.held))
 
     def fold(self, summed: Mapping[int, tuple[int, ...]], record: SectionRecord) -> None:
         self._advance(summed, lambda layer, version: version.with_section(summed[layer], record))
