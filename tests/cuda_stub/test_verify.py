@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.gpu import verify
+from tools.gpu import runs, verify
 from tools.gpu.checks import ROOT
 from tools.gpu.stub import device as stub
 
@@ -19,7 +19,9 @@ _WRONG = {"wrong": "1"}
 
 
 def python(directory: Path, *arguments: str, devices: int = 1, **settings: str) -> subprocess.CompletedProcess[str]:
+    visible = ",".join(map(str, range(devices)))  # as `--local` counts GPUs, where no driver does
     variables = {**os.environ, **stub.environment(directory, devices=devices, **settings), "PYTHONPATH": str(ROOT)}
+    variables["CUDA_VISIBLE_DEVICES"] = visible
     return subprocess.run(
         [sys.executable, *arguments], env=variables, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
     )
@@ -62,6 +64,23 @@ def test_tier_b_measures_processes_that_share_a_device(tmp_path: Path, check: st
     (rule,) = (each for each in verify.CHECKS if each.name == check)
     problem = rule.judge(json.loads(done.stdout.splitlines()[-1]))
     assert (problem is not None and "wrong is" in problem) if settings else problem is None, problem
+
+
+_SHARES = """
+import json
+from tools.gpu import runs
+print(json.dumps(dict(runs.measure_shared("cuda", num_steps=12, ways=["WAY"]))))
+"""
+
+
+@pytest.mark.parametrize("way", runs.SHARED)
+def test_devices_that_share_a_stage_and_a_gpu_come_to_the_losses_of_one_worker(tmp_path: Path, way: str) -> None:
+    """A node of the two is killed; Gloo carries what devices exchange, through pinned memory."""
+    done = python(tmp_path, "-c", _SHARES.replace("WAY", way))
+    assert done.returncode == 0, done.stderr
+    numbers = json.loads(done.stdout.splitlines()[-1])
+    assert (numbers["steps"], numbers["recoveries"], numbers["steps_lost"]) == (12, 1, 0)
+    assert numbers[way] < 1e-9
 
 
 @pytest.mark.parametrize(("tier", "check"), [("A", "NCCL alone"), ("B", "messages")])

@@ -64,7 +64,8 @@ class BatchReader:
         for tensor in batch.tensors:
             # Pinned memory comes from torch's cache, which keeps it until the copy is done: a ring of a few buffers.
             rooms[id(tensor)] = streams.room(tuple(tensor.shape), tensor.dtype)
-            copied = streams.copy_in(tensor.pin_memory(), rooms[id(tensor)])
+            # torch pins no tensor whose elements share memory, such as one row of positions for all samples.
+            copied = streams.copy_in(tensor.contiguous().pin_memory(), rooms[id(tensor)])
         return Read(batch.mapped(lambda tensor: rooms[id(tensor)]), streams, copied)
 
     @property

@@ -244,30 +244,33 @@ def test_on_a_gpu_batches_are_copied_once_from_pinned_memory_beside_computing(mo
 
     def pin(tensor: torch.Tensor) -> torch.Tensor:
         pinned.append(tensor.data_ptr())
+        assert 0 not in tensor.stride(), "torch keeps strides, and copies into no memory that elements share"
         return tensor.clone()
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     model.device = torch.device("cuda", 0)
-    tokens = torch.arange(8).reshape(1, 8)
-    mask = torch.ones(1, 8, dtype=torch.int64)
+    tokens = torch.arange(16).reshape(2, 8)
+    others = {"attention_mask": torch.ones(2, 8, dtype=torch.int64), "position_ids": torch.arange(8).expand(2, -1)}
 
     def load(_: int) -> Batch:
-        return Batch(input_ids=tokens, labels=tokens, others={"attention_mask": mask})
+        return Batch(input_ids=tokens, labels=tokens, others=others)
 
     reader = BatchReader(dataset, model)
     with closing(reader.begin(load, range(2))) as begun:
         first = begun.take(0)
         second = begun.take(1)
-    assert pinned == [tokens.data_ptr(), mask.data_ptr()] * 2, "tokens are the labels, and copied once"
+    assert pinned.count(tokens.data_ptr()) == 2, "tokens are the labels, and copied once"
+    assert len(pinned) == 6
     assert first.input_ids is first.labels
     assert torch.equal(second.input_ids, tokens)
-    assert second.counted == 7
+    assert second.others["position_ids"].tolist() == [[*range(8)]] * 2
+    assert second.counted == 14
     copies = [line for line in fake.log if line.startswith("copy on")]
     (stream,) = {line.removeprefix("copy on ") for line in copies}
     assert stream != "computing"
-    assert len(copies) == 4
+    assert len(copies) == 6
     assert not [line for line in copies if line.endswith("blocking")]
-    assert fake.log.count(f"computing waits for an event of {stream}") == 4
-    assert fake.log.count("memory in use on computing") == 4
+    assert fake.log.count(f"computing waits for an event of {stream}") == 6
+    assert fake.log.count("memory in use on computing") == 6
     assert not [line for line in fake.log if line.startswith(f"{threading.current_thread().name} waits")]
     assert fake.computes_on["read ahead"] == model.device
