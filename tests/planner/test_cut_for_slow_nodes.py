@@ -347,6 +347,30 @@ def test_stages_on_nodes_of_several_kinds_are_cut_again_too() -> None:
         assert lost.predicted_step_s == pytest.approx(decision.predicted_step_s)
 
 
+def test_a_plan_over_kinds_stays_where_its_bound_alone_is_longer() -> None:
+    """With a slow node its bound is 30.65 s and its step 30.61 s; another plan, for which layers move, 30.64 s."""
+    of_kinds = [
+        NodeKind(
+            name=name,
+            devices_per_node=devices,
+            profile=make_profile(
+                [
+                    make_layer(first_s, param_bytes=2, activation_bytes=4, output_bytes=33),
+                    make_layer(second_s, param_bytes=4, output_bytes=38),
+                ]
+            ),
+        )
+        for name, devices, first_s, second_s in (("a", 1, 7.600605, 7.630427), ("b", 2, 5.802898, 6.132220))
+    ]
+    nodes = ["b0", "b1", "b2", "a0", "a1"]
+    planner = Planner(of_kinds, settings(12, num_pipelines=None, fault_threshold=0), {node: node[0] for node in nodes})
+    decision = planner.reconfigure(planner.initial_plan(nodes).plan, slow={"b0": 1.25})
+    assert decision.predicted_step_s < 30.63 < decision.bound_step_s
+    again = planner.reconfigure(decision.plan, slow={"b0": 1.25})
+    assert again.plan == decision.plan
+    assert "the pipelines stay as they are" in again.reason
+
+
 def everything(plan: ExecutionPlan) -> dict[WorkerId, frozenset[int]]:
     return {place: frozenset(range(plan.num_layers)) for place in plan.worker_ids}
 

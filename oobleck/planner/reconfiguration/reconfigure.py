@@ -19,7 +19,7 @@ from .gather import gather_slow_nodes
 from .living_nodes import Changes, LivingNodes, look_at
 from .matching import Position, match_nodes
 from .placing import Move, Placing, lacking
-from .wording import describe, detail_of, lack_of_domains
+from .wording import UNCHANGED, describe, detail_of, lack_of_domains
 
 # A move has to be better than a gentler one by more than this share.
 _TOLERANCE = 1e-9
@@ -137,7 +137,9 @@ class _Search:
                     best, chosen = outcome, proposal
         if best is None or best.step_s == math.inf:
             raise PlanningError("the nodes left cannot hold the model and a step's microbatches")
-        if self._living.is_whole or len(self._total) > 1:  # with several kinds the score alone decides
+        if len(self._total) > 1:  # with several kinds the score decides
+            return self._or_as_it_is(best) if self._living.is_whole else best
+        if self._living.is_whole:
             return best
         enough = *best.score[:2], best.score[2] * (1 + _WORTH)
         # Unlike the sorted ones, `proposals` are still in the order of gentleness.
@@ -147,6 +149,24 @@ class _Search:
                 if outcome.score <= enough and self._num_kept(outcome) > self._num_kept(best):
                     return outcome
         return best
+
+    def _or_as_it_is(self, best: _Outcome) -> _Outcome:
+        """Return the outcome, or the plan as it is, if the step of that is no longer by its timeline."""
+        pipelines = self._living.plan.pipelines
+        forms = [self._catalog.form_of(own) for own in pipelines]
+        same = tuple((index, self._catalog.counts_of(form)) for index, form in enumerate(forms))
+        own = self._weigh(
+            Move(action="reinstantiate", pipelines=same, detail=UNCHANGED),
+            forms,
+            [each.nodes for each in pipelines],
+            num_microbatches=[each.num_microbatches for each in pipelines],
+        )
+        if own.score[:2] > best.score[:2]:
+            return best
+        own_s, best_s = (
+            self._catalog.predicted_step_s(each.plan, each.step_s, self._living.speeds) for each in (own, best)
+        )
+        return own if own_s <= best_s else best
 
     def _best_by_timeline(self, best: _Outcome) -> _Outcome:
         """Return the outcome, or one whose step is truly shorter by its timeline and repays what has to move."""

@@ -83,9 +83,12 @@ class RecomputingBlock:
     numbers again. No bit of a result depends on the level.
     """
 
-    def __init__(self, module: nn.Module, *, level: Recompute, draws_at_random: bool) -> None:
-        """`level` may be `auto`, which keeps all until another one is set."""
+    def __init__(
+        self, module: nn.Module, *, level: Recompute, draws_at_random: bool, computing: Callable[[], None]
+    ) -> None:
+        """`level` may be `auto`, which keeps all until another one is set; `computing` precedes each computation."""
         self.level: str = level
+        self._computing = computing
         self._module, self._forward, self._draws_at_random = module, module.forward, draws_at_random
         # Attention that draws at random has to draw again: if it were kept, what follows would draw other numbers.
         kept = _PRODUCTS if draws_at_random else _PRODUCTS + _ATTENTION
@@ -97,7 +100,11 @@ class RecomputingBlock:
             return self._forward(*args, **kwargs)
         context: Any = {"context_fn": self._selective} if self.level == "selective" else {}
         draws = self._draws_at_random
-        return checkpoint(self._forward, *args, use_reentrant=False, preserve_rng_state=draws, **context, **kwargs)
+        return checkpoint(self._begin, *args, use_reentrant=False, preserve_rng_state=draws, **context, **kwargs)
+
+    def _begin(self, *args: Any, **kwargs: Any) -> Any:
+        self._computing()
+        return self._forward(*args, **kwargs)
 
 
 def _operations(names: Iterable[str]) -> list[Any]:

@@ -92,6 +92,7 @@ class StageModel:
         self._cached = dict.fromkeys(cached, dtype)
         self._chunked: tuple[losses.ChunkedLoss | None] | None = None  # once it is known whether there is one
         self._vocabulary_share: losses.VocabularyShare | None = None
+        self._casts_once = False
         self._tokens: TokenShare | None = None
         self._attention = attention
         if attention is not None:
@@ -116,7 +117,10 @@ class StageModel:
                 forward_passes.compile_forward(module, compiles)
             if recompute != "none":
                 self._recomputing[root] = forward_passes.RecomputingBlock(
-                    module, level=recompute, draws_at_random=structure.draws_at_random
+                    module,
+                    level=recompute,
+                    draws_at_random=structure.draws_at_random,
+                    computing=self._drop_casts,
                 )
         self._modules: StageModules | FlowModules
         if structure.flow is None:
@@ -298,7 +302,7 @@ class StageModel:
                 output = self._whole_loss(batch, num_items, key)
             else:
                 output = self._loss(batch, num_items) if self.is_last else self._hidden(batch)
-        if self.autocast is not None and output.requires_grad:
+        if self._casts_once and output.requires_grad:
             keep_casts(output)
         return output
 
@@ -315,19 +319,34 @@ class StageModel:
                 loss = self._whole_loss(batch, num_items, key)
             except StageIsDone:
                 sent = modules.sent()
-                for each in sent.carrying if self.autocast is not None else ():
+                for each in sent.carrying if self._casts_once else ():
                     if each.requires_grad:
                         keep_casts(each)
                 return sent
-        if self.autocast is not None and loss.requires_grad:
+        if self._casts_once and loss.requires_grad:
             keep_casts(loss)
         return loss
 
-    def casting_once(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def casting_once(self) -> Iterator[None]:
         """Within the block, autocast casts each weight once for all passes; weights must not change in it."""
+        if self.autocast is None:
+            yield
+            return
         # Torch drops its casts when the outermost autocast ends, and each microbatch in flight would keep its own. The
         # outermost is disabled here, so that backward passes run as they do outside the block.
-        return nullcontext() if self.autocast is None else torch.autocast(self.device.type, enabled=False)
+        with torch.autocast(self.device.type, enabled=False):
+            self._casts_once = True
+            try:
+                yield
+            finally:
+                self._casts_once = False
+
+    def _drop_casts(self) -> None:
+        """Drop autocast's casts of weights, which have changed since or belong to another pass's graph."""
+        # On a GPU, an outermost autocast has been left open on autograd's thread (`keep_casts`), which drops none.
+        if self.autocast is not None and not self._casts_once:
+            torch.clear_autocast_cache()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -437,6 +456,7 @@ class StageModel:
         return value.to(self.dtype) if value.is_floating_point() else value
 
     def _computing(self) -> AbstractContextManager[object]:
+        self._drop_casts()
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
 
     # --- parameters ----------------------------------------------------------------------------------------

@@ -43,6 +43,27 @@ def test_no_bit_depends_on_what_is_recomputed(name: str, autocast: torch.dtype |
         assert all(torch.equal(other_gradients[key], gradients[key]) for key in gradients)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_pass_uses_weights_as_another_one_has_cast_them(level: str, backward_on: str) -> None:
+    """Weights may change between passes, and what is cast for one pass belongs to its part of autograd's graph."""
+    found = []
+    for other in ("none", level):
+        stage, losses = stage_at("llama", other, torch.bfloat16), list[float]()
+        for step in range(3):
+            batches = [random_batch(seed).to(stage.device) for seed in (2 * step, 2 * step + 1)]
+            passes = [stage.forward(batch, None, num_items=batch.num_items, key=KEY) for batch in batches]
+            for each in passes:
+                each.backward()  # type: ignore[no-untyped-call]
+            losses += [each.item() for each in passes]
+            with torch.no_grad():
+                for parameter in stage.parameters.values():
+                    parameter.mul_(1.5)
+        found.append((losses, gradients_of([stage])))
+    (losses, gradients), (other_losses, other_gradients) = found
+    assert other_losses == losses, backward_on
+    assert all(torch.equal(other_gradients[key], gradients[key]) for key in gradients)
+
+
 def test_backward_passes_in_two_parts_are_the_same_with_selective_recomputation() -> None:
     found = []
     for level in ("none", "selective"):
