@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +85,7 @@ class RunPlace:
 
     def __init__(self, directory: Path, device: str, num_steps: int, *, model: str = _GPT2) -> None:
         self.num_steps = num_steps
+        self._device = device
         self._directory = directory
         self._job = directory / "job.yaml"
         self._num_runs = 0
@@ -120,19 +120,31 @@ class RunPlace:
         return Run(summary=summary, journal=[json.loads(line) for line in lines])
 
     def _run(self, *arguments: str) -> Run:
+        base_dir, problem = self._try(arguments, os.environ)
+        if problem and self._device == "cuda":
+            # Kernels fail after the call that launches them, unless each is waited for.
+            _, again = self._try(arguments, {**os.environ, "CUDA_LAUNCH_BLOCKING": "1"})
+            problem = f"{problem}\nwith CUDA_LAUNCH_BLOCKING=1: {again or 'no error'}"
+        if problem:
+            raise RuntimeError(problem)
+        return self.read(base_dir)
+
+    def _try(self, arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[Path, str]:
+        """Return the run's directory, and how it failed, if it did."""
         base_dir, command = self.command(*arguments)
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, env=environment, text=True, stdout=pipe, stderr=pipe) as process:
             try:
                 _, told = process.communicate(timeout=_TIMEOUT_S)
             except BaseException:
                 process.send_signal(signal.SIGINT)  # killed, it would leave its agents behind
                 raise
-        if process.returncode:
-            journal = (base_dir / self.tag / "journal.jsonl").read_text()
-            tracebacks = re.findall(r'"traceback": ?"((?:[^"\\]|\\.)*)"', journal)
-            why = "\n".join([told[-2000:], *[json.loads(f'"{each}"')[-2000:] for each in tracebacks[:1]]])
-            raise RuntimeError(f"oobleck {' '.join(arguments)} ended with {process.returncode}: {why}")
-        return self.read(base_dir)
+        if not process.returncode:
+            return base_dir, ""
+        journal = base_dir / self.tag / "journal.jsonl"
+        tracebacks = re.findall(r'"traceback": ?"((?:[^"\\]|\\.)*)"', journal.read_text() if journal.exists() else "")
+        why = "\n".join([told[-2000:], *[json.loads(f'"{each}"')[-2000:] for each in tracebacks[:1]]])
+        return base_dir, f"oobleck {' '.join(arguments)} ended with {process.returncode}: {why}"
 
 
 def measure_losses(device: str, *, num_steps: int = NUM_STEPS) -> Numbers:
@@ -161,7 +173,10 @@ def measure_losses(device: str, *, num_steps: int = NUM_STEPS) -> Numbers:
 def measure_shared(device: str, *, num_steps: int = NUM_STEPS, ways: Collection[str] = SHARED.keys()) -> Numbers:
     """Losses of two nodes whose two devices hold one stage, one of the nodes killed, beside those of one worker."""
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        measured = dict(zip(ways, pool.map(partial(_measure_way, device, num_steps), ways), strict=True))
+        measuring = {way: pool.submit(_measure_way, device, num_steps, way) for way in ways}
+    if problems := [f"{way}: {error}" for way, each in measuring.items() if (error := each.exception())]:
+        raise RuntimeError("\n".join(problems))
+    measured = {way: each.result() for way, each in measuring.items()}
     return {
         **{name: min(each[name] for each in measured.values()) for name in ("steps", "recoveries")},
         "steps_lost": sum(each["steps_lost"] for each in measured.values()),
