@@ -80,7 +80,7 @@ def test_devices_that_share_a_stage_and_a_gpu_come_to_the_losses_of_one_worker(t
     assert done.returncode == 0, done.stderr
     numbers = json.loads(done.stdout.splitlines()[-1])
     assert (numbers["steps"], numbers["recoveries"], numbers["steps_lost"]) == (12, 1, 0)
-    assert numbers[way] < 1e-9
+    assert numbers[way] < (1e-2 if way == "bfloat16" else 1e-9)
 
 
 @pytest.mark.parametrize(("tier", "check"), [("A", "NCCL alone"), ("B", "messages")])

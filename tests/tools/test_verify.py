@@ -128,7 +128,7 @@ BAD = {
         {"steps": 59},
         {"recoveries": 0},
         {"steps_lost": 1},
-        *({way: 1e-3} for way in runs.SHARED),
+        *({way: 0.1} for way in runs.SHARED),
     ],
     "from a kill to the next step": [{"next_step_s": 5.0}],
     "losses beside a plain loop": [{"skipped": 0}, *({way: 0.1} for way in EAGER)],

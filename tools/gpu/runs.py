@@ -48,6 +48,10 @@ SHARED: Mapping[str, tuple[str, Sequence[str]]] = {
         f"{{type: llama, {_LLAMA}}}",
         ("sharding=gradients", "sharding_devices=2", "recompute=selective"),
     ),
+    "bfloat16": (
+        f"{{type: llama, {_LLAMA}}}",
+        ("dtype=bfloat16", "sharding=gradients", "sharding_devices=2", "recompute=selective"),
+    ),
     "all": (f"{{type: llama, {_LLAMA}}}", ("sharding=all", "sharding_devices=2", "recompute=all")),
     "contexts": (
         f"{{type: llama, {_LLAMA}}}",
@@ -186,10 +190,11 @@ def measure_shared(device: str, *, num_steps: int = NUM_STEPS, ways: Collection[
 
 def _measure_way(device: str, num_steps: int, way: str) -> Numbers:
     model, settings = SHARED[way]
-    options = itertools.chain.from_iterable(("--set", setting) for setting in settings)
+    options = list(itertools.chain.from_iterable(("--set", setting) for setting in settings))
+    dtype = ("--set", "dtype=bfloat16") if "dtype=bfloat16" in settings else ()
     with tempfile.TemporaryDirectory() as directory:
         place = RunPlace(Path(directory), device, num_steps, model=model)
-        alone = place.up(1)
+        alone = place.up(1, *dtype)
         run = place.up(2, *options, "--kill", f"node1@{num_steps // 3}")
     differences = (abs(one - other) for one, other in zip(alone.losses, run.losses, strict=False))
     return {
@@ -224,7 +229,9 @@ CHECKS: Sequence[Check] = (
         tier="A",
         name="losses of devices that share stages",
         measure=lambda: measure_shared("cuda"),
-        judge=within({"steps": NUM_STEPS, "recoveries": 1}, {"steps_lost": 0, **dict.fromkeys(SHARED, 1e-5)}),
+        judge=within(
+            {"steps": NUM_STEPS, "recoveries": 1}, {"steps_lost": 0, **dict.fromkeys(SHARED, 1e-5), "bfloat16": 1e-2}
+        ),
         needs=(Need.SHARED_GPU,),
     ),
     Check(
