@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
+
 import pytest
 
 from .elastic import ENDLESS, PACED, Reference, assert_all_is_right, nodes_of, recoveries_in, stopped
-from .harness import Runner
+from .harness import Runner, Up
 from .node_processes import Nodes
 from .test_dial_in import file_for_nodes
 
@@ -37,8 +40,7 @@ def test_one_of_two_racks_is_lost_and_comes_back(runner: Runner, endless_referen
         up.wait_for_steps(5)
         for name in LEFT:
             nodes.start(name, file, f"{name} domain=left")
-        for name in LEFT:
-            up.wait_until_said(f"{name} taken in")
+        wait_until_taken_in(up, LEFT)
         up.wait_for_steps(3)
         newest = [entry for entry in runner.journal() if entry["@type"] == "PlanAdopted"][-1]
         assert newest["redundant"]
@@ -48,8 +50,7 @@ def test_one_of_two_racks_is_lost_and_comes_back(runner: Runner, endless_referen
         # What is left of a dead machine in this one's memory goes once it is back.
         for name in RIGHT:
             nodes.start(name, file, f"{name} domain=right")
-        for name in RIGHT:
-            up.wait_until_said(f"{name} taken in")
+        wait_until_taken_in(up, RIGHT)
         outcome = stopped(runner, up)
     assert_all_is_right(outcome, endless_reference)
     assert outcome.summary["steps_lost"] == 0
@@ -57,3 +58,10 @@ def test_one_of_two_racks_is_lost_and_comes_back(runner: Runner, endless_referen
     assert nodes_of(outcome) == sorted((*LEFT, *RIGHT))
     nodes.close()
     assert runner.left_over() == []
+
+
+def wait_until_taken_in(up: Up, names: Collection[str]) -> None:
+    """They may be taken in one by one, or together."""
+    missing = set(names)
+    while missing:
+        missing -= set(re.findall(r"\w+", up.wait_for(" taken in")))
