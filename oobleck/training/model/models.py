@@ -110,18 +110,7 @@ class StageModel:
             move_buffers(self.model, device=self.device)
         else:
             materialize_buffers(self.model, device=self.device)
-        self._recomputing: dict[str, forward_passes.RecomputingBlock] = {}
-        for root in () if structure.is_whole else structure.blocks:
-            module = self.model.get_submodule(root)
-            if compiles is not None:
-                forward_passes.compile_forward(module, compiles)
-            if recompute != "none":
-                self._recomputing[root] = forward_passes.RecomputingBlock(
-                    module,
-                    level=recompute,
-                    draws_at_random=structure.draws_at_random,
-                    computing=self._drop_casts,
-                )
+        self._recomputing = {} if structure.is_whole else self._prepare_blocks(recompute, compiles)
         self._modules: StageModules | FlowModules
         if structure.flow is None:
             self._modules = StageModules(self.model, structure, device=self.device)
@@ -132,6 +121,22 @@ class StageModel:
         self._buffers = StageBuffers(self.model, self._modules.by_name, structure)
         if structure.is_whole:
             prepare_whole(self.model, recompute=recompute, compiles=compiles)
+
+    def _prepare_blocks(
+        self, recompute: Recompute, compiles: CompileMode | None
+    ) -> dict[str, forward_passes.RecomputingBlock]:
+        """Set up each block to be compiled, and to recompute; return those that may recompute."""
+        recomputing: dict[str, forward_passes.RecomputingBlock] = {}
+        draws = self.structure.draws_at_random
+        for root in self.structure.blocks:
+            module = self.model.get_submodule(root)
+            if compiles is not None:
+                forward_passes.compile_forward(module, compiles)
+            if recompute != "none":
+                recomputing[root] = forward_passes.RecomputingBlock(
+                    module, level=recompute, draws_at_random=draws, computing=self._drop_casts
+                )
+        return recomputing
 
     # --- what it holds -------------------------------------------------------------------------------------
 
