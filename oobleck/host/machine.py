@@ -129,9 +129,9 @@ def num_gpus(root: Path = _ROOT) -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
-    # Some virtual machines have only the files of the devices.
-    known = (root / "proc/driver/nvidia/gpus").glob("*"), (root / "dev").glob("nvidia[0-9]*")
-    return max(len(list(each)) for each in known)
+    # A container may have files of more devices than the driver shows it; some have nothing but these files.
+    shown, files = (root / "proc/driver/nvidia/gpus").glob("*"), (root / "dev").glob("nvidia[0-9]*")
+    return len(list(shown)) or len(list(files))
 
 
 def _groups(root: Path) -> Iterator[list[_Group]]:

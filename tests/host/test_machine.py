@@ -178,3 +178,11 @@ def test_gpus_are_those_that_the_driver_names_unless_the_environment_shows_fewer
     assert num_gpus(tmp_path) == 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert num_gpus(tmp_path) == 0
+
+
+def test_files_of_devices_that_the_driver_does_not_show_are_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0").mkdir(parents=True)
+    for number in range(4):
+        (tmp_path / f"dev/nvidia{number}").mkdir(parents=True)
+    assert num_gpus(tmp_path) == 1
