@@ -80,6 +80,10 @@ class KindCosts:
                 least = min(least, max(0.0, most))
         return least
 
+    def has_devices(self, form: Form) -> bool:
+        """Return whether nodes of these kinds have the devices that a template names."""
+        return all(stage.devices.stop <= self.devices[form.kinds[stage.node_index]] for stage in form.template.stages)
+
     def fits(self, form: Form, num_microbatches: int | None = None, *, more_copies: int = 0) -> bool:
         """Return whether every stage fits a device of its node's kind, with more copies of its gradients.
 

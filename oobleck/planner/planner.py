@@ -191,7 +191,7 @@ class Planner:
         """Decide the plan that follows once nodes were lost, have joined, or have changed their speeds.
 
         Arguments:
-            lost, joined: a node in both has restarted and holds nothing.
+            lost, joined: a node in both has restarted, perhaps as one of another kind, and holds nothing.
             leaving: nodes that get no place but still serve as sources.
             resting: as `leaving`, but they become spares.
             slow: computing times as in `initial_plan`. Name all slow nodes each time; others take 1.0 again. A pipeline

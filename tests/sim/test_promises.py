@@ -325,7 +325,17 @@ FAILING = 10
 """So many times a device ends its worker: more often than a node is started again, even where some come too early."""
 
 
+ONLY_NODE_FAILS_BEFORE_A_STEP = Trace(
+    duration_s=76.0,
+    nodes=("node0",),
+    start=("node0",),
+    events=tuple(WorkerCrashed(t_s=7.0 + number, node="node0", device=0) for number in range(FAILING)),
+)
+"""It comes back with two of its three devices, and no layer is lost with it: all can be made again."""
+
+
 @examples(12)
+@example(failing=(ONLY_NODE_FAILS_BEFORE_A_STEP, "node0", 0), schedule="1f1b", seed=0)
 @given(failing=failing_devices(), schedule=st.sampled_from(("1f1b", "auto")), seed=seeds)
 def test_a_device_that_fails_for_good_idles_no_other(
     failing: tuple[Trace, str, int], schedule: ScheduleName, seed: int

@@ -61,7 +61,7 @@ def misfit(facts: NodeFacts, spec: NodeSpec, versions: Mapping[str, str]) -> str
             return f"{package} {found} there, {versions[package]} here; install the same version"
     if facts.cuda_devices and max(spec.devices) >= len(facts.cuda_devices):
         return (
-            f"the hostfile asks for device number {max(spec.devices)}, and there are {len(facts.cuda_devices)} GPUs; "
+            f"the hostfile asks for device {max(spec.devices)}, and there are {len(facts.cuda_devices)} GPUs; "
             "correct its slots= or devices="
         )
     if facts.free_disk_bytes < _LEAST_DISK_BYTES:

@@ -25,6 +25,9 @@ class LinkSpeed:
     bytes_per_s: float
     latency_s: float
 
+    def message_s(self, num_bytes: float) -> float:
+        return self.latency_s + num_bytes / self.bytes_per_s
+
     def __str__(self) -> str:
         return f"{self.bytes_per_s / 1e9:.3g} GB/s, {self.latency_s * 1e6:.3g} µs"
 

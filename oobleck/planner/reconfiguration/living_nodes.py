@@ -39,7 +39,7 @@ class LivingNodes:
 
     plan: ExecutionPlan
     free: tuple[str, ...]
-    """Spares, then joined nodes."""
+    """Spares, then joined nodes, then those of dissolved pipelines."""
     origins: Mapping[str, int]
     """The old pipeline of each node that had one."""
     inventory: Inventory
@@ -90,8 +90,13 @@ class LivingNodes:
         return len(self.origins) == len(self.plan.nodes)
 
 
-def look_at(plan: ExecutionPlan, changes: Changes, *, devices_per_node: int) -> LivingNodes:
-    """Apply changes to a plan's nodes. Raises Unrecoverable with the layers that no living worker holds."""
+def look_at(
+    plan: ExecutionPlan, changes: Changes, *, devices_per_node: int, dissolved: Collection[int] = ()
+) -> LivingNodes:
+    """Apply changes to a plan's nodes. Raises Unrecoverable with the layers that no living worker holds.
+
+    Pipelines that are dissolved cannot continue with any nodes: theirs are free, and hold what they held.
+    """
     lost, leaving = frozenset(changes.lost), frozenset(changes.leaving) | frozenset(changes.resting)
     gone = lost | leaving
     origins = dict(plan.pipeline_of)
@@ -100,17 +105,19 @@ def look_at(plan: ExecutionPlan, changes: Changes, *, devices_per_node: int) -> 
     spares = [node for node in plan.spares if node not in gone]
     # A node that was lost and joined again has no origin any more, so it arrives empty.
     arrived = sorted(set(changes.joined) - set(origins) - set(spares))
-    free = (*spares, *arrived)
+    freed = [node for node in plan.nodes if node in origins and origins[node] in dissolved] if dissolved else []
     expected = _expected(plan, devices_per_node)
     empty: Holding = (_NOTHING,) * devices_per_node
-    holdings = {node: expected[node] for node in origins} | dict.fromkeys(free, empty)
+    holdings = {node: expected[node] for node in origins} | dict.fromkeys((*spares, *arrived), empty)
+    for node in freed:
+        del origins[node]
     departing = {node: expected.get(node, empty) for node in sorted(leaving - lost)}
     if changes.held is not None:
         holdings = _reported(holdings, changes.held, gone, empty)
         departing = _reported(departing, changes.held, lost, empty)
     living = LivingNodes(
         plan=plan,
-        free=free,
+        free=(*spares, *arrived, *freed),
         origins=origins,
         inventory=Inventory(holdings, plan.num_layers, leaving=departing),
         speeds=changes.speeds,

@@ -79,7 +79,7 @@ class _Outcome:
 
 def reconfigure(catalog: Catalog, propose: Propose, plan: ExecutionPlan, changes: Changes) -> Decision:
     """Decide the plan that follows changes; see `Planner.reconfigure`."""
-    living = look_at(plan, changes, devices_per_node=catalog.most_devices)
+    living = look_at(plan, changes, devices_per_node=catalog.most_devices, dissolved=_without_devices(catalog, plan))
     best = _affordable(catalog, propose, living, changes)
     transfers = plan_transfers(best.arrivals, living.inventory, max_sources=catalog.settings.max_sources)
     reason, threshold = describe(living, changes, best.detail, best.plan, transfers), catalog.settings.fault_threshold
@@ -92,6 +92,17 @@ def reconfigure(catalog: Catalog, propose: Propose, plan: ExecutionPlan, changes
         predicted_step_s=catalog.predicted_step_s(best.plan, best.step_s, living.speeds),
         bound_step_s=best.step_s,
         redundant=not lacks,
+    )
+
+
+def _without_devices(catalog: Catalog, plan: ExecutionPlan) -> frozenset[int]:
+    """Return the pipelines with a node that has come back as one of a smaller kind: their stages have no device."""
+    if len(catalog.costs.kinds) == 1:
+        return frozenset()
+    return frozenset(
+        index
+        for index, pipeline in enumerate(plan.pipelines)
+        if not catalog.costs.has_devices(catalog.form_of(pipeline))
     )
 
 

@@ -142,4 +142,4 @@ class Tempo:
         """Return the seconds of a transfer; a worker receives its transfers in sequence."""
         # `LINKS` has the link between nodes first: False and True are their places.
         link = self._profile.network.speed_of(LINKS[item.source.node == item.target.node])
-        return link.latency_s + self.part_bytes(item) / link.bytes_per_s
+        return link.message_s(self.part_bytes(item))

@@ -164,7 +164,7 @@ class WorkerProcess:
         """Report the profile's times for a link, or nothing across a partition."""
         if self._world.fabric.is_whole((self.worker_id, peer)):
             link = self._world.kinds.profile.network.speed_of(LINKS[peer.node == self.worker_id.node])
-            seconds = tuple((size, link.latency_s + size / link.bytes_per_s) for size in _TIMED_BYTES)
+            seconds = tuple((size, link.message_s(size)) for size in _TIMED_BYTES)
             self._outbox.send_nowait(protocol.LinkTimed(device=self.worker_id.device, seconds=seconds))
 
     async def _profile(self) -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from oobleck.control.steps import GroupKey, Interrupted, PeerLost
 from oobleck.planner import WorkerId
+from oobleck.planner.profiles import fit_link
 
 from .group import Group
 from .groups import GroupTable
@@ -61,6 +62,15 @@ def time_link(
         groups.put_aside([key])
 
 
+def num_round_trips(seconds: Mapping[int, float], size: int) -> int:
+    """Return how many messages of a size to time after smaller ones; 0 where they would fill the link for too long."""
+    if len(seconds) < _NEEDED_SIZES:
+        return _MOST_TIMES if not seconds else _LEAST_TIMES
+    # By the line through the smaller ones: on a busy machine, or over a long way, they take long and do not grow.
+    fitting = int(_SIZE_S / (2 * fit_link(seconds).message_s(size)))
+    return min(fitting, _MOST_TIMES) if fitting >= _LEAST_TIMES else 0
+
+
 class _End:
     """One of the two ends. Messages travel like those between a pipeline's stages."""
 
@@ -75,17 +85,11 @@ class _End:
 
     def lead(self) -> dict[int, float]:
         seconds: dict[int, float] = {}
-        at_most_s = _SIZE_S / (2 * _MOST_TIMES)
         for size in _SIZES_BYTES:
-            # A message takes at most as many times longer as it is larger.
-            at_most_s *= size / max(seconds, default=size)
-            fitting = int(_SIZE_S / (2 * at_most_s))
-            # Larger messages would fill a slow link for too long.
-            if len(seconds) >= _NEEDED_SIZES and fitting < _LEAST_TIMES:
+            if not (times := num_round_trips(seconds, size)):
                 break
-            times = max(_LEAST_TIMES, min(fitting, _MOST_TIMES))
             # The quickest counts, since other work on the machines only ever adds to the time.
-            seconds[size] = at_most_s = min(self._there_and_back(size, times=times)) / 2
+            seconds[size] = min(self._there_and_back(size, times=times)) / 2
         return seconds
 
     def follow(self) -> dict[int, float]:

@@ -9,7 +9,16 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from oobleck.errors import PlanningError, Unrecoverable
-from oobleck.planner import Decision, ExecutionPlan, NodeKind, Planner, PlannerSettings, Profile, with_shared_links
+from oobleck.planner import (
+    Decision,
+    ExecutionPlan,
+    NodeKind,
+    Planner,
+    PlannerSettings,
+    Profile,
+    WorkerId,
+    with_shared_links,
+)
 from oobleck.planner.instantiation import distribute_microbatches, reduction_s
 from oobleck.planner.kinds import Form, KindCosts
 from oobleck.planner.mixed import MixedCatalog
@@ -156,6 +165,41 @@ def test_after_any_losses_and_joins_every_worker_gets_what_it_lacks(
     assert planner.reconfigure(plan, lost=lost, joined=joined, slow=slow) == decision
     again = Planner(kinds, planner.settings, kind_of_node)
     assert again.reconfigure(plan, lost=lost, joined=joined, slow=slow) == decision, "the same from any planner"
+
+
+@examples(40)
+@given(kinds=kinds_of_nodes(max_layers=5, devices=((1, 2), (2, 1), (3, 2))), data=st.data())
+def test_nodes_that_come_back_as_another_kind_get_stages_for_the_devices_that_they_have(
+    kinds: tuple[NodeKind, ...], data: st.DataObject
+) -> None:
+    """Before a step every worker can make the initial values, so the plan loses no node: only its devices tell."""
+    nodes = names("node", data.draw(st.integers(1, 4), label="nodes"))
+    before, after = (data.draw(st.fixed_dictionaries({node: drawn_kinds(kinds) for node in nodes})) for _ in range(2))
+    settings = PlannerSettings(num_microbatches=12)
+    planner = Planner(kinds, settings, after)
+    try:
+        plan = Planner(kinds, settings, before).initial_plan(nodes).plan
+        planner.initial_plan(nodes)
+    except PlanningError:
+        assume(False)
+    devices = {kind.name: kind.devices_per_node for kind in kinds}
+    every = frozenset(range(plan.num_layers))
+    held = {WorkerId(node, device): every for node in nodes for device in range(devices[after[node]])}
+    slow = data.draw(st.dictionaries(st.sampled_from(nodes), st.sampled_from((1.5, 4.0)), max_size=1), label="slow")
+    if data.draw(st.booleans(), label="trained"):
+        changed = [node for node in nodes if before[node] != after[node]]
+        try:
+            decision = planner.reconfigure(plan, lost=changed, joined=changed, slow=slow)
+        except Unrecoverable:
+            return
+    else:
+        decision = planner.reconfigure(plan, slow=slow, held=held)
+    assert {*decision.plan.worker_ids} <= held.keys()
+    assert planner.has_room(decision.plan, gradient_copies=0)
+
+
+def drawn_kinds(kinds: Sequence[NodeKind]) -> st.SearchStrategy[str]:
+    return st.sampled_from([kind.name for kind in kinds])
 
 
 @examples(40)

@@ -14,6 +14,7 @@ import torch
 from oobleck.control.steps import Interrupted, PeerLost
 from oobleck.planner.profiles import fit_link
 from oobleck.training.comm import Waiter, time_link
+from oobleck.training.comm.link_timing import num_round_trips
 from tests.training.comm.fake_nccl import FakeLibrary
 from tests.training.fake_cuda import FakeCuda
 from tests.training.freezing_peer import A, B
@@ -46,6 +47,24 @@ def test_the_one_that_leads_has_the_seconds_of_growing_messages(tables: tuple[Li
         assert table.groups.num_received == 0
     begun = [thread for thread in threading.enumerate() if thread not in before]
     assert not [thread for thread in begun if thread.name.startswith("receive from") and waits(thread)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "size", "times"),
+    [
+        ({}, 1 << 10, 8),
+        ({1 << 10: 1.0}, 1 << 14, 3),  # a line needs two points
+        ({1 << 10: 0.001, 1 << 14: 0.016}, 1 << 17, 0),  # 131 ms each
+        ({1 << 10: 2.4e-3, 1 << 14: 1.7e-3}, 1 << 17, 8),  # on a busy machine
+        ({1 << 10: 5e-3, 1 << 14: 5.1e-3}, 1 << 17, 5),
+        ({1 << 10: 1e-5, 1 << 14: 2e-5, 1 << 17: 1e-4, 1 << 20: 1e-3}, 1 << 23, 4),
+        ({1 << 10: 1e-5, 1 << 14: 2e-5, 1 << 17: 1e-4, 1 << 20: 1e-3}, 1 << 26, 0),
+    ],
+)
+def test_larger_messages_are_timed_until_they_would_fill_the_link(
+    seconds: dict[int, float], size: int, times: int
+) -> None:
+    assert num_round_trips(seconds, size) == times
 
 
 def timed_by(leader: LinkedTable, other: LinkedTable) -> dict[int, float]:
