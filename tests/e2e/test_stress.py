@@ -238,7 +238,7 @@ def test_a_storm_over_sharded_stages_changes_no_loss(
 ) -> None:
     """Of two devices each: one stage a node, and two."""
     settings = (f"sharding={sharding}", "sharding_devices=2", "reductions_per_step=2")
-    ride_out(runner, endless_reference, *settings, seed=200 + seed, faults=12, steps=120, nodes=("--local", nodes))
+    ride_out(runner, endless_reference, *settings, seed=200 + seed, faults=6, steps=60, nodes=("--local", nodes))
 
 
 @pytest.fixture(scope="module")
@@ -261,8 +261,8 @@ def test_a_storm_over_experts_that_stay_on_their_devices_changes_no_loss(
         mixtral_reference,
         *settings,
         seed=300 + seed,
-        faults=12,
-        steps=120,
+        faults=6,
+        steps=60,
         nodes=nodes,
         head=MIXTRAL,
         tolerance=LLAMA_TOLERANCE,
@@ -290,8 +290,8 @@ def test_a_storm_over_devices_that_share_samples_changes_no_loss(
         undropped_reference,
         *settings,
         seed=400 + seed,
-        faults=12,
-        steps=120,
+        faults=6,
+        steps=60,
         nodes=nodes,
         head=UNDROPPED,
     )
