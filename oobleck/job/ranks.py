@@ -17,6 +17,7 @@ from .spec import MAX_NODES, ControlSpec, check_tag
 DEFAULT_RESTARTS = 3
 DEFAULT_COPY_RATE = 256e6
 _MOST_COPIES = 8
+_MOST_PARITY_NODES = 32
 _MOST_SPARES = 64
 _MOST_RANKS = 1024
 _COUNTED = ("auto", "cpu", "gpu", "slots")
@@ -96,11 +97,16 @@ class RanksSpec:
     place."""
     copies: int = bounded(1, 0, _MOST_COPIES)
     """How many other nodes get a copy of each part of sharded states in memory."""
+    parity_nodes: int = bounded(0, 0, _MOST_PARITY_NODES)
+    """Above 0, the parity of the parts of this many nodes takes the place of one copy of each."""
     copy_rate: float = bounded(DEFAULT_COPY_RATE, 1e3, 1e13)
     """Bytes a second that a node may send as copies."""
     control: ControlSpec = field(default_factory=ControlSpec)
 
     def __post_init__(self) -> None:
+        is_parity = 2 <= self.parity_nodes <= _MOST_PARITY_NODES and self.copies == 1
+        expected = f"xor:2 to xor:{_MOST_PARITY_NODES}"
+        require(is_parity or self.parity_nodes == 0, "--copies", f"xor:{self.parity_nodes}", expected)
         check_spec(self)
         check_tag(self.tag)
         require(bool(self.command and self.command[0]), "command", "", "a script, a module or a program")
@@ -121,6 +127,11 @@ class RanksSpec:
         environment = {name: secret_digest((name, value)) for name, value in self.environment.items()}
         command, control = (*self.command[:1], *arguments), public_control(self.control)
         return replace(self, command=command, environment=environment, control=control)
+
+    @property
+    def room_for_copies(self) -> float:
+        """How many other ranks' states a node has to keep for each of its own, about."""
+        return min(1.0, 2 / self.parity_nodes) if self.parity_nodes else self.copies
 
     @property
     def kinds(self) -> str:

@@ -40,7 +40,10 @@ LAUNCHER_OPTIONS = {
     "--hang-timeout": ("SECONDS", "How long ranks may print and save nothing while one waits (600; 0: no limit)."),
     "--join-timeout": ("SECONDS", "How long to wait for MIN nodes (600)."),
     "--node-unit": ("N", "Run on a multiple of N nodes (1)."),
-    "--copies": ("N", "How many other nodes get a copy of sharded states in memory (1; 0: none)."),
+    "--copies": (
+        "N",
+        "How many other nodes get a copy of sharded states (1; 0: none); xor:K keeps a parity of K nodes.",
+    ),
     "--spares": ("N", "How many processes of a node have run up to `oobleck.attempts`, for lost ranks' places (1)."),
     "--copy-rate": ("RATE", "How fast a node may send copies, as in 2GB/s (256MB/s)."),
     "--lease": ("SECONDS", "How long a node may be silent before it is lost (3)."),
@@ -174,7 +177,7 @@ def parse_command_line(words: Sequence[str], environment: Mapping[str, str]) -> 
         hang_timeout_s=seconds("--hang-timeout", own, 600.0),
         join_timeout_s=seconds("--join-timeout", own, 600.0),
         spares=1 if (spares := whole("--spares", own)) is None else spares,
-        copies=1 if (copies := whole("--copies", own)) is None else copies,
+        **_copies(own),
         copy_rate=_rate(own),
         hides_devices="--virtual-local-rank" in flags,
         is_warmed="--no-warm" not in flags and entry != "program",
@@ -188,6 +191,13 @@ def parse_command_line(words: Sequence[str], environment: Mapping[str, str]) -> 
         spec=spec,
         unused=tuple(f"{name} is not used: {why}" for name, why in UNUSED.items() if name in values),
     )
+
+
+def _copies(own: Mapping[str, str]) -> dict[str, int]:
+    text = own.get("--copies", "1")
+    if text.startswith("xor:"):
+        return {"copies": 1, "parity_nodes": _whole_number("--copies", text.removeprefix("xor:"), shown_as=text)}
+    return {"copies": _whole_number("--copies", text)}
 
 
 def _control(own: Mapping[str, str]) -> ControlSpec:
@@ -301,9 +311,12 @@ def whole(name: str, values: Mapping[str, object]) -> int | None:
     """Return the whole number of an option, if it is there; the caller checks its bounds. Raises UsageError."""
     if name not in values:
         return None
-    text = str(values[name])
+    return _whole_number(name, str(values[name]))
+
+
+def _whole_number(name: str, text: str, *, shown_as: str = "") -> int:
     if not re.fullmatch(r"[+-]?[0-9]{1,300}", text):
-        raise UsageError(f"{name}: {text!r} is not a whole number")
+        raise UsageError(f"{name}: {shown_as or text!r} is not a whole number")
     return int(text)
 
 

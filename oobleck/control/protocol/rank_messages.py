@@ -91,6 +91,16 @@ class HeldPart:
     can_stay: bool = True
     """Whether its node can keep it while later states are saved: not where memory is too short for that."""
     progress: ScriptProgress | None = None
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldParity:
+    """The parity of some ranks' parts of a state, of which any one follows from it and from the others."""
+
+    state: ScriptState
+    ranks: tuple[int, ...]
+    world_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +114,26 @@ class CopyDoor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """What parts are mixed to: the parity of these ranks' parts, or from it and the others the part that is missing."""
+
+    ranks: tuple[int, ...]
+    num_bytes: int
+    """The bytes of the largest part."""
+    missing: int | None = None
+
+    @property
+    def senders(self) -> frozenset[int]:
+        return frozenset(self.ranks) - {self.missing}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PartCopies:
     rank: int
     doors: tuple[CopyDoor, ...]
     """One for each copy."""
+    mix: Mix | None = None
+    """Where the part is mixed with others, at the only door."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,6 +321,7 @@ class StatesHeld(FromRanks):
     """All parts of states that the node holds now; sent when they change."""
 
     parts: tuple[HeldPart, ...]
+    parities: tuple[HeldParity, ...] = ()
     kept: int = 0
     """The number of the newest `KeepStates` that was in force before the node looked."""
 

@@ -90,9 +90,11 @@ class RanksCoordinator(BaseCoordinator):
         """Why nodes were lost before anything ran, keyed by node."""
         self._formed: _Formed | None = None
         self._ended_s = 0.0
-        self._copies = Copies(run.copies)
+        self._copies = Copies(run.copies, run.parity_nodes)
         self._handing_on: dict[str, tuple[float, protocol.RanksReady]] = {}
         """Draining nodes that others still copy states of, with the time until which that may take."""
+        self._awaiting_parts: dict[str, protocol.RanksReady] = {}
+        """Nodes that are ready, while lost parts of the state that their ranks will load are made again."""
         self._uncopied: set[tuple[str, str]] = set()
         """Of which it was said that the first copies nothing to the second."""
         self._disks = Disks()
@@ -190,6 +192,10 @@ class RanksCoordinator(BaseCoordinator):
                 turn.note("warning", f"{node} leaves, and no other node has all of its part of the newest saved state")
             del self._handing_on[node]
             self._take_ready(turn, node, ready)
+        if self._awaiting_parts and not self._copies.is_rebuilding:
+            waiting, self._awaiting_parts = self._awaiting_parts, {}
+            for node, ready in sorted(waiting.items()):
+                self._take_ready(turn, node, ready)
 
     # --- what happens ------------------------------------------------------------------------------------------------
 
@@ -209,8 +215,8 @@ class RanksCoordinator(BaseCoordinator):
             case protocol.StatesKept(door=door, order=order):
                 self._copies.meet(node, door)
                 self._copies.recall(node, order)
-            case protocol.StatesHeld(parts=parts, kept=kept):
-                self._copies.hold(node, parts, kept=kept)
+            case protocol.StatesHeld(parts=parts, parities=parities, kept=kept):
+                self._copies.hold(node, parts, kept=kept, parities=parities)
             case protocol.PartNotCopied():
                 self._copies.fail(node, message, turn.now_s)
                 # It is tried again and again, and one line for each pair of nodes is enough.
@@ -245,6 +251,9 @@ class RanksCoordinator(BaseCoordinator):
                 raise PeerError(f"sent {type(message).__name__}, which has no meaning in a run of a script")
 
     def _take_ready(self, turn: Turn, node: str, ready: protocol.RanksReady) -> None:
+        if self._copies.is_rebuilding:
+            self._awaiting_parts[node] = ready
+            return
         self._ready[node] = ready
         self._give(turn, states.Ready(node=node, generation=ready.generation))
         if self._members[node].is_draining and node in self._ready:
@@ -378,6 +387,7 @@ class RanksCoordinator(BaseCoordinator):
         self._losses[node] = loss.text
         self._ready.pop(node, None)
         self._handing_on.pop(node, None)
+        self._awaiting_parts.pop(node, None)
         self._copies.drop(node)
         self._unmet.discard(node)
 
@@ -391,6 +401,7 @@ class RanksCoordinator(BaseCoordinator):
     def node_left(self, turn: Turn, node: str) -> None:
         self._ready.pop(node, None)
         self._handing_on.pop(node, None)
+        self._awaiting_parts.pop(node, None)
         self._copies.drop(node)
         self._unmet.discard(node)
         self._give(turn, states.Gone(node=node))

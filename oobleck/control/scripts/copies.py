@@ -3,7 +3,8 @@
 Agents report what their nodes hold (`StatesHeld`), and are told what to keep (`KeepStates`) and to send (`CopyParts`).
 
 A *protected* state is whole, has each part on `copies` more nodes, and all nodes know that it is to be kept: until a
-newer one is protected.
+newer one is protected. In place of copies there may be parities: then each part follows from those of other nodes. A
+lost part is made again while no rank runs.
 Ranks may save faster than an order reaches them. So the next state to copy is chosen ahead: the first one that is saved
 from a step on, which is as far ahead as was too near before. Without shards, every node has the whole state, and
 nothing is copied.
@@ -12,13 +13,15 @@ nothing is copied.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from oobleck.control import protocol
-from oobleck.control.protocol import HeldPart, KeepStates, ScriptProgress, ScriptState
+from oobleck.control.protocol import HeldParity, HeldPart, KeepStates, Mix, PartCopies, ScriptProgress, ScriptState
 
+from . import parity
+from .parity import Mixing, Mixings, Parities
 from .placement import place
 
 Order = tuple[str, KeepStates | protocol.CopyParts]
@@ -50,6 +53,8 @@ class _Spread:
     is_sharded: bool
     holders: dict[int, set[str]] = field(default_factory=dict)
     """Keyed by the rank that saved the part."""
+    parities: Parities = field(default_factory=Parities)
+    num_bytes: dict[int, int] = field(default_factory=dict)
     can_stay: bool = True
     progress: ScriptProgress | None = None
     """Rank 0's."""
@@ -57,6 +62,10 @@ class _Spread:
     @property
     def is_whole(self) -> bool:
         return len(self.holders) == self.world_size
+
+    @property
+    def missing(self) -> list[int]:
+        return [] if self.is_whole else [rank for rank in range(self.world_size) if rank not in self.holders]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +79,18 @@ class _Wanted:
 class Copies:
     """Follows what nodes hold; `orders` takes the consequences."""
 
-    def __init__(self, num_copies: int) -> None:
+    def __init__(self, num_copies: int, parity_nodes: int = 0) -> None:
+        """Parities of up to `parity_nodes` nodes take the place of one copy, unless it is 0."""
         self._num_copies = num_copies
+        self._parity_nodes = parity_nodes
+        self._mixings = Mixings()
         self._domains: Mapping[str, str] = {}
         self._doors: dict[str, protocol.CopyDoor] = {}
         """Of the nodes that can hold copies."""
         self._leaving: set[str] = set()
         self._held: dict[str, frozenset[HeldPart]] = {}
+        self._parities: dict[str, frozenset[HeldParity]] = {}
+        """Keyed by node."""
         self._spreads: dict[ScriptState, _Spread] = {}
         self._places: dict[str, tuple[str, ...]] = {}
         self._unique = ""
@@ -132,14 +146,16 @@ class Copies:
         self._is_changed = True
         self._told.pop(node, None)
         self._asked = {key: source for key, source in self._asked.items() if source != node}
+        self._mixings.forget_asked(node)
 
-    def hold(self, node: str, parts: Iterable[HeldPart], *, kept: int) -> None:
+    def hold(self, node: str, parts: Iterable[HeldPart], *, kept: int, parities: Collection[HeldParity] = ()) -> None:
         """Note all that a node holds while it heeds the order with the number `kept`."""
         self._is_changed = True
         if self._awaited.get(node):  # what came before may be a report of long ago
             del self._awaited[node]
         self._heeded[node] = kept
         held, before = frozenset(parts), self._held.get(node, frozenset())
+        self._hold_parities(node, frozenset(parities))
         for part in before - held:
             self._spreads[part.state].holders[part.rank].discard(node)
             self._forget_empty(part)
@@ -147,12 +163,25 @@ class Copies:
             spread = self._spreads.setdefault(part.state, _Spread(part.world_size, part.is_sharded))
             spread.holders.setdefault(part.rank, set()).add(node)
             spread.can_stay &= part.can_stay
+            spread.num_bytes[part.rank] = part.num_bytes
             self._asked.pop((part.state, part.rank, node), None)
+            self._mixings.arrive(part.state, node, missing=part.rank)
             if part.rank == 0:
                 spread.progress = part.progress
             if spread.is_whole and (self.newest is None or part.state > self.newest):
                 self.newest, self.progress = part.state, spread.progress
         self._held[node] = held
+
+    def _hold_parities(self, node: str, held: frozenset[HeldParity]) -> None:
+        before = self._parities.get(node, frozenset())
+        for each in held - before:
+            spread = self._spreads.setdefault(each.state, _Spread(each.world_size, True))
+            spread.parities.add(each.ranks, node)
+            self._mixings.arrive(each.state, node, group=each.ranks)
+        for each in before - held:
+            self._spreads[each.state].parities.remove(each.ranks, node)
+            self._forget_if_empty(each.state)
+        self._parities[node] = held
 
     def begin(self, unique: str, nodes: Iterable[str]) -> None:
         """Note that a generation begins on these nodes, whose saves are told by the end of their start's name."""
@@ -178,11 +207,14 @@ class Copies:
         self._leaving.discard(node)
         self._told.pop(node, None)
         self._asked = {key: source for key, source in self._asked.items() if node not in (key[2], source)}
+        self._mixings.drop(node)
 
     def fail(self, node: str, failed: protocol.PartNotCopied, now_s: float) -> None:
         """Note that a node could not copy a part."""
         self._is_changed = True
         self._asked.pop((failed.state, failed.rank, failed.target), None)
+        if self._mixings.fail(failed) and not self._unique:
+            return  # while ranks wait for a lost part, it is tried again at once
         if failed.is_gone:
             if self._wanted is not None and self._wanted.state == failed.state:
                 self._aim_further()
@@ -193,8 +225,11 @@ class Copies:
         spread = self._spreads[part.state]
         if not spread.holders[part.rank]:
             del spread.holders[part.rank]
-        if not spread.holders:
-            del self._spreads[part.state]
+        self._forget_if_empty(part.state)
+
+    def _forget_if_empty(self, state: ScriptState) -> None:
+        if not self._spreads[state].holders and not self._spreads[state].parities:
+            del self._spreads[state]
 
     # --- what follows ------------------------------------------------------------------------------------------------
 
@@ -216,6 +251,14 @@ class Copies:
         spread = self._spreads[newest]
         return spread.is_sharded and any(not holders - self._leaving - {node} for holders in spread.holders.values())
 
+    @property
+    def is_rebuilding(self) -> bool:
+        """Whether the next ranks are to wait, as lost parts of the state that they would load are made again."""
+        if not self._parity_nodes or self._unique:
+            return False
+        newest = self._newest_recoverable()
+        return bool(self._awaited) or (newest is not None and not self._spreads[newest].is_whole)
+
     def orders(self, now_s: float, domains: Mapping[str, str]) -> list[Order]:
         """Return what to tell nodes that they have not been told; nothing before `due_s`."""
         if now_s < self.due_s:
@@ -230,6 +273,7 @@ class Copies:
         self.protection = self._assess()
         targets = [each for each in dict.fromkeys((self._protected, self._to_copy())) if each is not None]
         targets = [each for each in targets if self._spreads[each].is_sharded]
+        self._mixings.keep_only(targets)
         if not targets and self._wanted is None:
             return []
         self._renew(tuple(targets), self._wanted.from_step if self._wanted is not None else None)
@@ -239,7 +283,7 @@ class Copies:
                 self._told[node] = self._keep.number
                 orders.append((node, self._keep))
         for state in targets:
-            orders += self._copy(state, now_s)
+            orders += self._copy(state, now_s) if self._spreads[state].is_whole else self._rebuild(state)
         return orders
 
     def _assess(self) -> Protection:
@@ -288,17 +332,33 @@ class Copies:
     def _newest_whole(self) -> ScriptState | None:
         return max((state for state, spread in self._spreads.items() if spread.is_whole), default=None)
 
+    def _newest_recoverable(self) -> ScriptState | None:
+        return max(filter(self._is_recoverable, self._spreads), default=None)
+
+    def _is_recoverable(self, state: ScriptState) -> bool:
+        """Whether all parts are there, or follow from others."""
+        spread = self._spreads[state]
+        if spread.is_whole or not spread.parities:
+            return spread.is_whole
+        return all(
+            spread.parities.source_of(rank, spread.holders) is not None and not self._mixings.is_hopeless(state, rank)
+            for rank in spread.missing
+        )
+
     def _lacking(self, state: ScriptState) -> list[int]:
-        """Return the ranks whose parts have too few holders that stay."""
+        """Return the ranks whose parts a lost node would take along."""
         spread = self._spreads[state]
         if not spread.is_sharded:
             holders = set[str]().union(*spread.holders.values())
             return [] if len(holders - self._leaving) >= self._num_needed else sorted(spread.holders)
+        if self._parity_nodes and self._num_needed > 1:
+            covers, ranks = spread.parities.covers, range(spread.world_size)
+            return [rank for rank in ranks if not covers(rank, spread.holders, self._leaving)]
         return [rank for rank, on in sorted(spread.holders.items()) if len(on - self._leaving) < self._num_needed]
 
     def _advance(self) -> None:
         """Settle which state is protected, and which is to be copied next."""
-        if self._protected not in self._spreads or not self._spreads[self._protected].is_whole:
+        if self._protected not in self._spreads or not self._is_recoverable(self._protected):
             self._protected = None
         whole = [state for state, spread in self._spreads.items() if spread.is_whole]
         recent = [state for state in whole if self._protected is None or state >= self._protected]
@@ -310,7 +370,8 @@ class Copies:
                 self._num_ahead -= self._num_ahead // 8
         elif self._protected is None:
             # Nothing is safe: what ranks have loaded, or would load, must not be lost while its copies are made.
-            self._protected = max((state for state in whole if not self._is_current(state)), default=None)
+            others = [state for state in self._spreads if not self._is_current(state)]
+            self._protected = max(filter(self._is_recoverable, others), default=None)
         if self._unique:
             self._aim()
 
@@ -359,16 +420,20 @@ class Copies:
     def _to_copy(self) -> ScriptState | None:
         # While no rank saves, the newest state stays as it is.
         if not self._unique:
-            return self._newest_whole()
+            return self._newest_recoverable()
         return self._wanted.state if self._wanted is not None else None
 
     def _copy(self, state: ScriptState, now_s: float) -> list[Order]:
         """Ask for the copies that a state lacks."""
-        by_source: dict[str, list[protocol.PartCopies]] = {}
+        by_source: dict[str, list[PartCopies]] = {}
         spread = self._spreads[state]
         if not spread.is_sharded:
             return []
-        for rank in self._lacking(state):
+        lacking = self._lacking(state)
+        if self._parity_nodes:
+            lacking = self._mix(state, lacking)
+            self._ask_to_mix(state, by_source, now_s)
+        for rank in lacking:
             holders = spread.holders[rank]
             asked = {target for of, number, target in self._asked if (of, number) == (state, rank)}
             num_lacking = self._num_needed - len(holders - self._leaving) - len(asked)
@@ -392,10 +457,63 @@ class Copies:
             doors = tuple(self._doors[node] for node in others[:num_lacking] if node in ready)
             self._asked |= {(state, rank, door.node): source for door in doors}
             if doors:
-                by_source.setdefault(source, []).append(protocol.PartCopies(rank=rank, doors=doors))
-        return [
-            (source, protocol.CopyParts(state=state, parts=tuple(parts))) for source, parts in sorted(by_source.items())
-        ]
+                by_source.setdefault(source, []).append(PartCopies(rank=rank, doors=doors))
+        return _orders(state, by_source)
+
+    def _mix(self, state: ScriptState, lacking: list[int]) -> list[int]:
+        """Begin the parities that a state lacks; return the ranks whose parts are to be copied."""
+        spread, staying = self._spreads[state], self._staying
+        # What only leaving nodes hold is handed on as it is.
+        able = self._doors.keys() - self._leaving
+        sources = {rank: min(on) for rank in lacking if (on := spread.holders[rank] & able)}
+        copied = [rank for rank in lacking if rank not in sources]
+        for rank in self._mixings.ranks_of(state):
+            sources.pop(rank, None)
+        size = parity.size_of_groups(self._parity_nodes, staying, self._domains)
+        load = spread.parities.load() + self._mixings.load()
+        for group in parity.groups(sources, size, self._domains):
+            target = parity.place_of([sources[rank] for rank in group], staying, self._domains, load)
+            if len(group) == 1 or target is None:
+                copied += group
+                continue
+            mix = Mix(ranks=group, num_bytes=max(spread.num_bytes[rank] for rank in group))
+            mixing = Mixing(state, mix, target)
+            if not self._mixings.is_busy(mixing):
+                self._mixings.begin(mixing)
+                load[target] += 1
+        return sorted(copied)
+
+    def _rebuild(self, state: ScriptState) -> list[Order]:
+        """Ask for what makes lost parts again, where each has its group's parity."""
+        by_source: dict[str, list[PartCopies]] = {}
+        if self._unique or state != self._newest_recoverable():
+            return []
+        spread = self._spreads[state]
+        for rank in spread.missing:
+            found = spread.parities.source_of(rank, spread.holders)
+            assert found is not None, "it is recoverable"
+            group, target = found
+            num_bytes = max(spread.num_bytes[each] for each in group)
+            self._mixings.begin(Mixing(state, Mix(ranks=group, num_bytes=num_bytes, missing=rank), target))
+        self._ask_to_mix(state, by_source, math.inf)
+        return _orders(state, by_source)
+
+    def _ask_to_mix(self, state: ScriptState, by_source: dict[str, list[PartCopies]], now_s: float) -> None:
+        spread = self._spreads[state]
+        for mixing in self._mixings.of(state):
+            target, missing = mixing.target, mixing.mix.missing
+            # A node has room for a parity once it knows which other state it may lose for it.
+            if missing is None and self._heeded.get(target, 0) < self._kept_since[state]:
+                continue
+            sources = {
+                rank: source
+                for rank in mixing.mix.senders
+                if (source := min(spread.holders.get(rank, set()) & self._doors.keys(), default=None)) is not None
+                and now_s >= self._refused_s.get((source, target), now_s)
+            }
+            for rank in self._mixings.ask(mixing, sources):
+                copies = PartCopies(rank=rank, doors=(self._doors[target],), mix=mixing.mix)
+                by_source.setdefault(sources[rank], []).append(copies)
 
     def _ranked(self, source: str) -> list[str]:
         """Return the nodes that may take a source's copies, its own places first."""
@@ -403,3 +521,9 @@ class Copies:
         others = [node for node in self._places if node != source and node not in places]
         domain = self._domains.get(source, source)
         return [*places, *sorted(others, key=lambda node: (self._domains.get(node, node) == domain, node))]
+
+
+def _orders(state: ScriptState, by_source: Mapping[str, list[PartCopies]]) -> list[Order]:
+    return [
+        (source, protocol.CopyParts(state=state, parts=tuple(parts))) for source, parts in sorted(by_source.items())
+    ]

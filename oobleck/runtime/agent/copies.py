@@ -7,6 +7,8 @@
            ── its data ──>
            <── nothing, or what is wrong with it ──
 
+A part that is mixed with others (`parity.py`) may have arrived in part before: then the listener says how many bytes.
+
 The data is what the slot has, and is not encrypted, like what the script's own collectives send. Its checksums travel
 in the head, and those of each chunk are compared as it arrives, so no damaged copy becomes valid.
 """
@@ -27,15 +29,18 @@ from contextlib import suppress
 
 import trio
 
-from oobleck.control.protocol import CopyDoor
+from oobleck.control.protocol import CopyDoor, Mix
 from oobleck.errors import CorruptCheckpoint, PeerError
 from oobleck.runtime.listening import accept
 from oobleck.storage import CHUNK_BYTES, Layout, MappedFiles, Slot, scripts
-from oobleck.wire import decode_json
+from oobleck.wire import decode_json, encode_json
+
+from .parity import Mixer, Refused
 
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
-_HEAD = struct.Struct("<III")  # bytes of the note, the layout and the checksums
+_HEAD = struct.Struct("<IIII")  # bytes of the note, the layout, the checksums, and of what it is mixed to
+_HAVE = struct.Struct("<Q")
 _MOST_HEAD_BYTES = 1 << 28
 _TEXT = struct.Struct("<H")  # bytes of a text
 _MOST_TEXT_BYTES = 1 << 12
@@ -75,8 +80,8 @@ class Pace:
             time.sleep(wait_s)
 
 
-def send_part(slot: Slot, door: CopyDoor, pace: Pace) -> None:
-    """Send a slot's part to a node; blocks the thread for O(size). Raises NotCopied."""
+def send_part(slot: Slot, door: CopyDoor, pace: Pace, mix: Mix | None = None) -> None:
+    """Send a slot's part to a node, maybe to be mixed there; blocks the thread for O(size). Raises NotCopied."""
     sequence = slot.sequence
     if slot.sums is None:
         slot.sum()
@@ -87,10 +92,13 @@ def send_part(slot: Slot, door: CopyDoor, pace: Pace) -> None:
         with slot.memory.path.open("rb") as file, socket.create_connection((door.host, door.port), _WAIT_S) as sock:
             _mark_as_background(sock)
             _prove(sock, door.ticket)
-            sock.sendall(_HEAD.pack(len(note), len(layout), len(sums)) + note + layout + sums)
+            mixed = b"" if mix is None else encode_json(mix)
+            sizes = _HEAD.pack(len(note), len(layout), len(sums), len(mixed))
+            sock.sendall(sizes + note + layout + sums + mixed)
             if refusal := _receive_text(sock):
                 raise NotCopied(refusal)
-            for start in range(slot.offset, slot.offset + len(slot.data), CHUNK_BYTES):
+            (have,) = (0,) if mix is None else _HAVE.unpack(_receive(sock, _HAVE.size))
+            for start in range(slot.offset + have, slot.offset + len(slot.data), CHUNK_BYTES):
                 num_bytes = min(CHUNK_BYTES, slot.offset + len(slot.data) - start)
                 pace.wait(num_bytes)
                 sock.sendfile(file, start, num_bytes)
@@ -113,6 +121,7 @@ class CopyPort:
         """Copies go to `files`; the states that `keeps` names are not overwritten."""
         self._files = files
         self._keeps = keeps
+        self._mixer = Mixer(files, keeps)
         self._ticket = secrets.token_bytes(_PROOF_BYTES)
         self._listener: trio.SocketListener | None = None
         self._receiving: set[str] = set()
@@ -171,8 +180,12 @@ class CopyPort:
                 sizes = _HEAD.unpack(_receive(sock, _HEAD.size))
                 if sum(sizes) > _MOST_HEAD_BYTES:
                     raise PeerError(f"a head of {sum(sizes)} bytes")
-                note, layout, sums = (_receive(sock, size) for size in sizes)
-                _send_text(sock, self._store(sock, note, Layout.from_json(layout), sums))
+                note, layout, sums, mixed = (_receive(sock, size) for size in sizes)
+                if mixed:
+                    wrong = self._mix(sock, scripts.PartHead(note, layout, sums), decode_json(Mix, mixed))
+                else:
+                    wrong = self._store(sock, note, Layout.from_json(layout), sums)
+                _send_text(sock, wrong)
             except (OSError, EOFError):
                 pass  # what has come of it stays invalid
             except (PeerError, CorruptCheckpoint) as error:
@@ -209,6 +222,33 @@ class CopyPort:
         finally:
             self._receiving.discard(stem)
         return ""
+
+    def _mix(self, sock: socket.socket, head: scripts.PartHead, mix: Mix) -> str:
+        """Receive a part into a mixture; return what is wrong. Raises OSError, EOFError and CorruptCheckpoint."""
+        note, num_bytes = decode_json(scripts.PartNote, head.note), Layout.from_json(head.layout).size_bytes
+        if self._is_closed.is_set():
+            return "its node leaves"
+        try:
+            mixture, num_in = self._mixer.begin(note, head, mix, num_bytes)
+        except Refused as refused:
+            return str(refused)
+        except OSError as error:
+            return f"{self._files.directory}: {error.strerror}"
+        wrong = ""
+        try:
+            _send_text(sock, "")
+            sock.sendall(_HAVE.pack(num_in * CHUNK_BYTES))
+            buffer = memoryview(bytearray(min(CHUNK_BYTES, num_bytes)))
+            for start in range(num_in * CHUNK_BYTES, num_bytes, CHUNK_BYTES):
+                chunk = buffer[: min(CHUNK_BYTES, num_bytes - start)]
+                _receive_into(sock, chunk)
+                if self._is_closed.is_set():
+                    return "its node leaves"
+                if wrong := self._mixer.take(mixture, note.rank, chunk):
+                    return wrong
+        finally:
+            wrong = self._mixer.end(mixture, note.rank) or wrong
+        return wrong
 
     def _slot(self, stem: str, layout: Layout) -> Slot | None:
         memory = next(iter(self._files.all(stem)), None)

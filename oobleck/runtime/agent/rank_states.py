@@ -67,6 +67,8 @@ class RankStates:
         self._port: CopyPort | None = None
         self._has_port = trio.Event()
         self._pace = Pace(math.inf)
+        self._has_parity = False
+        self._parity_notes: dict[tuple[Path, int], tuple[int, scripts.ParityNote | None]] = {}
         self._senders = trio.CapacityLimiter(_MOST_SENDERS)
         self._reports, self._next_reports = trio.open_memory_channel[_Report](_MOST_REPORTS)
         self._num_reports = self._num_received = self._num_told = 0
@@ -84,6 +86,7 @@ class RankStates:
             _log.warning("no copies are taken in: cannot listen at %s: %s", address, error.strerror)
             return None
         self._pace = Pace(run.copy_rate)
+        self._has_parity = run.parity_nodes > 0
         self._port = port
         self._has_port.set()
         return door
@@ -141,10 +144,10 @@ class RankStates:
         except OSError as error:
             _log.warning("ranks may overwrite states that are to be copied: %s", error)
         starts = {state.start for state in order.states}
-        for path in memory_files(self._files.directory, _ANY):
+        for path in (file for each in (_ANY, scripts.ANY_PARITY) for file in memory_files(self._files.directory, each)):
             start = scripts.copy_start(path)
             if start is not None and start not in starts and not start.endswith(self._unique):
-                path.unlink(missing_ok=True)
+                (scripts.remove_parity if scripts.is_parity(path) else Path.unlink)(path)
 
     def recall(self) -> protocol.KeepStates | None:
         """Return the newest order to keep states, and report all held parts again."""
@@ -166,7 +169,8 @@ class RankStates:
     async def _report_held(self, kept: int) -> None:
         self._heeded = kept
         parts = sorted(self._held_parts(), key=lambda part: (part.state, part.rank))
-        held = protocol.StatesHeld(parts=tuple(parts), kept=kept)
+        parities = tuple(self._held_parities()) if self._has_parity else ()
+        held = protocol.StatesHeld(parts=tuple(parts), parities=parities, kept=kept)
         if held != self._reported:
             self._reported = held
             await self._send_report(held)
@@ -184,9 +188,27 @@ class RankStates:
                 is_sharded=bool(note.shardings),
                 can_stay=not note.shardings or self._is_copy(slot) or len(slot.memory.slots()) >= scripts.SLOTS_TO_COPY,
                 progress=protocol.ScriptProgress(from_step=note.from_step, worked_s=note.worked_s, loss=note.loss),
+                num_bytes=slot.memory.layout.size_bytes,
             )
             for slot, note in self._all_slots()
         }
+
+    def _held_parities(self) -> list[protocol.HeldParity]:
+        slots = [slot for memory in self._files.all(scripts.ANY_PARITY) for slot in memory.valid_slots()]
+        for slot in slots:
+            key = slot.memory.path, slot.number
+            if self._parity_notes.get(key, (0, None))[0] != slot.sequence:
+                self._parity_notes[key] = slot.sequence, scripts.parity_note_of(slot)
+        notes = [self._parity_notes[slot.memory.path, slot.number][1] for slot in slots]
+        return [
+            protocol.HeldParity(
+                state=protocol.ScriptState(number=scripts.start_number(note.start), step=note.step, start=note.start),
+                ranks=note.ranks,
+                world_size=note.world_size,
+            )
+            for note in notes
+            if note is not None
+        ]
 
     async def _make_copies(self) -> None:
         await self._has_port.wait()
@@ -196,15 +218,16 @@ class RankStates:
             async for order in self._next_orders:
                 for part in order.parts:
                     for door in part.doors:
-                        nursery.start_soon(self._send_copy, order.state, part.rank, door)
+                        nursery.start_soon(self._send_copy, order.state, part, door)
 
-    async def _send_copy(self, state: protocol.ScriptState, rank: int, door: protocol.CopyDoor) -> None:
+    async def _send_copy(self, state: protocol.ScriptState, part: protocol.PartCopies, door: protocol.CopyDoor) -> None:
+        rank = part.rank
         slot = next((slot for slot, note in self._all_slots() if (_state_of(note), note.rank) == (state, rank)), None)
         try:
             if slot is None:
                 raise NotCopied("it was overwritten", is_gone=True)
             await trio.to_thread.run_sync(
-                send_part, slot, door, self._pace, abandon_on_cancel=True, limiter=self._senders
+                send_part, slot, door, self._pace, part.mix, abandon_on_cancel=True, limiter=self._senders
             )
         except NotCopied as error:
             failed = protocol.PartNotCopied(

@@ -329,7 +329,7 @@ class RankProcesses:
         environment |= {**self._states.environment, scripts.START_VARIABLE: setup.order.start}
         environment[scripts.LOCAL_RANK_VARIABLE] = str(setup.local_rank)
         environment[scripts.GRACE_VARIABLE] = str(run.shutdown_timeout_s)
-        environment[scripts.COPIES_VARIABLE] = str(run.copies if setup.order.num_groups > 1 else 0)
+        environment[scripts.COPIES_VARIABLE] = str(run.room_for_copies if setup.order.num_groups > 1 else 0)
         if setup.order.saved_step is not None:
             environment[scripts.SAVED_VARIABLE] = str(setup.order.saved_step)
         if is_spare:

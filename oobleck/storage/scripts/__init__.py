@@ -9,6 +9,18 @@ from __future__ import annotations
 from .choice import Chosen, Holding, LostState, Source, choose, sources
 from .identity import SCRIPT_VARIABLE, ScriptIdentity, identity_of
 from .kept import SLOTS_TO_COPY, Kept, bad_in, kept_in, note_bad, note_kept
+from .parity import (
+    ANY_PARITY,
+    ParityNote,
+    PartHead,
+    head_of,
+    is_parity,
+    parity_layout,
+    parity_note_of,
+    parity_stem,
+    remove_parity,
+    seal_parity,
+)
 from .part import (
     COPIES_VARIABLE,
     DIRECTORY_VARIABLE,
@@ -39,6 +51,7 @@ from .shards import Box, Sharding, is_covered, overlap, resharded
 from .values import TreeNode, from_tree, to_tree
 
 __all__ = [
+    "ANY_PARITY",
     "COPIES_VARIABLE",
     "DIRECTORY_VARIABLE",
     "GRACE_VARIABLE",
@@ -54,7 +67,9 @@ __all__ = [
     "Holding",
     "Kept",
     "LostState",
+    "ParityNote",
     "Part",
+    "PartHead",
     "PartNote",
     "ScriptIdentity",
     "Sharding",
@@ -67,8 +82,10 @@ __all__ = [
     "copy_stem",
     "find_parts",
     "from_tree",
+    "head_of",
     "identity_of",
     "is_covered",
+    "is_parity",
     "is_taken",
     "kept_in",
     "make_room_for_taken",
@@ -78,8 +95,13 @@ __all__ = [
     "note_of",
     "note_taken",
     "overlap",
+    "parity_layout",
+    "parity_note_of",
+    "parity_stem",
     "remove_old",
+    "remove_parity",
     "resharded",
+    "seal_parity",
     "sources",
     "start_name",
     "start_number",

@@ -39,7 +39,7 @@ START_VARIABLE = "OOBLECK_CHECKPOINT_START"
 LOCAL_RANK_VARIABLE = "OOBLECK_CHECKPOINT_LOCAL_RANK"
 """A rank's number on its node, whatever LOCAL_RANK says."""
 COPIES_VARIABLE = "OOBLECK_CHECKPOINT_COPIES"
-"""How many other nodes get copies of sharded states."""
+"""How many states of another rank a rank leaves room for; 0: sharded states have no copies on other nodes."""
 GRACE_VARIABLE = "OOBLECK_SHUTDOWN_TIMEOUT"
 """How many seconds ranks may take to end after a SIGTERM; unset without an agent."""
 SAVED_VARIABLE = "OOBLECK_CHECKPOINT_SAVED"
@@ -49,6 +49,7 @@ TREE = "__tree__"
 """The entry for the state's values as JSON, padded with spaces."""
 _ANY = "rank*"
 _COPY = "rankcopy"
+PARITY = "parity"
 _TAKEN = struct.Struct("<Q")
 _NEWER = {"script": "", "arguments": "", "from_step": 0, "worked_s": 0.0, "loss": "", "recent_losses": []}
 _KEPT_PLANNED = 3
@@ -157,8 +158,8 @@ def copy_stem(rank: int, start: str) -> str:
 
 
 def copy_start(path: Path) -> str | None:
-    """Return the start of the parts in a file of copies; None for a rank's own file."""
-    return path.stem.partition("-")[2] if path.name.startswith(_COPY) else None
+    """Return the start of the parts in a file of copies or parities; None for a rank's own file."""
+    return path.stem.partition("-")[2] if path.name.startswith((_COPY, PARITY)) else None
 
 
 def note_of(slot: Slot) -> PartNote | None:

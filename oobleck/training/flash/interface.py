@@ -47,11 +47,11 @@ class _Process:
             # LOCAL_RANK alone is 0 for all ranks of a node with --virtual-local-rank.
             local_rank = os.environ.get(scripts.LOCAL_RANK_VARIABLE) or os.environ.get("LOCAL_RANK", "0")
             self.local_rank = int(local_rank)
-            num_local, num_copies = (
+            num_local, room = (
                 os.environ.get("LOCAL_WORLD_SIZE", "1"),
                 os.environ.get(scripts.COPIES_VARIABLE, "0"),
             )
-            self.saver = MemorySaver(self.memory, int(local_rank), num_local=int(num_local), num_copies=int(num_copies))
+            self.saver = MemorySaver(self.memory, int(local_rank), num_local=int(num_local), room=float(room))
 
     def begin(self, step: int) -> None:
         """Note that steps begin after this one."""

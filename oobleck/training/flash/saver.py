@@ -28,14 +28,14 @@ _NUM_SLOTS = 2
 class MemorySaver:
     """Saves into memory files `<directory>/<stem>.<n>`, which the agent keeps and writes to disk."""
 
-    def __init__(self, directory: Path, local_rank: int, *, num_local: int, num_copies: int) -> None:
-        """`num_local` ranks share the directory; sharded states get copies on `num_copies` other nodes."""
+    def __init__(self, directory: Path, local_rank: int, *, num_local: int, room: float) -> None:
+        """`num_local` ranks share the directory, each with room for `room` other ranks' states, of sharded ones."""
         self._directory = directory
         self._local_rank = local_rank
         self._num_local = num_local
         self._stem = scripts.memory_stem(local_rank)
-        self._num_copies = num_copies
-        self._most_slots = scripts.SLOTS_TO_COPY if num_copies else _NUM_SLOTS
+        self._room = room
+        self._most_slots = scripts.SLOTS_TO_COPY if room else _NUM_SLOTS
         self._memory: storage.FlashMemory | None = None
         self._newest: str | None = None
 
@@ -50,7 +50,7 @@ class MemorySaver:
         if self._memory is None:
             with suppress(StopIteration, CorruptCheckpoint, OSError):
                 self._memory = storage.FlashMemory.open(next(iter(storage.memory_files(self._directory, self._stem))))
-        kept = scripts.kept_in(self._directory) if self._num_copies else scripts.Kept()
+        kept = scripts.kept_in(self._directory) if self._room else scripts.Kept()
         if self._newest is not None:
             self._forget_others((self._newest, *kept.names))
         memory = self._memory_for(_layout(flat, len(tree), note.rank, self._memory), is_sharded=bool(note.shardings))
@@ -94,7 +94,7 @@ class MemorySaver:
             with suppress(OSError):  # it is removed
                 room += path.stat().st_size if path.stem != self._stem else 0
         own, copied = (storage.FlashMemory.bytes_for(layout, num_slots=each) for each in (num_slots, _NUM_SLOTS))
-        return self._num_local * (own + self._num_copies * copied) <= room
+        return self._num_local * (own + self._room * copied) <= room
 
     def _tell_fewer(self, layout: storage.Layout) -> None:
         if self._local_rank:

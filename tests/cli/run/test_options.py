@@ -71,11 +71,15 @@ def test_copies_and_their_rate_are_read_and_wrong_ones_refused_by_name(capsys: p
     assert (parsed("train.py").spec.copies, parsed("train.py").spec.copy_rate) == (1, 256e6)
     spec = parsed("--copies", "2", "--copy-rate", "1.5GB/s", "train.py").spec
     assert (spec.copies, spec.copy_rate) == (2, 1.5e9)
-    for words in (("--copies", "9"), ("--copies", "-1"), ("--copy-rate", "fast"), ("--copy-rate", "0MB/s")):
+    assert (spec.parity_nodes, spec.room_for_copies) == (0, 2)
+    spec = parsed("--copies", "xor:8", "train.py").spec
+    assert (spec.copies, spec.parity_nodes, spec.room_for_copies) == (1, 8, 0.25)
+    wrong = [("--copies", text) for text in ("9", "-1", "xor:1", "xor:x", "xor:33", "xor:", "and:2")]
+    for words in (*wrong, ("--copy-rate", "fast"), ("--copy-rate", "0MB/s")):
         assert main(["run", *words, "train.py"]) == ExitCode.USAGE
         said = capsys.readouterr().err
         assert words[0] in said
-        assert words[1] in said or "0.0" in said
+        assert words[1] in said or "0.0" in said or "33" in said
 
 
 def test_what_has_no_meaning_is_said_to_be_unused():
