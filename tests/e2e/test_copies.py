@@ -218,3 +218,27 @@ def test_one_copy_survives_the_loss_of_one_of_two_racks_at_once(ranks: Ranks) ->
                 shutil.rmtree(left)
     assert "saved by 4 ranks, from memory" in ranks.said()
     assert losses(ranks) == pytest.approx(undisturbed(60), abs=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_a_lost_nodes_pieces_follow_from_the_others_and_their_parity(ranks: Ranks) -> None:
+    """One node after the other is lost, and comes back empty: each time its pieces are made again."""
+    options = ("--local", "4", "--copies", "xor:3", "--max-restarts", "0", "--lease", "60", *nowhere(ranks))
+    with ranks.started(*options, command=[SCRIPT, str(ranks.out), "120", "0.1"]) as process:
+        ranks.wait_for_step(1)
+        for number, node in enumerate(("node1", "node3", "node2")):
+            known = len(ranks.entries("StatesProtected"))
+            ranks.wait_until(lambda known=known: any(e.protected for e in ranks.entries("StatesProtected")[known:]))
+            reached = ranks.wait_for_step(1 + ranks.notes(0)[-1]["step"], restarts=2 * number)["step"]
+            if number == 0:
+                memories = [memory_of(ranks, f"node{each}") for each in range(4)]
+                assert not [path for each in memories for path in each.glob("rankcopy*")]
+                assert len({path.name for each in memories for path in each.glob("parity*.1")}) >= 2
+            lose(ranks, node)
+            first = ranks.wait_for_step(1, restarts=2 * number + 1)
+            assert first["step"] > reached - 20, "it goes on from memory, not from the start"
+            oobleck("add", node, "--tag", "ranks", "--base-dir", str(ranks.base_dir))  # else it is tried again later
+            ranks.wait_for_step(1, restarts=2 * number + 2)
+        assert process.wait(TIMEOUT_S) == ExitCode.NOT_SAVED, ranks.said()
+    assert "saved by 4 ranks, from memory" in ranks.said()
+    assert losses(ranks) == pytest.approx(undisturbed(120), abs=TOLERANCE)

@@ -119,7 +119,7 @@ class Mix:
 
     ranks: tuple[int, ...]
     num_bytes: int
-    """The bytes of the largest part."""
+    """The bytes of the largest part that is sent."""
     missing: int | None = None
 
     @property

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from oobleck.control import protocol
-from oobleck.control.protocol import HeldParity, HeldPart, KeepStates, Mix, PartCopies, ScriptProgress, ScriptState
+from oobleck.control.protocol import HeldParity, HeldPart, KeepStates, PartCopies, ScriptProgress, ScriptState
 
-from . import parity
-from .parity import Mixing, Mixings, Parities
+from .parity import Mixings, Parts
 from .placement import place
+from .spread import Spread
 
 Order = tuple[str, KeepStates | protocol.CopyParts]
 """A node, and what it is told."""
@@ -43,29 +43,6 @@ class Protection:
     """The newest step that survives the loss of a node."""
     num_missing: int = 0
     """How many parts of the state that is kept lack a copy, as after a loss."""
-
-
-@dataclass(slots=True)
-class _Spread:
-    """Which nodes hold a state's parts."""
-
-    world_size: int
-    is_sharded: bool
-    holders: dict[int, set[str]] = field(default_factory=dict)
-    """Keyed by the rank that saved the part."""
-    parities: Parities = field(default_factory=Parities)
-    num_bytes: dict[int, int] = field(default_factory=dict)
-    can_stay: bool = True
-    progress: ScriptProgress | None = None
-    """Rank 0's."""
-
-    @property
-    def is_whole(self) -> bool:
-        return len(self.holders) == self.world_size
-
-    @property
-    def missing(self) -> list[int]:
-        return [] if self.is_whole else [rank for rank in range(self.world_size) if rank not in self.holders]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +68,7 @@ class Copies:
         self._held: dict[str, frozenset[HeldPart]] = {}
         self._parities: dict[str, frozenset[HeldParity]] = {}
         """Keyed by node."""
-        self._spreads: dict[ScriptState, _Spread] = {}
+        self._spreads: dict[ScriptState, Spread] = {}
         self._places: dict[str, tuple[str, ...]] = {}
         self._unique = ""
         self._part: frozenset[str] = frozenset()
@@ -160,7 +137,7 @@ class Copies:
             self._spreads[part.state].holders[part.rank].discard(node)
             self._forget_empty(part)
         for part in held - before:
-            spread = self._spreads.setdefault(part.state, _Spread(part.world_size, part.is_sharded))
+            spread = self._spreads.setdefault(part.state, Spread(part.world_size, part.is_sharded))
             spread.holders.setdefault(part.rank, set()).add(node)
             spread.can_stay &= part.can_stay
             spread.num_bytes[part.rank] = part.num_bytes
@@ -175,7 +152,7 @@ class Copies:
     def _hold_parities(self, node: str, held: frozenset[HeldParity]) -> None:
         before = self._parities.get(node, frozenset())
         for each in held - before:
-            spread = self._spreads.setdefault(each.state, _Spread(each.world_size, True))
+            spread = self._spreads.setdefault(each.state, Spread(each.world_size, True))
             spread.parities.add(each.ranks, node)
             self._mixings.arrive(each.state, node, group=each.ranks)
         for each in before - held:
@@ -425,14 +402,13 @@ class Copies:
 
     def _copy(self, state: ScriptState, now_s: float) -> list[Order]:
         """Ask for the copies that a state lacks."""
-        by_source: dict[str, list[PartCopies]] = {}
+        by_source: Parts = {}
         spread = self._spreads[state]
         if not spread.is_sharded:
             return []
         lacking = self._lacking(state)
         if self._parity_nodes:
-            lacking = self._mix(state, lacking)
-            self._ask_to_mix(state, by_source, now_s)
+            lacking = self._mix(state, lacking, by_source, now_s)
         for rank in lacking:
             holders = spread.holders[rank]
             asked = {target for of, number, target in self._asked if (of, number) == (state, rank)}
@@ -460,60 +436,30 @@ class Copies:
                 by_source.setdefault(source, []).append(PartCopies(rank=rank, doors=doors))
         return _orders(state, by_source)
 
-    def _mix(self, state: ScriptState, lacking: list[int]) -> list[int]:
-        """Begin the parities that a state lacks; return the ranks whose parts are to be copied."""
+    def _mix(self, state: ScriptState, lacking: list[int], by_source: Parts, now_s: float) -> list[int]:
+        """Ask for the parities that a state lacks; return the ranks whose parts are to be copied."""
         spread, staying = self._spreads[state], self._staying
-        # What only leaving nodes hold is handed on as it is.
-        able = self._doors.keys() - self._leaving
-        sources = {rank: min(on) for rank in lacking if (on := spread.holders[rank] & able)}
-        copied = [rank for rank in lacking if rank not in sources]
-        for rank in self._mixings.ranks_of(state):
-            sources.pop(rank, None)
-        size = parity.size_of_groups(self._parity_nodes, staying, self._domains)
-        load = spread.parities.load() + self._mixings.load()
-        for group in parity.groups(sources, size, self._domains):
-            target = parity.place_of([sources[rank] for rank in group], staying, self._domains, load)
-            if len(group) == 1 or target is None:
-                copied += group
-                continue
-            mix = Mix(ranks=group, num_bytes=max(spread.num_bytes[rank] for rank in group))
-            mixing = Mixing(state, mix, target)
-            if not self._mixings.is_busy(mixing):
-                self._mixings.begin(mixing)
-                load[target] += 1
-        return sorted(copied)
+        copied = self._mixings.plan(
+            state, spread, lacking, nodes=staying, most=self._parity_nodes, domains=self._domains
+        )
+        # A node has room for a parity once it knows which other state it may lose for it.
+        ready = {node for node in staying if self._heeded.get(node, 0) >= self._kept_since[state]}
+
+        def may_send(source: str, target: str) -> bool:
+            is_refused = now_s < self._refused_s.get((source, target), now_s)
+            return source in self._doors and target in ready and not is_refused
+
+        self._mixings.ask(state, spread, self._doors, may_send, by_source)
+        return copied
 
     def _rebuild(self, state: ScriptState) -> list[Order]:
-        """Ask for what makes lost parts again, where each has its group's parity."""
-        by_source: dict[str, list[PartCopies]] = {}
-        if self._unique or state != self._newest_recoverable():
-            return []
-        spread = self._spreads[state]
-        for rank in spread.missing:
-            found = spread.parities.source_of(rank, spread.holders)
-            assert found is not None, "it is recoverable"
-            group, target = found
-            num_bytes = max(spread.num_bytes[each] for each in group)
-            self._mixings.begin(Mixing(state, Mix(ranks=group, num_bytes=num_bytes, missing=rank), target))
-        self._ask_to_mix(state, by_source, math.inf)
+        """Ask for what makes lost parts again."""
+        by_source: Parts = {}
+        if not self._unique and state == self._newest_recoverable():
+            spread = self._spreads[state]
+            self._mixings.plan_missing(state, spread)
+            self._mixings.ask(state, spread, self._doors, lambda source, target: target in self._doors, by_source)
         return _orders(state, by_source)
-
-    def _ask_to_mix(self, state: ScriptState, by_source: dict[str, list[PartCopies]], now_s: float) -> None:
-        spread = self._spreads[state]
-        for mixing in self._mixings.of(state):
-            target, missing = mixing.target, mixing.mix.missing
-            # A node has room for a parity once it knows which other state it may lose for it.
-            if missing is None and self._heeded.get(target, 0) < self._kept_since[state]:
-                continue
-            sources = {
-                rank: source
-                for rank in mixing.mix.senders
-                if (source := min(spread.holders.get(rank, set()) & self._doors.keys(), default=None)) is not None
-                and now_s >= self._refused_s.get((source, target), now_s)
-            }
-            for rank in self._mixings.ask(mixing, sources):
-                copies = PartCopies(rank=rank, doors=(self._doors[target],), mix=mixing.mix)
-                by_source.setdefault(sources[rank], []).append(copies)
 
     def _ranked(self, source: str) -> list[str]:
         """Return the nodes that may take a source's copies, its own places first."""
@@ -523,7 +469,7 @@ class Copies:
         return [*places, *sorted(others, key=lambda node: (self._domains.get(node, node) == domain, node))]
 
 
-def _orders(state: ScriptState, by_source: Mapping[str, list[PartCopies]]) -> list[Order]:
+def _orders(state: ScriptState, by_source: Parts) -> list[Order]:
     return [
         (source, protocol.CopyParts(state=state, parts=tuple(parts))) for source, parts in sorted(by_source.items())
     ]

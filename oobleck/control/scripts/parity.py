@@ -6,66 +6,18 @@ The parity of a group lies on a node that has none of its parts, so that any one
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 from oobleck.control import protocol
-from oobleck.control.protocol import Mix, ScriptState
+from oobleck.control.protocol import CopyDoor, Mix, PartCopies, ScriptState
 
-Group = tuple[int, ...]
-"""Ranks, in ascending order, whose parts lie on different nodes."""
+from .spread import Group, Spread
+
+Parts = dict[str, list[PartCopies]]
+"""What nodes are asked to send."""
 
 _MOST_TRIES = 3  # to make a lost part again
-
-
-@dataclass(slots=True)
-class Parities:
-    """Which nodes hold parities of one state."""
-
-    _nodes: dict[Group, set[str]] = field(default_factory=dict)
-    _groups_of: dict[int, set[Group]] = field(default_factory=dict)
-
-    def add(self, group: Group, node: str) -> None:
-        self._nodes.setdefault(group, set()).add(node)
-        for rank in group:
-            self._groups_of.setdefault(rank, set()).add(group)
-
-    def remove(self, group: Group, node: str) -> None:
-        self._nodes[group].discard(node)
-        if not self._nodes[group]:
-            del self._nodes[group]
-            for rank in group:
-                self._groups_of[rank].discard(group)
-
-    def __bool__(self) -> bool:
-        return bool(self._nodes)
-
-    def load(self) -> Counter[str]:
-        """Count the parities of each node."""
-        return Counter(node for nodes in self._nodes.values() for node in nodes)
-
-    def covers(self, rank: int, holders: Mapping[int, Collection[str]], leaving: Collection[str]) -> bool:
-        """Whether a rank's part survives the loss of any node; those that leave do not count."""
-        staying = _without(holders.get(rank, ()), leaving)
-        if len(staying) != 1:
-            return bool(staying)
-        gone = (*leaving, *staying)
-        return any(
-            _without(self._nodes[group], gone)
-            and all(each == rank or _without(holders.get(each, ()), gone) for each in group)
-            for group in self._groups_of.get(rank, ())
-        )
-
-    def source_of(self, rank: int, holders: Mapping[int, Collection[str]]) -> tuple[Group, str] | None:
-        """Return a parity from which a lost part follows with the other parts of its group, and its node."""
-        for group in sorted(self._groups_of.get(rank, ())):
-            if all(each == rank or holders.get(each) for each in group):
-                return group, min(self._nodes[group])
-        return None
-
-
-def _without(nodes: Iterable[str], others: Collection[str]) -> list[str]:
-    return [node for node in nodes if node not in others]
 
 
 def groups(sources: Mapping[int, str], size: int, domains: Mapping[str, str]) -> Iterator[Group]:
@@ -113,33 +65,73 @@ class Mixings:
         """The nodes that were asked to send, keyed by rank."""
         self._num_failed: Counter[tuple[ScriptState, int | None]] = Counter()
 
-    def begin(self, mixing: Mixing) -> None:
-        self._asked.setdefault(mixing, {})
+    def plan(
+        self,
+        state: ScriptState,
+        spread: Spread,
+        lacking: Collection[int],
+        *,
+        nodes: Collection[str],
+        most: int,
+        domains: Mapping[str, str],
+    ) -> list[int]:
+        """Plan parities on these nodes of the parts that lack one; return the ranks whose parts are to be copied."""
+        # What only leaving nodes hold is handed on as it is.
+        sources = {rank: min(on) for rank in lacking if (on := spread.holders[rank].intersection(nodes))}
+        copied = [rank for rank in lacking if rank not in sources]
+        for mixing in self._of(state):
+            for rank in mixing.mix.ranks:
+                sources.pop(rank, None)
+        load = spread.parities.load() + Counter(mixing.target for mixing in self._asked)
+        for group in groups(sources, size_of_groups(most, nodes, domains), domains):
+            target = place_of([sources[rank] for rank in group], nodes, domains, load)
+            if len(group) == 1 or target is None:
+                copied += group
+                continue
+            mix = Mix(ranks=group, num_bytes=max(spread.num_bytes[rank] for rank in group))
+            mixing = Mixing(state, mix, target)
+            if not self._is_busy(mixing):
+                self._asked[mixing] = {}
+                load[target] += 1
+        return sorted(copied)
 
-    def of(self, state: ScriptState) -> list[Mixing]:
+    def plan_missing(self, state: ScriptState, spread: Spread) -> None:
+        """Plan to make the parts again that follow from others."""
+        for rank in spread.missing:
+            found = spread.parities.source_of(rank, spread.holders)
+            assert found is not None, "it is recoverable"
+            group, target = found
+            num_bytes = max(spread.num_bytes[each] for each in group if each != rank)
+            self._asked.setdefault(Mixing(state, Mix(ranks=group, num_bytes=num_bytes, missing=rank), target), {})
+
+    def ask(
+        self,
+        state: ScriptState,
+        spread: Spread,
+        doors: Mapping[str, CopyDoor],
+        may_send: Callable[[str, str], bool],
+        by_source: Parts,
+    ) -> None:
+        """Ask nodes to send what has not been asked for; `may_send` takes a source and a target."""
+        for mixing in self._of(state):
+            asked = self._asked[mixing]
+            for rank in sorted(mixing.mix.senders - asked.keys()):
+                able = [node for node in spread.holders.get(rank, ()) if may_send(node, mixing.target)]
+                if able:
+                    asked[rank] = source = min(able)
+                    copies = PartCopies(rank=rank, doors=(doors[mixing.target],), mix=mixing.mix)
+                    by_source.setdefault(source, []).append(copies)
+
+    def _of(self, state: ScriptState) -> list[Mixing]:
         return [mixing for mixing in self._asked if mixing.state == state]
 
-    def ranks_of(self, state: ScriptState) -> set[int]:
-        """Return the ranks whose parts become parts of a parity."""
-        return {rank for mixing in self.of(state) if mixing.mix.missing is None for rank in mixing.mix.ranks}
-
-    def load(self) -> Counter[str]:
-        return Counter(mixing.target for mixing in self._asked)
-
-    def is_busy(self, mixing: Mixing) -> bool:
+    def _is_busy(self, mixing: Mixing) -> bool:
         """Whether the target still mixes an older state of these ranks: it has room for one at a time."""
         return any(
             (each.target, each.mix.ranks, each.state.start) == (mixing.target, mixing.mix.ranks, mixing.state.start)
             and each.state != mixing.state
             for each in self._asked
         )
-
-    def ask(self, mixing: Mixing, sources: Mapping[int, str]) -> list[int]:
-        """Note that these nodes send, and return the ranks of those that have not been asked yet."""
-        asked = self._asked[mixing]
-        new = sorted(mixing.mix.senders - asked.keys() & sources.keys())
-        asked |= {rank: sources[rank] for rank in new}
-        return new
 
     def is_hopeless(self, state: ScriptState, missing: int) -> bool:
         return self._num_failed[state, missing] >= _MOST_TRIES
@@ -155,7 +147,7 @@ class Mixings:
 
     def fail(self, failed: protocol.PartNotCopied) -> bool:
         """Note that a part did not arrive; return whether it was to be mixed."""
-        found = [mixing for mixing in self.of(failed.state) if mixing.target == failed.target]
+        found = [mixing for mixing in self._of(failed.state) if mixing.target == failed.target]
         found = [mixing for mixing in found if self._asked[mixing].pop(failed.rank, None) is not None]
         self._num_failed.update((mixing.state, mixing.mix.missing) for mixing in found)
         return bool(found)

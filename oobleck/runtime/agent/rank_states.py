@@ -226,8 +226,10 @@ class RankStates:
         try:
             if slot is None:
                 raise NotCopied("it was overwritten", is_gone=True)
+            # While a lost part is made again, nothing else needs the link: the ranks wait for it.
+            pace = self._pace if part.mix is None or part.mix.missing is None else Pace(math.inf)
             await trio.to_thread.run_sync(
-                send_part, slot, door, self._pace, part.mix, abandon_on_cancel=True, limiter=self._senders
+                send_part, slot, door, pace, part.mix, abandon_on_cancel=True, limiter=self._senders
             )
         except NotCopied as error:
             failed = protocol.PartNotCopied(

@@ -55,6 +55,7 @@ from oobleck.control.protocol import (
     EndRanks,
     Exited,
     Heartbeat,
+    HeldParity,
     HeldPart,
     Hello,
     Killed,
@@ -74,6 +75,7 @@ from oobleck.control.protocol import (
     ScriptState,
     StartRanks,
     StatesHeld,
+    StatesKept,
     StopAgent,
     TraceRanks,
 )
@@ -438,6 +440,76 @@ def test_parts_are_copied_to_another_rack(alone: str):
     domains = ["2" if node == alone else "1" for node in NODES]
     for rank, node in copied(World(domains=domains)):
         assert (NODES[rank // 2] == alone) != (node == alone)
+
+
+def mixed(commands: list[Command]) -> set[tuple[tuple[int, ...], int | None, int, str]]:
+    """What nodes are told to mix: of which ranks, the missing one, the rank whose part is sent, and where to."""
+    return {
+        (part.mix.ranks, part.mix.missing, part.rank, door.node)
+        for command in commands
+        if isinstance(command, Send) and isinstance(command.message, CopyParts)
+        for part in command.message.parts
+        for door in part.doors
+        if part.mix is not None
+    }
+
+
+def with_parities(world: World, *also: int) -> list[Command]:
+    """Have b hold its own parts, the parities of what a and c hold, and the parts of these ranks."""
+    state = ScriptState(number=1, step=5, start="s1-20260101-000001")
+    parts = tuple(HeldPart(state=state, rank=rank, world_size=6, is_sharded=True) for rank in (2, 3, *also))
+    parities = tuple(HeldParity(state=state, ranks=ranks, world_size=6) for ranks in ((0, 4), (1, 5)))
+    return world.say("b", StatesHeld(parts=parts, parities=parities, kept=99))
+
+
+def test_the_next_ranks_start_once_lost_parts_are_made_again_from_their_parity():
+    world = World(parity_nodes=2)
+    copies = copied(world)
+    assert mixed(world.commands) == {(ranks, None, rank, "b") for ranks in ((0, 4), (1, 5)) for rank in ranks}
+    assert {rank for rank, node in copies if node != "b"} == {2, 3}, "two nodes of three have their parity on the third"
+    with_parities(world)
+    commands = world.give(NodeFailed(node="c", loss=ConnectionLost()))
+    assert mixed(commands) == {((0, 4), 4, 0, "b"), ((1, 5), 5, 1, "b")}
+    assert not sent(world.ready("b", 1), StartRanks)
+    assert not sent(world.ready("a", 1), StartRanks)
+    assert not sent(with_parities(world, 4), StartRanks)
+    orders = sent(with_parities(world, 4, 5), StartRanks)
+    assert {node: order.saved_step for node, order in orders.items()} == {"a": 5, "b": 5}
+
+
+@pytest.mark.parametrize("fails", ["the parity is damaged", "its node is lost", "nothing comes"])
+def test_ranks_wait_no_longer_for_parts_that_cannot_be_made_again(fails: str):
+    world = World(parity_nodes=2)
+    copied(world)
+    with_parities(world)
+    world.give(NodeFailed(node="c", loss=ConnectionLost()))
+    world.ready("a", 1)
+    if fails == "its node is lost":
+        assert sent(world.give(NodeFailed(node="b", loss=ConnectionLost())), StartRanks).keys() == {"a"}
+        return
+    world.ready("b", 1)
+    if fails == "the parity is damaged":
+        assert sent(world.hold("b", 2, 3), StartRanks).keys() == {"a", "b"}
+        return
+    state = ScriptState(number=1, step=5, start="s1-20260101-000001")
+    failure = PartNotCopied(state=state, rank=0, target="b", reason="timed out", is_gone=False)
+    assert mixed(world.say("a", failure)) == mixed(world.say("a", failure)) == {((0, 4), 4, 0, "b")}, "tried again"
+    assert sent(world.say("a", failure), StartRanks).keys() == {"a", "b"}
+
+
+def test_another_master_waits_for_what_nodes_hold_before_it_starts_ranks():
+    world = World(parity_nodes=2)
+    copied(world)
+    with_parities(world)
+    world.give(NodeFailed(node="c", loss=ConnectionLost()))
+    world.succeed()
+    for node in ("a", "b"):
+        world.come(node)
+        assert not sent(world.ready(node, 1), StartRanks)
+        world.say(node, StatesKept(door=CopyDoor(node=node, host="", port=1, ticket=b""), order=None))
+    assert not sent(world.hold("a", 0, 1), StartRanks)
+    assert mixed(with_parities(world)) == {((0, 4), 4, 0, "b"), ((1, 5), 5, 1, "b")}
+    assert sent(with_parities(world, 4, 5), StartRanks).keys() == {"a", "b"}
 
 
 def test_why_a_part_is_not_copied_is_said_once():
