@@ -1,10 +1,10 @@
 """Storms of kills over `attempts_script.py`: ranks and whole nodes at random times, one after the other, from a seed.
 
-    python -m tests.e2e.attempts_storm KIND KILLS SEED
+    python -m tests.e2e.attempts_storm KIND KILLS SEED [COPIES]
 
-KIND is `ddp`, `fsdp`, `hsdp` or `tp`. Each line tells of a kill: the seconds until all ranks had taken a step again,
-and how many of the others kept their processes. At the end, losses are compared with those of one process that nothing
-disturbs. A quarter of the kills are of nodes, whose memory goes with them.
+KIND is `ddp`, `fsdp`, `hsdp` or `tp`, COPIES as in `oobleck run --copies`. Each line tells of a kill: the seconds until
+all ranks had taken a step again, and how many of the others kept their processes. At the end, losses are compared with
+those of one process that nothing disturbs. A quarter of the kills are of nodes, whose memory goes with them.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class Kill:
 class Storm:
     """A run that is disturbed until it has taken its last kill, and is stopped then."""
 
-    def __init__(self, directory: Path, kind: str, *, seed: int) -> None:
+    def __init__(self, directory: Path, kind: str, *, seed: int, copies: str = "1") -> None:
         self.ranks = Ranks(directory)
+        self._copies = copies
         self._random = random.Random(seed)
         self._kind = kind
 
@@ -65,6 +66,8 @@ class Storm:
             f"{fewest}:{NUM_NODES}",
             "--max-restarts",
             str(_ALL),
+            "--copies",
+            self._copies,
         ]
         command = [str(SCRIPT), self._kind, str(self.ranks.out), str(_ALL), "0.02"]
         order = ["node"] * nodes + ["rank"] * (kills - nodes)
@@ -174,9 +177,9 @@ class Storm:
 
 def main() -> None:
     """Ride a storm, and end with status 1 where something does not hold."""
-    kind, kills, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    kind, kills, seed, copies = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), (sys.argv[4:] or ["1"])[0]
     with tempfile.TemporaryDirectory() as directory:
-        storm = Storm(Path(directory), kind, seed=seed)
+        storm = Storm(Path(directory), kind, seed=seed, copies=copies)
         taken: list[Kill] = []
         try:
             taken = storm.ride(kills, nodes=kills // 4)
