@@ -81,7 +81,7 @@ FLOORS_OF = {
     "cryptography": {"runtime"},
     "trio_asyncio": {"runtime"},
     "urllib3": {"runtime"},
-    "numpy": {"planner", "training", "sim", "transformers"},
+    "numpy": {"planner", "training", "sim", "transformers", "runtime"},
     "rich": {"ui", "cli"},
     "typer": {"cli"},
     "msgpack": {"wire"},

@@ -273,6 +273,8 @@ def _ranks_specs() -> st.SearchStrategy[RanksSpec]:
         min_nodes=st.integers(1, 4),
         max_nodes=st.integers(4, 8),
         node_unit=st.sampled_from([1, 2, 4]),  # of each, 4 is a multiple
+        copies=st.just(1),
+        parity_nodes=st.sampled_from([0, 2, 32]),
     )
 
 

@@ -407,7 +407,7 @@ class Copies:
         if not spread.is_sharded:
             return []
         lacking = self._lacking(state)
-        if self._parity_nodes:
+        if self._parity_nodes and self._num_needed > 1:
             lacking = self._mix(state, lacking, by_source, now_s)
         for rank in lacking:
             holders = spread.holders[rank]

@@ -11,8 +11,6 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from oobleck.control.protocol import Mix
 from oobleck.errors import CorruptCheckpoint
 from oobleck.storage import CHUNK_BYTES, Layout, MappedFiles, Slot, scripts
@@ -177,6 +175,8 @@ class Mixer:
 
 
 def _xor(target: memoryview, source: memoryview) -> None:
+    import numpy as np  # loaded by agents that mix alone
+
     ours, theirs = (np.frombuffer(each, dtype=np.uint8) for each in (target, source))
     for start in range(0, len(ours), _PIECE_BYTES):
         piece = ours[start : start + _PIECE_BYTES]
