@@ -66,10 +66,10 @@ def mean(loss: Any) -> float:
     return float(total) / dist.get_world_size()
 
 
-def loader() -> torch.utils.data.DataLoader[Any]:
-    """This rank's batches, in one order."""
+def loader(taken: int = 0) -> torch.utils.data.DataLoader[Any]:
+    """This rank's batches, in one order, without those that were taken before."""
     sampler: Any = torch.utils.data.DistributedSampler(Numbers(), shuffle=False)
-    return torch.utils.data.DataLoader(Numbers(), batch_size=BATCH, sampler=sampler)
+    return torch.utils.data.DataLoader(Numbers(), batch_size=BATCH, sampler=list(sampler)[taken * BATCH :])
 
 
 def by_trainer() -> None:
@@ -164,7 +164,8 @@ def by_lightning() -> None:
         enable_progress_bar=False,
         use_distributed_sampler=False,
     )
-    trainer.fit(Module(), loader(), ckpt_path=None if step is None else str(again / "last.ckpt"))
+    # Lightning counts the batches of an epoch that was begun, and leaves it to the loader to continue there.
+    trainer.fit(Module(), loader(step or 0), ckpt_path=None if step is None else str(again / "last.ckpt"))
 
 
 def by_deepspeed() -> None:
@@ -182,9 +183,7 @@ def by_deepspeed() -> None:
     step = oobleck.checkpoint.load_files(again) or 0
     if step:
         engine.load_checkpoint(str(again))
-    for index, batch in enumerate(loader()):
-        if index < step:
-            continue
+    for batch in loader(step):
         if step == steps:
             break
         loss = engine(**batch)["loss"]
