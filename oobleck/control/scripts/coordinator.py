@@ -93,8 +93,8 @@ class RanksCoordinator(BaseCoordinator):
         self._copies = Copies(run.copies, run.parity_nodes)
         self._handing_on: dict[str, tuple[float, protocol.RanksReady]] = {}
         """Draining nodes that others still copy states of, with the time until which that may take."""
-        self._awaiting_parts: dict[str, protocol.RanksReady] = {}
-        """Nodes that are ready, while lost parts of the state that their ranks will load are made again."""
+        self._awaits_parts = False
+        """Ranks do not start yet: lost parts of the state that they will load are made again."""
         self._uncopied: set[tuple[str, str]] = set()
         """Of which it was said that the first copies nothing to the second."""
         self._disks = Disks()
@@ -192,10 +192,10 @@ class RanksCoordinator(BaseCoordinator):
                 turn.note("warning", f"{node} leaves, and no other node has all of its part of the newest saved state")
             del self._handing_on[node]
             self._take_ready(turn, node, ready)
-        if self._awaiting_parts and not self._copies.is_rebuilding:
-            waiting, self._awaiting_parts = self._awaiting_parts, {}
-            for node, ready in sorted(waiting.items()):
-                self._take_ready(turn, node, ready)
+        awaited_parts, self._awaits_parts = self._awaits_parts, self._copies.is_rebuilding
+        if awaited_parts and not self._awaits_parts:
+            for node, ready in sorted(self._ready.items()):
+                self._give(turn, states.Ready(node=node, generation=ready.generation))
 
     # --- what happens ------------------------------------------------------------------------------------------------
 
@@ -251,9 +251,6 @@ class RanksCoordinator(BaseCoordinator):
                 raise PeerError(f"sent {type(message).__name__}, which has no meaning in a run of a script")
 
     def _take_ready(self, turn: Turn, node: str, ready: protocol.RanksReady) -> None:
-        if self._copies.is_rebuilding:
-            self._awaiting_parts[node] = ready
-            return
         self._ready[node] = ready
         self._give(turn, states.Ready(node=node, generation=ready.generation))
         if self._members[node].is_draining and node in self._ready:
@@ -387,7 +384,6 @@ class RanksCoordinator(BaseCoordinator):
         self._losses[node] = loss.text
         self._ready.pop(node, None)
         self._handing_on.pop(node, None)
-        self._awaiting_parts.pop(node, None)
         self._copies.drop(node)
         self._unmet.discard(node)
 
@@ -401,7 +397,6 @@ class RanksCoordinator(BaseCoordinator):
     def node_left(self, turn: Turn, node: str) -> None:
         self._ready.pop(node, None)
         self._handing_on.pop(node, None)
-        self._awaiting_parts.pop(node, None)
         self._copies.drop(node)
         self._unmet.discard(node)
         self._give(turn, states.Gone(node=node))
@@ -414,7 +409,7 @@ class RanksCoordinator(BaseCoordinator):
             if member.is_draining:
                 continue
             # That no rank of an older generation runs there says nothing of the newest.
-            if ready is not None and ready.generation >= self.generation:
+            if ready is not None and ready.generation >= self.generation and not self._copies.is_rebuilding:
                 candidates.append(states.Candidate(node=member.spec.name, num_ranks=ready.num_ranks))
             else:
                 num_expected += 1
@@ -441,6 +436,8 @@ class RanksCoordinator(BaseCoordinator):
                 case states.GiveUpSilent(nodes=nodes, waited_s=waited_s):
                     for node in nodes:
                         self._lifecycle.give_up(turn, node, journal.Silent(silent_s=waited_s, is_worker=True))
+                case states.TooFew() if self._copies.is_rebuilding:
+                    turn.note("info", "lost parts of the newest saved state are made again from parities")
                 case states.TooFew(num_missing=missing, until_s=until_s):
                     what = f"{missing} more node{'' if missing == 1 else 's'}"
                     turn.note("info", f"waiting for {what}, for {until_s - turn.now_s:.0f} s at most")

@@ -63,7 +63,8 @@ class Mixings:
     def __init__(self) -> None:
         self._asked: dict[Mixing, dict[int, str]] = {}
         """The nodes that were asked to send, keyed by rank."""
-        self._num_failed: Counter[tuple[ScriptState, int | None]] = Counter()
+        self._num_failed: Counter[tuple[ScriptState, int]] = Counter()
+        """Of lost parts, how often one that they follow from did not arrive."""
 
     def plan(
         self,
@@ -149,7 +150,7 @@ class Mixings:
         """Note that a part did not arrive; return whether it was to be mixed."""
         found = [mixing for mixing in self._of(failed.state) if mixing.target == failed.target]
         found = [mixing for mixing in found if self._asked[mixing].pop(failed.rank, None) is not None]
-        self._num_failed.update((mixing.state, mixing.mix.missing) for mixing in found)
+        self._num_failed.update((each.state, each.mix.missing) for each in found if each.mix.missing is not None)
         return bool(found)
 
     def forget_asked(self, node: str) -> None:

@@ -472,6 +472,13 @@ def test_the_next_ranks_start_once_lost_parts_are_made_again_from_their_parity()
     assert mixed(commands) == {((0, 4), 4, 0, "b"), ((1, 5), 5, 1, "b")}
     assert not sent(world.ready("b", 1), StartRanks)
     assert not sent(world.ready("a", 1), StartRanks)
+    assert "lost parts of the newest saved state are made again" in world.entries(Notice)[-1].text
+    for _ in range(100):  # longer than ranks may take to end
+        world.now_s += 1.0
+        for node in ("a", "b"):
+            world.say(node, Heartbeat(sequence=None))
+        world.commands += world.coordinator.handle_deadline(world.now_s)
+    assert len(world.entries(NodeLost)) == 1, "no node is given up meanwhile"
     assert not sent(with_parities(world, 4), StartRanks)
     orders = sent(with_parities(world, 4, 5), StartRanks)
     assert {node: order.saved_step for node, order in orders.items()} == {"a": 5, "b": 5}
