@@ -47,7 +47,7 @@ SMOKES: dict[str, tuple[str, ...]] = {
     "cluster_mode.py": ("recoveries, goodput",),
     "commit.py": ("| 2 | 2 | ", "| 5 | "),
     "control_plane.py": ("| none | steps", "| none | takeover", "| embedded | loss", "| embedded | takeover"),
-    "copies.py": ("part of 1 MiB, 1 turns: plain ", "copy against plain: "),
+    "copies.py": ("part of 1 MiB, 1 turns: plain ", "copy against plain: ", "lost part against plain: "),
     "fastest_plan.py": ("random N=64: ", "3 random profiles: chosen plans take 0.", "; 0 of them over 1 %"),
     "fit_costs.py": ("| encode_byte_s | ", "64: "),
     "in_turns.py": (" s (",),

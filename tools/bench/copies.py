@@ -2,8 +2,9 @@
 
     python tools/bench/copies.py --mib 256 --turns 5
 
-In turns: `sendfile` from shared memory into a buffer, which nobody checks; and a copy, with its proofs, its checksums
-and a slot of the receiver's memory. The receiver is a process of its own.
+In turns: `sendfile` from shared memory into a buffer, which nobody checks; a copy, with its proofs, its checksums and a
+slot of the receiver's memory; two parts that are mixed to their parity there (`--copies xor:2`); and one of these two
+that is made again from the parity and the other. The receiver is a process of its own.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import trio
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds its neighbours
 
-from oobleck.control.protocol import CopyDoor
+from oobleck.control.protocol import CopyDoor, Mix
 from oobleck.runtime.agent.copies import CopyPort, Pace, send_part
 from oobleck.storage import FlashMemory, Layout, MappedFiles, Slot, TensorSpec
 from oobleck.storage.scripts import PartNote, state_name
@@ -45,18 +47,27 @@ def main() -> None:
     try:
         line = json.loads(os.read(reads, 1 << 12))
         door = CopyDoor(node="target", host="127.0.0.1", port=line["port"], ticket=bytes.fromhex(line["ticket"]))
-        slot = _saved(directory, options.mib << 20)
-        plain_s, copies_s = [], []
-        for _ in range(options.turns):
-            plain_s.append(_timed(lambda: _send_plain(slot, plain.getsockname())))
-            copies_s.append(_timed(lambda: send_part(slot, door, Pace(1e13))))
+        size = options.mib << 20
+        layout = Layout.of({0: [TensorSpec(name="weight", dtype="U8", shape=(size,))]}, metadata={})
+        memories = [FlashMemory.create(directory / f"rank{rank}.1", layout) for rank in (0, 1)]
+        parity, pace = Mix(ranks=(0, 1), num_bytes=layout.size_bytes), Pace(1e13)
+        plain_s, copies_s, mixed_s, made_s = [], [], [], []
+        for turn in range(options.turns):
+            slots = [_saved(memory, rank, step=turn + 1) for rank, memory in enumerate(memories)]
+            plain_s.append(_timed(_send_plain, slots[0], plain.getsockname()))
+            copies_s.append(_timed(send_part, slots[0], door, pace))
+            mixed_s.append(sum(_timed(send_part, slot, door, pace, parity) for slot in slots) / 2)
+            made_s.append(_timed(send_part, slots[0], door, pace, replace(parity, missing=1)))
     finally:
         os.kill(child, 9)
         os.waitpid(child, 0)
         shutil.rmtree(directory)
-    first, second = (options.mib / 1024 / statistics.median(times_s) for times_s in (plain_s, copies_s))
-    print(f"part of {options.mib} MiB, {options.turns} turns: plain {first:.2f} GiB/s, copy {second:.2f} GiB/s")
-    print(f"copy against plain: {second / first:.2f}")
+    first, *rates = (
+        options.mib / 1024 / statistics.median(times_s) for times_s in (plain_s, copies_s, mixed_s, made_s)
+    )
+    print(f"part of {options.mib} MiB, {options.turns} turns: plain {first:.2f} GiB/s, copy {rates[0]:.2f} GiB/s")
+    for what, rate in zip(("copy", "parity", "lost part"), rates, strict=True):
+        print(f"{what} against plain: {rate / first:.2f}")
 
 
 def _parse() -> argparse.Namespace:
@@ -90,15 +101,14 @@ def _receive_plain(plain: socket.socket, size: int) -> None:
             sock.sendall(b"1")
 
 
-def _saved(directory: Path, size: int) -> Slot:
-    layout = Layout.of({0: [TensorSpec(name="weight", dtype="U8", shape=(size,))]}, metadata={})
-    slot = FlashMemory.create(directory / "rank0.1", layout).next_slot()
+def _saved(memory: FlashMemory, rank: int, *, step: int) -> Slot:
+    slot = memory.next_slot()
     slot.begin()
-    slot.data[:] = os.urandom(1 << 20) * (size >> 20)
-    name = state_name(1, "s1-bench")
+    slot.data[:] = os.urandom(1 << 20) * (len(slot.data) >> 20)
     note = PartNote(
-        name=name, step=1, start="s1-bench", rank=0, world_size=1, number=1, saved_at="", is_planned=False, shardings=()
-    )
+        name=state_name(step, "s1-bench"), step=step, start="s1-bench", rank=rank, world_size=2, number=step,
+        saved_at="", is_planned=False, shardings=(),
+    )  # fmt: skip
     slot.seal(encode_json(note))
     slot.sum()
     return slot
@@ -110,9 +120,9 @@ def _send_plain(slot: Slot, address: tuple[str, int]) -> None:
         sock.recv(1)
 
 
-def _timed(act: Callable[[], object]) -> float:
+def _timed(act: Callable[..., object], *arguments: object) -> float:
     began_s = time.perf_counter()
-    act()
+    act(*arguments)
     return time.perf_counter() - began_s
 
 
