@@ -20,7 +20,7 @@ from itertools import pairwise
 from oobleck.control import protocol
 from oobleck.control.protocol import HeldParity, HeldPart, KeepStates, PartCopies, ScriptProgress, ScriptState
 
-from .parity import Mixings, Parts
+from .parity import BySource, Mixings
 from .placement import place
 from .spread import Spread
 
@@ -402,7 +402,7 @@ class Copies:
 
     def _copy(self, state: ScriptState, now_s: float) -> list[Order]:
         """Ask for the copies that a state lacks."""
-        by_source: Parts = {}
+        by_source: BySource = {}
         spread = self._spreads[state]
         if not spread.is_sharded:
             return []
@@ -436,7 +436,7 @@ class Copies:
                 by_source.setdefault(source, []).append(PartCopies(rank=rank, doors=doors))
         return _orders(state, by_source)
 
-    def _mix(self, state: ScriptState, lacking: list[int], by_source: Parts, now_s: float) -> list[int]:
+    def _mix(self, state: ScriptState, lacking: list[int], by_source: BySource, now_s: float) -> list[int]:
         """Ask for the parities that a state lacks; return the ranks whose parts are to be copied."""
         spread, staying = self._spreads[state], self._staying
         copied = self._mixings.plan(
@@ -454,7 +454,7 @@ class Copies:
 
     def _rebuild(self, state: ScriptState) -> list[Order]:
         """Ask for what makes lost parts again."""
-        by_source: Parts = {}
+        by_source: BySource = {}
         if not self._unique and state == self._newest_recoverable():
             spread = self._spreads[state]
             self._mixings.plan_missing(state, spread)
@@ -469,7 +469,7 @@ class Copies:
         return [*places, *sorted(others, key=lambda node: (self._domains.get(node, node) == domain, node))]
 
 
-def _orders(state: ScriptState, by_source: Parts) -> list[Order]:
+def _orders(state: ScriptState, by_source: BySource) -> list[Order]:
     return [
         (source, protocol.CopyParts(state=state, parts=tuple(parts))) for source, parts in sorted(by_source.items())
     ]

@@ -14,7 +14,7 @@ from oobleck.control.protocol import CopyDoor, Mix, PartCopies, ScriptState
 
 from .spread import Group, Spread
 
-Parts = dict[str, list[PartCopies]]
+BySource = dict[str, list[PartCopies]]
 """What nodes are asked to send."""
 
 _MOST_TRIES = 3  # to make a lost part again
@@ -50,7 +50,7 @@ def place_of(
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
-    """Parts of a state that are sent to one node to be mixed there."""
+    """BySource of a state that are sent to one node to be mixed there."""
 
     state: ScriptState
     mix: Mix
@@ -111,7 +111,7 @@ class Mixings:
         spread: Spread,
         doors: Mapping[str, CopyDoor],
         may_send: Callable[[str, str], bool],
-        by_source: Parts,
+        by_source: BySource,
     ) -> None:
         """Ask nodes to send what has not been asked for; `may_send` takes a source and a target."""
         for mixing in self._of(state):
