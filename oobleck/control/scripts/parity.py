@@ -50,7 +50,7 @@ def place_of(
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
-    """BySource of a state that are sent to one node to be mixed there."""
+    """Parts of a state that are sent to one node to be mixed there."""
 
     state: ScriptState
     mix: Mix
