@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import TypeVar
 
 import pytest
 from hypothesis import given
@@ -27,6 +28,7 @@ from oobleck.control.scripts.copies import Copies
 from tests.examples import examples
 
 COPY_SLOTS = 2
+Held = TypeVar("Held", HeldPart, HeldParity)
 
 
 @dataclass
@@ -70,12 +72,16 @@ class Node:
     def receive(self, part: HeldPart) -> bool:
         """Take in a copy; return False if there is no room for it."""
         parts = self.copies.setdefault((part.rank, part.state.start), [])
-        if len(parts) == COPY_SLOTS:
-            worst = min(parts, key=lambda each: each.state in self.kept.states)
+        return self.store(parts, part)
+
+    def store(self, held: list[Held], new: Held) -> bool:
+        """Store in the slot that is needed least; return False if all are kept."""
+        if len(held) == COPY_SLOTS:
+            worst = min(held, key=lambda each: each.state in self.kept.states)
             if worst.state in self.kept.states:
                 return False
-            parts.remove(worst)
-        parts.append(part)
+            held.remove(worst)
+        held.append(new)
         return True
 
     def parity(self, state: ScriptState, group: tuple[int, ...]) -> HeldParity | None:
@@ -96,13 +102,7 @@ class Node:
         if mix.missing is not None:
             return self.parity(part.state, mix.ranks) is not None and self.receive(replace(part, rank=mix.missing))
         parities = self.parities.setdefault((mix.ranks, part.state.start), [])
-        if len(parities) == COPY_SLOTS:
-            worst = min(parities, key=lambda each: each.state in self.kept.states)
-            if worst.state in self.kept.states:
-                return False
-            parities.remove(worst)
-        parities.append(HeldParity(state=part.state, ranks=mix.ranks, world_size=part.world_size))
-        return True
+        return self.store(parities, HeldParity(state=part.state, ranks=mix.ranks, world_size=part.world_size))
 
     def keep(self, order: KeepStates, start: str) -> None:
         self.kept = order

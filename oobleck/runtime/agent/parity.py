@@ -114,7 +114,7 @@ class Mixer:
             if zlib.crc32(slot.data[start : start + CHUNK_BYTES]) != expected:
                 # Whatever is damaged, the parity or a part, would give the same once more.
                 for parity, _ in self._parities(mixture.mix.ranks, mixture.note):
-                    scripts.remove_parity(parity.memory.path)
+                    scripts.remove_copies(parity.memory.path)
                 slot.memory.unlink()
                 mixture.sequence = 0  # which no slot has: nothing that comes is mixed there
                 return f"rank {mixture.mix.missing}'s part does not follow from the others: one of them is damaged"
@@ -123,6 +123,8 @@ class Mixer:
 
     def _mixture(self, note: scripts.PartNote, mix: Mix) -> _Mixture:
         key = mix.ranks, note.start, mix.missing
+        # A removed file takes memory for as long as anything has it mapped.
+        self._mixtures = {of: each for of, each in self._mixtures.items() if each.slot.memory.path.exists()}
         found = self._mixtures.get(key)
         if found is not None and found.slot.sequence == found.sequence:
             if found.note.name == note.name:

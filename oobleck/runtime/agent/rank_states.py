@@ -147,7 +147,7 @@ class RankStates:
         for path in (file for each in (_ANY, scripts.ANY_PARITY) for file in memory_files(self._files.directory, each)):
             start = scripts.copy_start(path)
             if start is not None and start not in starts and not start.endswith(self._unique):
-                (scripts.remove_parity if scripts.is_parity(path) else Path.unlink)(path)
+                scripts.remove_copies(path)
 
     def recall(self) -> protocol.KeepStates | None:
         """Return the newest order to keep states, and report all held parts again."""

@@ -1,4 +1,4 @@
-"""Parities of parts: what a slot has that holds one, and the heads of its parts, which are in a file beside it."""
+"""Parities of parts: what a slot has that holds one, and the heads of its parts, which are in a file of their own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ParityNote:
 
 @dataclass(frozen=True, slots=True)
 class PartHead:
-    """All that a slot has of a part beside its data."""
+    """All that a slot has of a part, except its data."""
 
     note: bytes
     layout: bytes
@@ -45,10 +45,6 @@ class PartHead:
 def parity_stem(ranks: tuple[int, ...], start: str) -> str:
     """Return the stem of the files for the parity of ranks' parts, which these have saved since a start."""
     return f"{PARITY}{'_'.join(map(str, ranks))}-{start}"
-
-
-def is_parity(path: Path) -> bool:
-    return path.name.startswith(PARITY)
 
 
 def parity_layout(num_bytes: int) -> Layout:
@@ -98,8 +94,8 @@ def head_of(slot: Slot, note: ParityNote, rank: int) -> PartHead:
     raise CorruptCheckpoint(f"{path}: rank {rank} is not among its parts")
 
 
-def remove_parity(path: Path) -> None:
-    """Remove a file of parities."""
+def remove_copies(path: Path) -> None:
+    """Remove a file of copies or parities."""
     for each in path.parent.glob(f"{path.name}.*.heads"):
         each.unlink(missing_ok=True)
     path.unlink(missing_ok=True)

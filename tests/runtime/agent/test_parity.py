@@ -12,7 +12,7 @@ from oobleck.control.protocol import CopyDoor, Mix
 from oobleck.runtime.agent.copies import CopyPort, NotCopied, Pace, send_part
 from oobleck.storage import FlashMemory, Layout, MappedFiles, Slot, TensorSpec, memory_files
 from oobleck.storage.memory import CHUNK_BYTES
-from oobleck.storage.scripts import ANY_PARITY, PartNote, find_parts, parity_note_of, state_name
+from oobleck.storage.scripts import ANY_PARITY, PartNote, find_parts, parity_note_of, remove_copies, state_name
 from oobleck.wire import encode_json
 from tests.runtime.agent.test_copies import opened
 
@@ -189,6 +189,17 @@ async def test_what_is_kept_is_not_overwritten(
         kept.discard(state_name(1, "s1-a"))
         await mix_all([rank.save(3) for rank in ranks], door)
     assert parities(tmp_path / "target") == [2, 3]
+
+
+async def test_a_parity_that_was_removed_is_made_again(ranks: list[Rank], port: CopyPort, tmp_path: Path) -> None:
+    slots = [rank.save(1) for rank in ranks]
+    async with opened(port) as door:
+        await mix_all(slots, door)
+        (path,) = memory_files(tmp_path / "target", ANY_PARITY)
+        remove_copies(path)
+        assert list((tmp_path / "target").iterdir()) == []
+        await mix_all(slots, door)
+        assert parities(tmp_path / "target") == [1]
 
 
 async def test_what_is_of_no_group_is_refused(ranks: list[Rank], port: CopyPort) -> None:
