@@ -383,7 +383,7 @@ MUTATIONS = (
     Mutation(
         name="saves_left_out",
         what="a step to save begins while the save before it is under way, and is not saved",
-        file="oobleck/control/checkpoints/saving.py",
+        file="oobleck/control/checkpoints/requests.py",
         old="through = due + every - 1 if is_asked or not self.is_enabled else due - 1",
         new="through = due + every - 1",
         caught_by="tests/control/test_commit.py::"
@@ -878,7 +878,7 @@ MUTATIONS = (
 )
 
 
-BROUGHT, MODELS = "oobleck/training/model/brought.py", "oobleck/training/model/models.py"
+BROUGHT = "oobleck/training/model/brought.py"
 OF_BROUGHT = "tests/training/model/test_brought.py"
 MISREADINGS = (
     Mutation(
@@ -912,7 +912,7 @@ MISREADINGS = (
     Mutation(
         name="means_as_sums",
         what="the mean that a model's own loss is counts as a sum, divided by the items of the step",
-        file=MODELS,
+        file="oobleck/training/model/models.py",
         old="self._share_of_mean(outputs, batch, num_items) if self.structure.loss_rule.is_mean else outputs.loss\n",
         new="outputs.loss\n",
         caught_by="tests/training/model/test_loss_trial.py"
@@ -922,8 +922,8 @@ MISREADINGS = (
     Mutation(
         name="hooks_left_out",
         what="gradients do not go through the hooks that a script has put on parameters",
-        file=MODELS,
-        old="        for hook in self.structure.hooks.get(name, ()):\n",
+        file="oobleck/training/model/stage_tensors.py",
+        old="        for hook in self._structure.hooks.get(name, ()):\n",
         new="        for hook in ():\n",
         caught_by=f"{OF_BROUGHT}::test_gradients_go_through_the_hooks_of_their_parameters",
         verified=("hooked",),

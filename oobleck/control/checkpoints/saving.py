@@ -1,19 +1,18 @@
-"""The saves of a run: when one is due, what has arrived of it, when it is complete, and which are too old.
+"""The saves of a run: what has arrived of each, when it is complete, and which are too old.
 
     idle ── due: SaveState to all ──> wanted ── the first share is in memory ──> under way
      ^                                                                              │
      │                                               all layers on disk: CommitCheckpoint
      └────────────────── complete, or given up <────────────────────────────────────┘
 
-Training never waits for a save: a failure is reported, and the next save tried later. With `checkpoint.waits_for_disk`
-a step to save waits for the end of the save before it.
+`SaveRequests` is idle or wants one. Training never waits for a save: a failure is reported, and the next save tried
+later. With `checkpoint.waits_for_disk` a step to save waits for the end of the save before it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from oobleck.control import protocol
 from oobleck.control.events import Turn
@@ -22,30 +21,14 @@ from oobleck.control.nodes import Membership
 from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
 
+from .requests import COPY_PATIENCE_S, RETRY_S, SaveRequests
 from .restoring import Candidate, KnownCheckpoint, in_order
-from .saves import BrokenSaves, Save, SavePolicy
+from .saves import BrokenSaves, Save
 
-_RETRY_S = 30.0
-"""The least time from a failed save to the next."""
 _PATIENCE_S = 1800.0
 """A save that is not complete by then is given up."""
-# Without this limit a master that took over, and does not know of a lost share, would wait for it endlessly.
-_COPY_PATIENCE_S = 120.0
-"""A save that is not whole in memory by then is given up."""
 # A save may be on disk this many steps after its own, and its manifest still has that step's loss.
 _LOSSES_KEPT = 64
-
-
-@dataclass(frozen=True, slots=True)
-class _Idle:
-    until_s: float = math.inf
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """All workers were told to save after a step."""
-
-    step: int
 
 
 @dataclass(slots=True)
@@ -97,16 +80,10 @@ class Saving:
         self._reads_to_the_end = reads_to_the_end
         self._origin: str | None = None
         self._layer_names: tuple[str, ...] = ()
-        self._policy = SavePolicy(spec=job.checkpoint)
-        self._ordered: protocol.OrderedPlan | None = None
+        self._requests = SaveRequests(job, members)
         self._saves_first = False
         """Whether the plan's workers save the state with which they begin."""
-        self._last_step = 0
-        self._done_s = math.inf
-        self._begun = 0
-        """With `waits_for_disk`, the last step that workers of the newest plan may have begun."""
         self._losses: dict[int, float] = {}
-        self._next: _Idle | _Wanted = _Idle()
         self._saves: dict[str, Save] = {}
         self._reached = _Reached()
         self._broken = BrokenSaves()
@@ -119,63 +96,40 @@ class Saving:
     @property
     def is_enabled(self) -> bool:
         """Whether the user wants checkpoints, and all workers have a place for them."""
-        return self._job.checkpoint.enabled and self._members.all_save
+        return self._requests.is_enabled
 
     @property
     def is_settled(self) -> bool:
         """Whether no save is under way, and one of the newest step is over, successful or not."""
-        return (not self._saves and self._reached.tried >= self._last_step) or not self.is_enabled
+        return (not self._saves and self._reached.tried >= self._requests.last_step) or not self.is_enabled
 
     @property
     def is_behind(self) -> bool:
         """Whether the newest step is not saved, and no save of it is under way."""
-        return self._reached.tried < self._last_step and self.is_enabled
+        return self._reached.tried < self._requests.last_step and self.is_enabled
 
     @property
     def may_be_in_memory(self) -> bool:
         """Whether missing reports may still show that the newest state is whole in memory."""
-        return self.is_enabled and self._reached.in_memory < self._last_step
+        return self.is_enabled and self._reached.in_memory < self._requests.last_step
 
     def let_begin(self) -> float:
         """Return the last step that may begin now, as the job waits for its saves."""
-        every = self._job.checkpoint.save_steps
-        if not self._job.checkpoint.waits_for_disk or every is None:
-            return math.inf
-        due = (self._last_step // every + 1) * every
-        # Workers save after a step only if they were asked before its commit.
-        is_asked = self._next.step >= due if isinstance(self._next, _Wanted) else not self._saves
-        through = due + every - 1 if is_asked or not self.is_enabled else due - 1
-        self._begun = max(self._begun, through)
-        return through
-
-    @property
-    def _next_to_ask(self) -> int:
-        """The next step to ask a save of."""
-        every = self._job.checkpoint.save_steps
-        if not self._job.checkpoint.waits_for_disk or every is None:
-            return self._last_step + 1  # workers that are beyond it save the one after
-        # No worker is beyond it. Otherwise the save would be of a step that waits for it.
-        return (max(self._last_step, self._begun) // every + 1) * every
-
-    @property
-    def _least_wanted(self) -> int:
-        """The first step after which workers of a new plan can be asked to save."""
-        # Workers that have saved an older one already ignore its request. Without the wait, nothing depends on it.
-        return self._last_step + 1 if self._job.checkpoint.waits_for_disk else 0
+        return self._requests.let_begin(is_saving=bool(self._saves))
 
     @property
     def lacking(self) -> str | None:
         """Why the newest step is not on disk, and what to do; None if it is, or need not be."""
-        if not self._job.checkpoint.enabled or self._reached.on_disk >= self._last_step:
+        if not self._job.checkpoint.enabled or self._reached.on_disk >= self._requests.last_step:
             return None
         if not self.is_enabled and not self._failure:
             return None  # These workers never save.
         why = self._failure or "its save has not come to an end"
-        return f"step {self._last_step} is NOT SAVED: {why}; {self._what_is_left}"
+        return f"step {self._requests.last_step} is NOT SAVED: {why}; {self._what_is_left}"
 
     @property
     def _what_is_left(self) -> str:
-        if self._reached.in_memory >= self._last_step:
+        if self._reached.in_memory >= self._requests.last_step:
             return (
                 "its state stays in the shared memory of the nodes until they are turned off: make room, and give the "
                 "same command again, which writes it"
@@ -191,15 +145,7 @@ class Saving:
         # While saves are under way only their time limits count: the next is scheduled once they are over.
         if self._saves:
             return min(save.began_s + self._patience_s(save) for save in self._saves.values())
-        if isinstance(self._next, _Wanted):
-            return self._done_s + _COPY_PATIENCE_S if self._is_overdue else math.inf
-        return self._next.until_s
-
-    @property
-    def _is_overdue(self) -> bool:
-        """Whether steps wait for a save whose step is done, and of which no worker has reported anything."""
-        is_past = isinstance(self._next, _Wanted) and self._next.step <= self._last_step
-        return is_past and self._job.checkpoint.waits_for_disk
+        return self._requests.due_s
 
     # --- what happens ----------------------------------------------------------------------------------------
 
@@ -221,8 +167,8 @@ class Saving:
         if update.catch_up is not None:
             self._broken.missed(update.catch_up.generation)
         # Nor does one that the plan before began with: some workers may have missed that plan's order.
-        if self._saves_first and self._ordered is not None:
-            self._broken.missed(self._ordered.generation)
+        if self._saves_first and self._requests.ordered is not None:
+            self._broken.missed(self._requests.ordered.generation)
         self._give_up_broken(turn, "another plan came before all had saved")
 
     def begins_with_save(self, update: protocol.PlanUpdate) -> bool:
@@ -233,27 +179,19 @@ class Saving:
         return is_last and not is_own and self.is_enabled and self._reached.on_disk < update.boundary
 
     def plan_adopted(self, turn: Turn, ordered: protocol.OrderedPlan, *, redundant: bool, saves: bool = False) -> None:
-        """Ask the workers of a new plan for the next save: at once if the plan is not redundant.
+        """Ask the workers of a new plan for the next save, as `SaveRequests.ask_plan` does.
 
         `saves`: they were ordered to save the state with which they begin.
         """
-        self._ordered, self._saves_first = ordered, saves
-        self._last_step = self._begun = ordered.boundary
+        self._saves_first = saves
+        self._requests.know_plan(ordered)
         self._broken.plan_adopted(ordered.plan.nodes, generation=ordered.generation, boundary=ordered.boundary)
         is_saving = any(save.step == ordered.boundary for save in self._saves.values())
         self._reached.go_back(ordered.boundary, is_saving=is_saving)
-        if self.is_enabled and not redundant:
-            self._next = _Wanted(ordered.boundary + 1)
-        if isinstance(self._next, _Idle):
-            # A plan never postpones a save that was scheduled: under frequent losses none would ever be due.
-            self._arm(turn, by_s=self._next.until_s)
-        elif self.is_enabled:  # its workers may not be those that were asked, and the run may have gone back
-            first = self._policy.next_step(self._last_step) or self._next.step
-            self._next = _Wanted(max(self._least_wanted, min(self._next.step, first)))
-            self._ask(turn, self._next.step)
+        self._requests.ask_plan(turn, ordered, redundant=redundant, is_saving=bool(self._saves))
 
     def step_done(self, record: protocol.CommitRecord, now_s: float) -> None:
-        self._last_step, self._done_s = record.step, now_s
+        self._requests.step_done(record.step, now_s)
         self._losses[record.step] = record.loss
         self._losses.pop(record.step - _LOSSES_KEPT, None)
 
@@ -270,7 +208,7 @@ class Saving:
                 self.note_saved(candidate.step)
             return
         if not self._is_final(candidate.step, candidate.position):
-            self.save_now(turn)
+            self._requests.ask_now(turn)
             return
         # There is nothing more to train, so no worker will save: agents write what an earlier run left in memory.
         name, step = candidate.name, candidate.step
@@ -291,7 +229,7 @@ class Saving:
 
     def restored(self) -> None:
         """Count a failure that needed a checkpoint."""
-        self._policy = replace(self._policy, num_failures=self._policy.num_failures + 1)
+        self._requests.restored()
 
     def worker_lost(self, turn: Turn, node: str) -> None:
         """Give up what the lost worker had still to copy; its agent writes what is whole in memory."""
@@ -334,14 +272,7 @@ class Saving:
             if turn.now_s >= save.began_s + patience_s:
                 self._give_up(turn, save.name, f"it was not complete within {patience_s:g} s")
         if not self._saves and turn.now_s >= self.due_s:
-            self._next = _Idle()  # if nothing can be saved now, this deadline must not stay due
-            self.save_now(turn)
-
-    def save_now(self, turn: Turn) -> None:
-        """Have the state saved after the next step."""
-        if self.is_enabled and self._ordered is not None:
-            self._next = _Wanted(self._next_to_ask)
-            self._ask(turn, self._next.step)
+            self._requests.ask_due(turn)
 
     # --- what workers and agents report ----------------------------------------------------------------------
 
@@ -361,9 +292,7 @@ class Saving:
             if self._broken.has(state.generation, state.step):
                 self._give_up(turn, state.name, "a worker was lost before all layers were in memory", soon=True)
                 return
-        # A late share of an earlier step does not answer the newest request.
-        if isinstance(self._next, _Idle) or state.step >= self._next.step:
-            self._next = _Idle()
+        self._requests.answered(state.step)
         save.note_share(worker_id, message.layers, num_parts=self._num_parts)
         save.saved_at = max(save.saved_at, state.saved_at)
         save.position = state.position
@@ -416,7 +345,7 @@ class Saving:
         if not save.is_committed:
             return
         del self._saves[save.name]
-        self._policy = replace(self._policy, cost_s=max(save.pause_s, save.copy_s), disk_s=turn.now_s - save.began_s)
+        self._requests.completed(max(save.pause_s, save.copy_s), turn.now_s - save.began_s)
         self.know(turn, [self._known(save)])
         too_old = self._too_old(self.complete)
         del self.complete[: -self._job.checkpoint.save_total_limit]
@@ -436,7 +365,7 @@ class Saving:
         for node in self._agents if too_old else ():
             if node not in told:
                 turn.send(node, protocol.RemoveOld(names=too_old))
-        self._arm(turn)
+        self._requests.schedule(turn, is_saving=bool(self._saves))
 
     def _give_up(self, turn: Turn, name: str, why: str, *, soon: bool = False) -> None:
         """Give up a save. `soon`: a loss is the cause, and the next save can follow at once."""
@@ -448,30 +377,9 @@ class Saving:
         self._remove(turn, [name])
         turn.record(entry)
         if soon:
-            self._next = _Wanted(self._next_to_ask)
-            # A plan that follows a loss asks its workers again. Where it is adopted already, none may follow.
-            if self.is_enabled and self._ordered is not None:
-                self._ask(turn, self._next.step)
+            self._requests.ask_again(turn)
         else:  # a disk that is full or too slow is not tried again at once
-            self._arm(turn, not_before_s=turn.now_s + _RETRY_S)
-
-    def _arm(self, turn: Turn, *, not_before_s: float = 0.0, by_s: float = math.inf) -> None:
-        """Schedule the next save, unless one is wanted or under way, after which this is called again."""
-        if not self.is_enabled or self._saves or self._ordered is None or isinstance(self._next, _Wanted):
-            return
-        step = self._policy.next_step(self._last_step)
-        if step is None or not_before_s > turn.now_s:
-            self._next = _Idle(max(not_before_s, min(by_s, turn.now_s + self._policy.interval_s(turn.now_s))))
-        else:
-            self._next = _Wanted(step)
-            self._ask(turn, step)
-
-    def _ask(self, turn: Turn, step: int) -> None:
-        assert self._ordered is not None
-        for worker_id in self._ordered.plan.worker_ids:
-            # A worker that is being restarted gets another plan first, and is asked then.
-            if self._members[worker_id.node].is_ready:
-                turn.send(worker_id.node, protocol.SaveState(device=worker_id.device, step=step))
+            self._requests.schedule(turn, is_saving=bool(self._saves), not_before_s=turn.now_s + RETRY_S)
 
     def _remove(self, turn: Turn, unfinished: Sequence[str]) -> None:
         for node in self._agents if unfinished else ():
@@ -493,7 +401,7 @@ class Saving:
         return len(self._layer_names) * self._num_parts
 
     def _patience_s(self, save: Save) -> float:
-        return _PATIENCE_S if len(save.in_memory) == self._num_all_parts else _COPY_PATIENCE_S
+        return _PATIENCE_S if len(save.in_memory) == self._num_all_parts else COPY_PATIENCE_S
 
     def _is_over(self, name: str) -> bool:
         return name in self._given_up or any(known.name == name for known in self.complete)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from oobleck.errors import ConfigError
 from oobleck.job import CompileMode, Recompute
@@ -26,17 +25,14 @@ from oobleck.training.flow import Carried, FlowModules, Parcel, StageIsDone
 from oobleck.training.randomness import MicrobatchKey, derive_seed, drawing_alike, generators_of
 
 from . import forward_passes, losses
-from .brought import full_name
-from .buffers import StageBuffers
-from .configuration import CAUSAL_LM_LOSS, CLASSIFICATION
+from .configuration import CAUSAL_LM_LOSS
 from .forward_passes import check_attention, keep_casts, prepare_whole, use_attention, use_plain_experts
-from .initialization import initialize_adapters, initialize_module, materialize_buffers, move_buffers, unset
+from .initialization import materialize_buffers, move_buffers
 from .layered_model import LayeredModel, arguments_of
-from .live_model import LiveWeights
 from .stage_modules import StageModules
-from .structure import ModelStructure, Site
+from .stage_tensors import StageTensors, cast_in_blocks, convert_vacant, fill_vacant
+from .structure import ModelStructure
 from .token_shares import TokenShare
-from .weights import WeightFiles
 
 
 class StageModel:
@@ -76,10 +72,9 @@ class StageModel:
         self.compiles = compiles
         self.device = torch.device(device)
         self.chunks: tuple[range, ...] = ()
-        self._parameters: dict[str, nn.Parameter] = {}
         self.model = structure.build(dtype=dtype)
         """All modules of the model; those of layers held elsewhere have no memory."""
-        _convert_vacant(self.model, dtype)
+        convert_vacant(self.model, dtype)
         self.compute_loss = self._script_loss()
         """Replaces the model's own loss."""
         has_own_loss = structure.whole_loss is not None or "_loss_function" in vars(self.model)
@@ -89,7 +84,6 @@ class StageModel:
         if dtype == torch.float64:
             use_plain_experts(self.model)
         self._max_logits = max_logits
-        self._cached = dict.fromkeys(cached, dtype)
         self._chunked: tuple[losses.ChunkedLoss | None] | None = None  # once it is known whether there is one
         self._vocabulary_share: losses.VocabularyShare | None = None
         self._casts_once = False
@@ -97,11 +91,12 @@ class StageModel:
         self._attention = attention
         if attention is not None:
             use_attention(self.model, attention)
+        cached_types = dict.fromkeys(cached, dtype)
         if casts_cached and autocast is not None:
-            self._cached |= dict.fromkeys(self._cached.keys() & self._cast_in_blocks(), autocast)
+            cached_types |= dict.fromkeys(cached_types.keys() & cast_in_blocks(self.model, structure), autocast)
         if not structure.drops:
             turn_off_dropout(self.model)
-        self._vacant = dict(self.model.named_parameters(remove_duplicate=False))
+        vacant = dict(self.model.named_parameters(remove_duplicate=False))
         self._trunk_takes = structure.takes
         if isinstance(self.model, PreTrainedModel) and structure.whole_loss is None:
             # A model with its head may take arguments that its trunk does not.
@@ -115,10 +110,18 @@ class StageModel:
         if structure.flow is None:
             self._modules = StageModules(self.model, structure, device=self.device)
         else:
-            self._fill_vacant()
+            vacant |= fill_vacant(self.model, device=self.device)
             draws = structure.draws_at_random and structure.drops
             self._modules = FlowModules(self.model, structure.flow, device=self.device, draws_at_random=draws)
-        self._buffers = StageBuffers(self.model, self._modules.by_name, structure)
+        self._tensors = StageTensors(
+            self.model,
+            self._modules.by_name,
+            structure,
+            vacant=vacant,
+            dtype=dtype,
+            device=self.device,
+            cached=cached_types,
+        )
         if structure.is_whole:
             prepare_whole(self.model, recompute=recompute, compiles=compiles)
 
@@ -143,11 +146,11 @@ class StageModel:
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters held, by canonical name, in the order of layers; a tied one once."""
-        return dict(self._parameters)
+        return dict(self._tensors.parameters)
 
     @property
     def trained_parameters(self) -> dict[str, nn.Parameter]:
-        return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+        return {name: parameter for name, parameter in self._tensors.parameters.items() if parameter.requires_grad}
 
     @property
     def hidden_dtype(self) -> torch.dtype:
@@ -188,22 +191,11 @@ class StageModel:
         layer are released. O(layers); no forward pass may be in progress. Raises CorruptCheckpoint where `state` has
         another value for a buffer that every stage computes with.
         """
-        before, self.chunks = self.layers, tuple(chunk for chunk in chunks if chunk)
+        self.chunks = tuple(chunk for chunk in chunks if chunk)
         ends = [0, *(end for chunk in self.chunks for end in (chunk.start, chunk.stop)), self.structure.num_layers]
         assert ends == sorted(ends), f"layers in the order of the model, each once: {chunks}"
         self._modules.forget_traces()
-        for layer in before:
-            self._unplug(self.structure.sites[layer])
-        held: dict[str, nn.Parameter] = {}
-        for layer in self.layers:
-            for name in self.structure.layer_parameters(layer):
-                if name not in held:
-                    kept = self._parameters.get(name)
-                    held[name] = self._new_parameter(name, state.get(name)) if kept is None else kept
-        self._buffers.require_known(state)
-        self._parameters = held
-        for layer in self.layers:
-            self._plug(self.structure.sites[layer], held)
+        self._tensors.hold(self.layers, state)
         self._modules.put_in_place(self.chunks[0] if self.chunks else range(0))
 
     def set_recomputation(self, layer: int, level: str) -> None:
@@ -239,33 +231,12 @@ class StageModel:
         return batch_size, structure.sequence_length, structure.hidden_size
 
     def initialize(self, layers: Iterable[int], *, seed: int) -> None:
-        """Set the parameters of held layers to their initial values.
-
-        They are read from the model's files of weights. Without files, and for a classification head that the files
-        lack, they follow the model's own distributions and depend on (seed, their names) alone: any cut and any device
-        give the same bits.
-        """
-        for layer in layers:
-            assert layer in self.layers, f"layer {layer} is not held: {self.layers}"
-            # First, because files of weights may lack buffers, which then keep these values.
-            self.start_buffers([layer])
-            if self.structure.weights is None or self._may_lack(layer):
-                self._initialize_layer(layer, seed=seed)
-            # The files have every parameter but those of adapters, which start from the seed.
-            elif self.structure.adapters is not None and not self.structure.weights.is_whole:
-                for root in self.structure.layer_roots(layer):
-                    initialize_adapters(self.model, self._modules.by_name[root], root, seed=seed)
-            if self.structure.weights is not None:
-                self._read_layer(layer, self.structure.weights)
-            for name in self.structure.layer_parameters(layer):
-                # New parameters are not-a-number (`unset`) until a rule or a file sets them.
-                if self._parameters[name].isnan().any():
-                    raise ConfigError(f"model: its own rules for initialization leave {name} without a value")
+        """Set the parameters of held layers to their initial values, as `StageTensors.initialize` does."""
+        self._tensors.initialize(layers, seed=seed)
 
     def start_buffers(self, layers: Iterable[int]) -> None:
         """Set the persistent buffers of held layers to their initial values."""
-        for layer in layers:
-            self._buffers.begin(self.structure.sites[layer], self._parameters)
+        self._tensors.start_buffers(layers)
 
     # --- what it computes ----------------------------------------------------------------------------------
 
@@ -302,7 +273,7 @@ class StageModel:
         assert isinstance(self._modules, StageModules)
         # Within a stage hidden states are added up as precisely as in the uncut model.
         received = None if hidden is None else hidden.to(self.dtype)
-        with self._buffers.in_use(), self._computing(), self._modules.running(batch, received, key):
+        with self._tensors.buffers_in_use(), self._computing(), self._modules.running(batch, received, key):
             if isinstance(batch, WholeBatch):
                 output = self._whole_loss(batch, num_items, key)
             else:
@@ -319,7 +290,7 @@ class StageModel:
         batch = batch.mapped(lambda tensor: tensor if tensor.is_floating_point() else tensor.clone())
         if not batch.weight:
             return self._whole_loss(batch, num_items, key) if self.is_last else modules.nothing()
-        with self._buffers.in_use(), self._computing(), modules.running(received, key):
+        with self._tensors.buffers_in_use(), self._computing(), modules.running(received, key):
             try:
                 loss = self._whole_loss(batch, num_items, key)
             except StageIsDone:
@@ -463,114 +434,3 @@ class StageModel:
     def _computing(self) -> AbstractContextManager[object]:
         self._drop_casts()
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
-
-    # --- parameters ----------------------------------------------------------------------------------------
-
-    def _new_parameter(self, name: str, value: torch.Tensor | None) -> nn.Parameter:
-        shape, dtype = self.structure.shapes[name], self.dtype
-        if name in self._cached:
-            dtype = self._cached[name]
-            value = torch.empty(shape, dtype=dtype, device=self.device)
-            value.untyped_storage().resize_(0)
-        elif value is None:
-            value = unset(shape, dtype=dtype, device=self.device)
-        assert value.shape == shape, f"{name} has the shape {tuple(shape)}, not {tuple(value.shape)}"
-        is_trained = name not in self.structure.frozen
-        made = nn.Parameter(value.detach().to(device=self.device, dtype=dtype), requires_grad=is_trained)
-        if name in self._vacant:  # it is not a buffer
-            vars(made).update(vars(self._vacant[name]))
-        for hook in self.structure.hooks.get(name, ()):
-            made.register_hook(hook)  # type: ignore[no-untyped-call]
-        return made
-
-    def _cast_in_blocks(self) -> set[str]:
-        """The names of parameters of blocks that are used by nothing but modules whose weights autocast casts."""
-        used: dict[str, bool] = {}
-        for layer, sites in enumerate(self.structure.sites):
-            for site in sites:
-                is_cast = type(self.model.get_submodule(site.module)) in (nn.Linear, Conv1D)
-                is_cast = is_cast and self.structure.is_block(layer)
-                used[site.parameter] = used.get(site.parameter, True) and is_cast
-        # A script's hook takes a gradient as it comes without sharding.
-        return {name for name, is_cast in used.items() if is_cast} - self.structure.hooks.keys()
-
-    def _fill_vacant(self) -> None:
-        """Have parameters held elsewhere take no memory: the model's own code may ask for their type.
-
-        They are not-a-number, so that no loss can depend on one unseen.
-        """
-        for path, module in self.model.named_modules():
-            for attribute, vacant in module.named_parameters(recurse=False):
-                value = unset((), dtype=vacant.dtype, device=self.device).expand(vacant.shape)
-                filled = module._parameters[attribute] = nn.Parameter(value, requires_grad=False)
-                vars(filled).update(vars(vacant))
-                self._vacant[full_name(path, attribute)] = filled
-
-    def _plug(self, sites: Iterable[Site], parameters: Mapping[str, nn.Parameter]) -> None:
-        for site in sites:
-            if site.is_buffer:
-                self._buffers.plug(site, parameters[site.parameter])
-            else:
-                self._modules.by_name[site.module]._parameters[site.attribute] = parameters[site.parameter]
-
-    def _unplug(self, sites: Iterable[Site]) -> None:
-        for site in sites:
-            if site.is_buffer:
-                self._buffers.unplug(site)
-            else:
-                self._modules.by_name[site.module]._parameters[site.attribute] = self._vacant[site.name]
-
-    def _may_lack(self, layer: int) -> bool:
-        """Whether the files of weights may lack parameters of a layer: those of a language model have no classifier."""
-        weights = self.structure.weights
-        is_head = self.structure.task in CLASSIFICATION and layer == self.structure.num_layers - 1
-        return is_head and not (weights is not None and weights.is_whole)
-
-    @torch.no_grad()
-    def _read_layer(self, layer: int, weights: WeightFiles | LiveWeights) -> None:
-        model: Any = self.model  # only transformers' own models have files that it wrote
-        in_files = weights.names_in_files(self.structure.layer_parameters(layer))
-        wanted = set(in_files.values())
-        if self._may_lack(layer):
-            wanted = set(weights.known(wanted, model))
-        else:
-            # As in transformers, buffers that the files lack keep the values that the model's rules give them.
-            buffers = wanted & self.structure.buffers.keys()
-            wanted -= buffers - set(weights.known(buffers, model, renamed=True))
-        shapes = {known: self.structure.shapes[name] for name, known in in_files.items()}
-        values = weights.read(sorted(wanted), model, shapes)
-        for name, known in in_files.items():
-            if known in values:
-                self._parameters[name].copy_(values[known])
-
-    def _initialize_layer(self, layer: int, *, seed: int) -> None:
-        # A tied parameter takes the value that it has at its home, so the rules of this layer must not reach it.
-        borrowed = [site for site in self.structure.sites[layer] if site.name != site.parameter]
-        self._unplug(borrowed)
-        for root in self.structure.layer_roots(layer):
-            initialize_module(self.model, self._modules.by_name[root], root, seed=seed)
-        for name in sorted({site.parameter for site in borrowed}):
-            home_layer, home = self._home_of(name)
-            if home_layer == layer:
-                continue  # the loop above has initialized it
-            self._plug([home], self._parameters)
-            initialize_module(self.model, self._modules.by_name[home.module], home.module, seed=seed)
-            if home_layer not in self.layers:
-                self._unplug([home])
-        self._plug(borrowed, self._parameters)
-
-    def _home_of(self, parameter: str) -> tuple[int, Site]:
-        """Find the layer and the place that a tied parameter is named after."""
-        return next(
-            (layer, site)
-            for layer in self.structure.layers_with(parameter)
-            for site in self.structure.sites[layer]
-            if site.name == parameter
-        )
-
-
-def _convert_vacant(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give parameters without memory a type: stand-ins for a script's model would return zeros of its own type."""
-    for vacant in model.parameters():
-        if vacant.is_floating_point():
-            vacant.data = vacant.data.to(dtype)

@@ -309,7 +309,7 @@ def test_what_changes_a_part_is_found():
     found = changing()
     assert {"commit", "evaluate", "expect", "go_back"} <= found["Progress"]
     assert not {"last_step", "owes_evaluation"} & found["Progress"]
-    assert {"node_lost", "keep", "know", "save_now"} <= found["Saving"], "what it calls changes it"
+    assert {"node_lost", "keep", "know", "handle_deadline"} <= found["Saving"], "what it calls changes it"
     assert not {"is_enabled", "lacking"} & found["Saving"]
     assert {"note_pace", "rescale"} <= found["Replanning"], "what it alone changes is its own"
     assert not {"choose", "replan", "wants_more"} & found["Replanning"]
@@ -323,7 +323,7 @@ def test_what_changes_a_part_is_found():
         "self._progress.expect(1.0, now_s)",
         "self._saving.complete.append(1)",
         "self._progress.hangs_s = 1.0",
-        "self._saving.save_now()",
+        "self._saving.handle_deadline(turn)",
         "progress.allow(1.0)",
         "self._members.note_restart(worker_id, 7, now_s=now_s, step=1)",
         "self._members.hear_node('n0', now_s)",
