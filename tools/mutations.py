@@ -875,6 +875,31 @@ MUTATIONS = (
         caught_by="tests/training/optim/test_optimizer.py"
         "::test_an_optimizer_that_goes_by_all_of_a_parameter_is_refused_where_devices_have_some_rows",
     ),
+    Mutation(
+        name="parity_beside_a_part",
+        what="the parity of a group may lie in a failure domain that has one of its parts",
+        file="oobleck/control/scripts/parity.py",
+        old="(domains.get(node, node) in near, load[node], node)",
+        new="(load[node], node)",
+        caught_by="tests/control/scripts/test_parity.py"
+        "::test_every_rank_is_in_one_group_and_no_two_are_of_a_node_or_of_a_domain_where_that_can_be",
+    ),
+    Mutation(
+        name="lone_part",
+        what="a part on one node counts as protected by a parity whose other parts are lost with that node",
+        file="oobleck/control/scripts/spread.py",
+        old="            and all(each == rank or _without(holders.get(each, ()), gone) for each in group)\n",
+        new="",
+        caught_by="tests/control/scripts/test_parity.py::test_a_parity_beside_a_part_of_its_group_covers_nothing_of_it",
+    ),
+    Mutation(
+        name="unproven_part",
+        what="a lost part that follows from a parity is not compared with its checksums",
+        file="oobleck/runtime/agent/parity.py",
+        old="            if zlib.crc32(slot.data[start : start + CHUNK_BYTES]) != expected:\n",
+        new="            if False:\n",
+        caught_by="tests/runtime/agent/test_parity.py::test_what_is_damaged_makes_no_part",
+    ),
 )
 
 
