@@ -365,7 +365,7 @@ class PartNotCopied(FromRanks):
     target: str
     reason: str
     is_gone: bool
-    """Whether a newer state has taken its place at either end, so that no other try would help."""
+    """Whether it was overwritten, so that no other try would help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ from oobleck.runtime.listening import accept
 from oobleck.storage import CHUNK_BYTES, Layout, MappedFiles, Slot, scripts
 from oobleck.wire import decode_json, encode_json
 
-from .parity import TOO_LATE, Mixer, Refused
+from .parity import Mixer, Refused
 
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
@@ -54,7 +54,7 @@ _BURST_S = 0.05
 
 
 class NotCopied(Exception):
-    """A part did not reach its target; `is_gone` if no other try would help."""
+    """A part did not reach its target; `is_gone` if it was overwritten."""
 
     def __init__(self, reason: str, *, is_gone: bool = False) -> None:
         super().__init__(reason)
@@ -96,7 +96,7 @@ def send_part(slot: Slot, door: CopyDoor, pace: Pace, mix: Mix | None = None) ->
             sizes = _HEAD.pack(len(note), len(layout), len(sums), len(mixed))
             sock.sendall(sizes + note + layout + sums + mixed)
             if refusal := _receive_text(sock):
-                raise NotCopied(refusal, is_gone=refusal == TOO_LATE)
+                raise NotCopied(refusal)
             (have,) = (0,) if mix is None else _HAVE.unpack(_receive(sock, _HAVE.size))
             for start in range(slot.offset + have, slot.offset + len(slot.data), CHUNK_BYTES):
                 num_bytes = min(CHUNK_BYTES, slot.offset + len(slot.data) - start)
@@ -111,7 +111,7 @@ def send_part(slot: Slot, door: CopyDoor, pace: Pace, mix: Mix | None = None) ->
     if slot.sequence != sequence:
         raise NotCopied("it was overwritten", is_gone=True)
     if problem:
-        raise NotCopied(problem, is_gone=problem == TOO_LATE)
+        raise NotCopied(problem)
 
 
 class CopyPort:

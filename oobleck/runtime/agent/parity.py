@@ -17,8 +17,7 @@ from oobleck.storage import CHUNK_BYTES, Layout, MappedFiles, Slot, scripts
 from oobleck.wire import decode_json
 
 _NUM_SLOTS = 2  # one that is whole, and one that is being mixed
-TOO_LATE = "a newer state is mixed there"
-"""Refuses a part that is not wanted any more."""
+_TOO_LATE = "a newer state is mixed there"
 _PIECE_BYTES = 256 << 10  # is XORed while it is in the processor's cache
 
 
@@ -85,7 +84,7 @@ class Mixer:
         start = index * CHUNK_BYTES
         with mixture.lock:
             if mixture.slot.sequence != mixture.sequence:
-                return TOO_LATE
+                return _TOO_LATE
             mixed = mixture.slot.data[start : start + len(chunk)]
             _xor(mixed, chunk[: len(mixed)])  # what is longer than the missing part is the others' alone
             mixture.num_in[rank] = index + 1
@@ -131,7 +130,7 @@ class Mixer:
             if found.note.name == note.name:
                 return found
             if found.note.age > note.age and not found.slot.is_valid:
-                raise Refused(TOO_LATE)
+                raise Refused(_TOO_LATE)
         self._mixtures[key] = made = self._parity(note, mix) if mix.missing is None else self._missing(note, mix)
         return made
 
