@@ -21,6 +21,8 @@ from .elastic import ENDLESS, LLAMA_TOLERANCE, TOLERANCE, Reference, each_loss, 
 from .harness import GPT2, LLAMA, TAG, Runner, Up, oobleck
 
 LEASE_S = 1.5
+ORPHANED_S = 250
+"""A killed master's successor may take half a minute to start, where other storms run."""
 NUM_NODES = 6
 MIXTRAL = LLAMA.replace("type: llama", "type: mixtral, num_local_experts: 4")
 UNDROPPED = GPT2 + "dropout: false\n"
@@ -175,7 +177,8 @@ def ride_out(
     Losses may differ by `tolerance`, and by `drifted` once rounding errors have grown to `ROUNDED`.
     """
     options = ("--job", str(runner.job_file(head)), "--steps", str(ENDLESS))
-    given = (f"control.lease_s={LEASE_S}", "control.rejoin_after_s=4", *settings)
+    waits = (f"lease_s={LEASE_S}", f"orphan_timeout_s={ORPHANED_S}", "rejoin_after_s=4")
+    given = (*(f"control.{each}" for each in waits), *settings)
     control = tuple(word for setting in given for word in ("--set", setting))
     with ExitStack() as runs:
 
