@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from .line import Line, set_line
 from .loop import Attempt, Interrupted, asked_s, attempts, check_attempt, note_saved, on_next_attempt, resilient
+from .stores import connect_once_served
 
 __all__ = [
     "Attempt",
@@ -15,6 +16,7 @@ __all__ = [
     "asked_s",
     "attempts",
     "check_attempt",
+    "connect_once_served",
     "note_saved",
     "on_next_attempt",
     "resilient",

@@ -27,6 +27,8 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
+from .stores import connect_once_served
+
 _FDS = "/proc/self/fd"
 _TCP_INFO_BYTES = 136
 _MOVED = struct.Struct("=QQ")
@@ -45,9 +47,10 @@ class Groups:
         self._held: list[socket.socket] = []
         self._lock = threading.Lock()
         self._is_watching = False
+        self._is_over = False
 
     def watch(self) -> None:
-        """Note the connections of groups from now on. Torch's own function is wrapped: it has no hook for that."""
+        """Note the connections of groups from now on. Torch's own functions are wrapped: they have no hook for that."""
         if self._is_watching:
             return
         import torch.distributed as dist  # here, because a rank whose script has no groups needs no torch
@@ -63,6 +66,7 @@ class Groups:
                 self._inodes |= set(_connected()) - before
 
         c10d._new_process_group_helper = make_and_note
+        connect_once_served(lambda: self._is_over)
         self._is_watching = True
 
     def interrupt(self, *, within_s: float) -> None:
@@ -70,6 +74,7 @@ class Groups:
 
         It waits up to `within_s` seconds for connections to rest.
         """
+        self._is_over = True
         with self._lock:
             for connection in self._hold():
                 self._held.append(connection)
@@ -116,6 +121,7 @@ class Groups:
             connection.close()
         self._held.clear()
         self._inodes.clear()
+        self._is_over = False
 
     def _await_rest(self, until_s: float) -> None:
         before, since_s = None, time.monotonic()

@@ -60,7 +60,9 @@ class Line:
 
     def close(self) -> None:
         """Tell the agent that this process runs no attempts any more."""
-        self._has_left = True
+        with self._changed:
+            self._has_left = True
+            self._changed.notify_all()
         self._say(PAST)
 
     def wait_until_over(self, within_s: float) -> bool:
@@ -70,9 +72,10 @@ class Line:
 
     def take_place(self) -> None:
         """Wait for the next place, and take it."""
-        self._has_left = True
         self._say(WAITS)
         with self._changed:
+            self._has_left = True
+            self._changed.notify_all()
             self._changed.wait_for(lambda: self._place is not None)
             assert self._place is not None
             (order, overflow), self._place = self._place, None
@@ -129,7 +132,8 @@ class Line:
                 used, since_s = now, now_s
             elif now_s >= since_s + within_s:
                 return False
-            time.sleep(_LOOK_S)
+            with self._changed:
+                self._changed.wait_for(lambda: self._has_left, _LOOK_S)
         return True
 
     def _used(self) -> object:

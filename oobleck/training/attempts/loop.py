@@ -98,6 +98,9 @@ def attempts() -> Iterator[Attempt]:
         )
     states, threads, hook = _RandomStates(), set(threading.enumerate()), sys.excepthook
     line.groups.watch()
+    # Else each later search goes through what was made before the attempts, for 0.1 s where torch is imported.
+    gc.collect()
+    gc.freeze()
     line.open()
     number = 0
     try:

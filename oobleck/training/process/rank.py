@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import NoReturn, TextIO
 
 from oobleck.control.protocol import OVERFLOW_HEAD, TRACE_SIGNAL, BecomeRank
-from oobleck.training.attempts import Line, set_line
+from oobleck.training.attempts import Line, connect_once_served, set_line
 from oobleck.training.forking import ENDS, set_command_line, set_name
 from oobleck.wire import FrameDecoder
 
@@ -74,6 +74,7 @@ def run_rank(sock: socket.socket, *, imports: int) -> NoReturn:
     set_command_line(sys.orig_argv)
     set_name(os.path.basename(sys.executable))
     _be_fresh()
+    connect_once_served()
     _leave_stack_when_asked(os.path.dirname(setup.stdout))
     flight.write_when_asked(lambda: os.path.join(_directory, "flight.json"))
     set_line(Line(line, _enter, is_spare=setup.is_spare))
