@@ -900,6 +900,14 @@ MUTATIONS = (
         new="            if False:\n",
         caught_by="tests/runtime/agent/test_parity.py::test_what_is_damaged_makes_no_part",
     ),
+    Mutation(
+        name="unserved_store",
+        what="a rank connects to its store whether rank 0 serves it or not",
+        file="oobleck/training/attempts/stores.py",
+        old="            time.sleep(pause_s)\n",
+        new="            return\n",
+        caught_by="tests/training/attempts/test_stores.py::test_a_rank_waits_until_its_store_is_served",
+    ),
 )
 
 
