@@ -53,10 +53,13 @@ def test_a_script_finds_what_is_meant_to_reach_it_and_nothing_that_is_not(
     script.parent.mkdir()
     (script.parent / "helpers.py").write_text("NAME = 'beside the script'\n")
     script.write_text(
-        "import json, os, random\nimport helpers\n"
+        "import json, os, random, sys\nimport helpers, oobleck\n"
         "names = ('RANK', 'WORLD_SIZE', 'MEANT', 'HERE')\n"
         "found = [os.getcwd(), helpers.NAME, *map(os.environ.get, names)]\n"
-        f"open({str(ranks.out)!r} + '/' + os.environ['RANK'], 'w').write(json.dumps(found))\n"
+        f"file = open({str(ranks.out)!r} + '/' + os.environ['RANK'], 'w')\n"
+        "file.write(json.dumps(found))\n"
+        # It ends with a file that was open before its attempts, and is not flushed yet.
+        "for attempt in oobleck.attempts():\n    with attempt:\n        sys.exit()\n"
     )
     options = ["--local", "2", "--env", "MEANT=yes", "--env", "HERE", "--directory", str(work)]
     command = module_command("oobleck", "run", *options, "--base-dir", str(ranks.base_dir), str(script))

@@ -125,6 +125,7 @@ def attempts() -> Iterator[Attempt]:
                 each()
             states.restore()
     finally:
+        gc.unfreeze()
         line.close()
 
 

@@ -291,6 +291,7 @@ def _leave(status: int) -> NoReturn:
         threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing's processes do
         atexit._run_exitfuncs()
         # Rejected: `Py_FinalizeEx`. In a forked process, libraries would wait there for threads of the process before.
+        gc.unfreeze()  # files are found among what is not frozen
         _flush_files()  # first: a text file that is collected together with its buffer may lose what it has
         sys.modules.pop("__main__", None)
         gc.collect()
