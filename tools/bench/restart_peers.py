@@ -1,13 +1,15 @@
 """How long a script is away when a rank is killed: `oobleck run`, beside the peers that restart or go on.
 
-    python -m venv peers && peers/bin/pip install torch torchft-nightly nvidia-resiliency-ext dlrover setuptools
+    python -m venv peers
+    peers/bin/pip install torch torchft-nightly nvidia-resiliency-ext dlrover lm-resiliency setuptools
     python tools/bench/restart_peers.py --python peers/bin/python --runs 3
 
 All rows are of one run and one small model, with two ranks, of which the second gets a SIGKILL; as in `restart.py`,
 times count to the end of the first step after it. Each peer has its own launcher and its defaults, starts again for
 each kill, and is left out by name where the interpreter lacks it. torchft's replica and NVRx's rank are not replaced:
-the other one goes on alone. DLRover saves in memory after every step, NVRx's script every five steps to a file. The
-table is Markdown.
+the other one goes on alone. DLRover and LM Resiliency save in memory after every step, NVRx's script every five steps
+to a file. LM Resiliency's torchrun waits for a manager after each loss: the job has a small one, which answers as soon
+as a rank has reported what it kept. The table is Markdown.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ _PEERS = {
     "torchft": ("torchft", "torchft, a killed replica of two"),
     "nvrx": ("nvidia_resiliency_ext.inprocess", "NVRx in the process, a killed rank of two, own save"),
     "dlrover": ("dlrover.trainer.torch.flash_checkpoint.ddp", "DLRover, a killed rank of two, in memory"),
+    "lm-resiliency": ("lm_resiliency.integrations.torchrun", "LM Resiliency, a killed rank of two, in memory"),
 }
 """The module that a peer needs, and its row."""
 _LIMIT_S = 90.0

@@ -1,7 +1,7 @@
 """What `restart_peers.py` runs with an interpreter that has the peers: the model of `restart_job.py`, as each wants it.
 
-    restart_peers_job.py PEER DIRECTORY     a rank of `nvrx`, a replica of `torchft`, or a rank of `dlrover`
-    restart_peers_job.py launch PEER DIRECTORY RANKS    starts these, where the peer has no launcher of its own
+    restart_peers_job.py PEER DIRECTORY     a rank of `nvrx`, `dlrover` or `lm-resiliency`, or a replica of `torchft`
+    restart_peers_job.py launch PEER DIRECTORY RANKS    starts these, where the peer's own launcher cannot alone
 
 Nothing here imports Oobleck. Each rank writes a line for each step, as `restart_job.py` does.
 """
@@ -13,6 +13,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -164,11 +165,103 @@ def run_dlrover(directory: Path) -> None:
             note(step, int(os.environ["TORCHELASTIC_RESTART_COUNT"]), dist.get_world_size())
 
 
-# --- for those without a launcher ------------------------------------------------------------------------------------
+def run_lm_resiliency(directory: Path) -> None:
+    """A rank of LM Resiliency, which saves in memory and in its peer's after every step, by its GEMINI alone.
+
+    Groups of its own choice, as with a worker config, are also NCCL's, so it is given one. What it keeps in memory
+    becomes files when a rank ends by an exception or a signal; the rank then reports to the manager.
+    """
+    from lm_resiliency import InMemoryCkptConfig, enable_resiliency
+    from lm_resiliency.integrations.torchrun import get_torchrun_worker_context
+    from lm_resiliency.manager_api import OrchestrationHooks
+
+    dist.init_process_group("gloo")
+    context = get_torchrun_worker_context()
+    report = directory / "tmp" / f"lost{context.generation}.json"
+
+    def lost() -> None:
+        decision = resiliency.describe_recovery("rank_lost", "latest", all_ranks_accessible=False, reason="rank_lost")
+        new = report.with_suffix(f".{dist.get_rank()}")
+        new.write_text(json.dumps(decision), encoding="utf-8")
+        os.replace(new, report)
+
+    model = DistributedDataParallel(build())
+    optimizer = torch.optim.AdamW(model.parameters())
+    resiliency = enable_resiliency(
+        model,
+        optimizer,
+        interval=1,
+        enable_detection=False,
+        checkpoint=InMemoryCkptConfig(disk_flush_interval=0, disk_folder=str(directory / "tmp" / "gemini")),
+        group=_c10d.group.WORLD,
+        device=torch.device("cpu"),
+        orchestration=OrchestrationHooks(restart_destination=lost),
+        recovery_mode=context.recovery_mode,
+    )
+    with noting(directory, dist.get_rank()) as note:
+        while True:
+            take_step(model, optimizer)
+            note(resiliency.step_count, context.generation, dist.get_world_size())
+
+
+# --- for those whose launcher is not enough --------------------------------------------------------------------------
+
+
+def launch_lm_resiliency(directory: Path, num_ranks: int) -> None:
+    """Its torchrun, beside the manager that it waits for after each loss.
+
+    Version 0.2.0's entry point is a function that torch calls without its argument: the rendezvous is registered here.
+    """
+    from lm_resiliency.integrations.torchrun import get_rendezvous_handler_creator
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+    from torch.distributed.run import main as torchrun
+
+    rendezvous_handler_registry.register("lm_resiliency", get_rendezvous_handler_creator())
+    threading.Thread(target=_manage, args=(directory, num_ranks), daemon=True).start()
+    context = directory / "tmp" / "context" / "context.json"
+    options = ["--nnodes=1:1", f"--nproc-per-node={num_ranks}", "--max-restarts=100", "--rdzv-id=bench"]
+    rendezvous = ["--rdzv-backend=lm_resiliency", f"--rdzv-endpoint={directory / 'tmp' / 'store'}"]
+    conf = f"--rdzv-conf=store_type=file,lm_resiliency_restart_context_path={context}"
+    torchrun([*options, *rendezvous, conf, __file__, "lm-resiliency", str(directory)])
+
+
+def _manage(directory: Path, num_ranks: int) -> None:
+    """Publish a plan for the same node once a rank has reported what it kept."""
+    from lm_resiliency.integrations.torchrun import TorchrunRecoveryCoordinator, TorchrunRecoveryRequest
+
+    coordinator = TorchrunRecoveryCoordinator(_c10d.FileStore(str(directory / "tmp" / "store")), run_id="bench")
+    generation = 0
+    while True:
+        report = directory / "tmp" / f"lost{generation}.json"
+        while not report.exists():
+            time.sleep(0.01)
+        decision = json.loads(report.read_text(encoding="utf-8"))
+        request = TorchrunRecoveryRequest(
+            plan_id=f"plan{generation}",
+            intent_id=f"loss{generation}",
+            reason_code=decision["failure_kind"],
+            recovery_mode=decision["recovery_mode"],
+            checkpoint_source=decision["checkpoint_source"],
+            checkpoint_step=decision["checkpoint_step"],
+            checkpoint_manifest_id=f"step{decision['checkpoint_step']}",
+            topology_digest=decision["topology_digest"],
+            restart_deadline_unix_ms=time.time_ns() // 1_000_000 + 120_000,
+        )
+        nodes = coordinator.initial_placement(active_node_count=1, allocated_node_count=1).active_node_ids
+        generation = coordinator.publish_successor(
+            generation=generation,
+            active_node_ids=nodes,
+            quarantined_node_ids=(),
+            request=request,
+            local_world_size=num_ranks,
+        ).generation
 
 
 def launch(peer: str, directory: Path, num_ranks: int) -> None:
     """Start the ranks, and end them with this process."""
+    if peer == "lm-resiliency":
+        launch_lm_resiliency(directory, num_ranks)
+        return
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     lighthouse: Any = None
     if peer == "torchft":
@@ -199,7 +292,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-_PEERS = {"torchft": run_torchft, "nvrx": run_nvrx, "dlrover": run_dlrover}
+_PEERS = {"torchft": run_torchft, "nvrx": run_nvrx, "dlrover": run_dlrover, "lm-resiliency": run_lm_resiliency}
 
 
 def main() -> None:
