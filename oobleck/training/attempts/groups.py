@@ -112,8 +112,13 @@ class Groups:
     def leave(self, *, within_s: float) -> None:
         """Release all groups, so that others can be made after `forget`."""
         self.interrupt(within_s=within_s)
-        if (dist := _loaded()) is not None and dist.is_initialized():
+        if (dist := _loaded()) is None:
+            return
+        if dist.is_initialized():
             dist.destroy_process_group()
+        else:
+            # A group that was not made has its number all the same, and others that begin with 0 would not meet.
+            dist.distributed_c10d._world.group_count = 0
 
     def forget(self) -> None:
         """Close all connections, since every rank has left its groups."""

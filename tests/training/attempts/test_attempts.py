@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -274,6 +275,56 @@ def test_a_process_group_made_before_is_refused_by_name(agent: Agent, tmp_path: 
             next(oobleck.attempts())
     finally:
         dist.destroy_process_group()
+
+
+def test_a_group_whose_making_was_interrupted_leaves_no_number_behind(agent: Agent, monkeypatch: pytest.MonkeyPatch):
+    """Else this rank would look for its next group under another name than new ranks do."""
+    names = []
+    with socket.socket() as unserved:
+        unserved.bind(("127.0.0.1", 0))
+        waits_for = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unserved.getsockname()[1]), "WORLD_SIZE": "2"}
+        for name, value in waits_for.items():
+            monkeypatch.setenv(name, value)
+        for attempt in oobleck.attempts():
+            with attempt:
+                if not attempt.number:
+                    agent.interrupt()
+                    agent.place(RANK="0", WORLD_SIZE="1", MASTER_PORT="0")
+                    dist.init_process_group("gloo", rank=1, world_size=2)
+                dist.init_process_group("gloo")
+                names.append(dist.group.WORLD.group_name)
+                dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+    names.append(dist.group.WORLD.group_name)
+    dist.destroy_process_group()
+    assert names[0] == names[1]
+
+
+WAITS_ALONE = """
+import socket, threading, time
+import torch.distributed as dist
+from oobleck.control.protocol import InterruptRank
+from oobleck.training.attempts import Line, attempts, set_line
+from oobleck.wire import encode_frame
+
+ours, theirs = socket.socketpair()
+set_line(Line(theirs, lambda order, overflow: None, is_spare=False))
+
+def interrupt():
+    time.sleep(1)
+    ours.sendall(encode_frame(InterruptRank(after_save=False)))
+
+threading.Thread(target=interrupt, daemon=True).start()
+for attempt in attempts():
+    with attempt:
+        dist.TCPStore("127.0.0.1", 0, 2, is_master=True)
+"""
+
+
+def test_a_rank_that_waits_in_its_store_for_others_is_given_up():
+    """Nothing ends torch's wait, which uses a processor a hundred times a second."""
+    done = subprocess.run([sys.executable, "-c", WAITS_ALONE], timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
 
 
 @pytest.mark.slow  # tests/e2e/test_attempts.py has fewer losses
