@@ -88,6 +88,7 @@ class Job:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
+                start_new_session=True,  # which ends with it, whatever it has left
             )
 
     def steps(self, rank: int) -> list[Step]:
@@ -131,6 +132,8 @@ class Job:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

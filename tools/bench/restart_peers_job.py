@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -262,6 +263,7 @@ def launch(peer: str, directory: Path, num_ranks: int) -> None:
     if peer == "lm-resiliency":
         launch_lm_resiliency(directory, num_ranks)
         return
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell has it ignored, in its background
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     lighthouse: Any = None
     if peer == "torchft":
