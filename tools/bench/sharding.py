@@ -11,10 +11,8 @@ Two virtual nodes of two devices, each device a process of one thread. The ways 
     gradients
     all
 
-In all of them, a device takes as many samples at a time: the microbatches of a shared copy are those of a copy on one
-device, times its devices. The step time of a turn is the median of its steps, warm-up left out; ratios are medians of
-the ratios within a round, so that a machine that slows down for a while slows all of them. All have to come to the same
-losses.
+The step time of a turn is the median of its steps, warm-up left out; ratios are medians of the ratios within a round,
+so that a machine that slows down for a while slows all of them. All have to come to the same losses.
 """
 
 from __future__ import annotations
@@ -68,9 +66,7 @@ def measure(job: JobSpec, num_layers: int, rounds: int, directory: Path) -> dict
         "stages": partial(ours, job, _copies(job, cut, _NODES)),
     }
     for level in _LEVELS:
-        # Each device takes as many samples at a time as in the other ways.
-        size = job.microbatch_size * _DEVICES
-        sharded = replace(job, sharding=level, sharding_devices=_DEVICES, microbatch_size=size)
+        sharded = replace(job, sharding=level, sharding_devices=_DEVICES)
         ways[level] = partial(ours, sharded, _copies(sharded, (shared,), _NODES))
     turns: dict[str, list[Times]] = {way: [] for way in ways}
     for number in range(rounds):
@@ -146,8 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--length", type=int, default=64, help="tokens in a sample")
-    parser.add_argument("--microbatches", type=int, default=16, help="in a step, of all devices")
-    parser.add_argument("--microbatch-size", type=int, default=4, help="samples that a device takes at a time")
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--microbatch-size", type=int, default=4)
     chosen = parse_arguments(parser, arguments, rounds=1, steps=5, hidden=64, blocks=4, length=16, microbatches=4)
     # No dropout, so that losses can be compared.
     config = {"n_embd": chosen.hidden, "n_layer": chosen.blocks, "n_head": chosen.hidden // 64}
