@@ -224,7 +224,7 @@ def test_one_copy_survives_the_loss_of_one_of_two_racks_at_once(ranks: Ranks) ->
 def test_a_lost_nodes_pieces_follow_from_the_others_and_their_parity(ranks: Ranks) -> None:
     """One node after the other is lost, and comes back empty: each time its pieces are made again."""
     options = ("--local", "4", "--copies", "xor:3", "--max-restarts", "0", "--lease", "60", *nowhere(ranks))
-    with ranks.started(*options, command=[SCRIPT, str(ranks.out), "120", "0.1"]) as process:
+    with ranks.started(*options, command=[SCRIPT, str(ranks.out), "300", "0.1"]) as process:
         ranks.wait_for_step(1)
         for number, node in enumerate(("node1", "node3", "node2")):
             known = len(ranks.entries("StatesProtected"))
@@ -241,4 +241,4 @@ def test_a_lost_nodes_pieces_follow_from_the_others_and_their_parity(ranks: Rank
             ranks.wait_for_step(1, restarts=2 * number + 2)
         assert process.wait(TIMEOUT_S) == ExitCode.NOT_SAVED, ranks.said()
     assert "saved by 4 ranks, from memory" in ranks.said()
-    assert losses(ranks) == pytest.approx(undisturbed(120), abs=TOLERANCE)
+    assert losses(ranks) == pytest.approx(undisturbed(300), abs=TOLERANCE)

@@ -160,7 +160,7 @@ def test_a_slow_worker_is_stopped_for_its_share_of_the_time(worker: psutil.Popen
     slow = busy_share(worker, over_s=1.5)
     assert shell(AgentCommands(RUN, "node1").slow(1.25)) == 0
     less_slow = busy_share(worker, over_s=1.5)
-    assert 0.1 < slow < 0.5 < less_slow < 1, "1/4 and 4/5, on a machine that may be busy"
+    assert 0.1 < slow < less_slow - 0.1 < 0.9, "1/4 and 4/5, on a machine that may be busy"
     assert shell(AgentCommands(RUN, "node1").slow(1.0)) == 0
     assert busy_share(worker, over_s=0.5) == 1
     assert not directory.pid_file("slow").exists()
