@@ -361,7 +361,7 @@ def test_a_killed_agent_takes_its_ranks_along_and_only_the_same_command_takes_ov
     assert "--local 3 --no-python" in RunDirectory(base_dir=ranks.base_dir, tag="ranks").command, "resume gives it"
     with ranks.started("--local", "3", "--no-python", command=[str(script)]):
         ranks.wait_until(lambda: bool(ranks.entries("MasterResumed") and ranks.entries("NodeLost")))
-    assert not left_on(ranks, "node1")
+    ranks.wait_until(lambda: not left_on(ranks, "node1"))
 
 
 def left_on(ranks: Ranks, node: str) -> list[psutil.Process]:

@@ -24,8 +24,6 @@ _MOST_BYTES = 1 << 16
 _REST_S = 0.2
 _STUCK_S = 2.0
 _LOOK_S = 0.02
-_BUSY_COUNTS = 10.0
-"""Times as much as being idle: a thread that is busy for less than an eleventh of its time is idle."""
 
 
 class Line:
@@ -127,14 +125,14 @@ class Line:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _leaves(self, within_s: float) -> bool:
-        """Return False once the main thread has done nearly nothing for that time, and has not left the attempt."""
+        """Return False once the main thread was idle for so much longer than busy, and has not left the attempt."""
         ticks, looked_s, idle_s = self._ticks(), time.monotonic(), 0.0
         while not self._has_left:
             before, since_s = ticks, looked_s
             ticks, looked_s = self._ticks(), time.monotonic()
-            # One that waits for others in a store looks for them a hundred times a second.
-            worth = 1.0 if ticks == before else -_BUSY_COUNTS
-            idle_s = max(0.0, idle_s + worth * (looked_s - since_s))
+            # One that waits for others in a store looks for them a hundred times a second, which is not to compute.
+            passed_s = looked_s - since_s
+            idle_s = max(0.0, idle_s + (passed_s if ticks == before else -passed_s))
             if idle_s >= within_s:
                 return False
             with self._changed:
