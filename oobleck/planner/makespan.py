@@ -19,6 +19,7 @@ from .zero_bubble import LEAST_GAIN, SplitPasses, Stops
 
 MOST_ROUNDS = 8
 """With this many microbatches for each stage, each further one takes a constant time."""
+_ROUNDING = 1e-9
 
 
 def stops_of(template: PipelineTemplate) -> Stops:
@@ -64,12 +65,22 @@ class PassTimes:
         speeds: Sequence[float] = (),
         *,
         reduce_s: float | Floats = 0.0,
+        below_s: Floats | None = None,
     ) -> Floats:
         """Return the seconds of a step for each candidate cut of the template; O(S · m) for m microbatches.
 
-        `reduce_s` are those in which a step's gradients are reduced, which the choice of a schedule depends on.
+        `reduce_s` are those in which a step's gradients are reduced, which the choice of a schedule depends on. Where
+        it is sure that a step takes `below_s` seconds or more, its time may be infinite: that saves most of the work.
         """
-        return self._chosen_s(template, stops, num_microbatches, speeds, reduce_s, None)
+        if below_s is None or self._split is not None or num_microbatches > MOST_ROUNDS * template.num_stages:
+            return self._chosen_s(template, stops, num_microbatches, speeds, reduce_s, None)
+        passes, closings_s = self._passes(template, stops, speeds), self._costs.closings_s(template, stops)
+        open_ = _least_s(passes, num_microbatches) + closings_s < below_s
+        steps_s = np.full(len(stops), np.inf)
+        if open_.any():
+            forward, backward, messages, weights = (part[:, open_] for part in passes)
+            steps_s[open_] = _makespans(forward, backward, messages, weights, num_microbatches) + closings_s[open_]
+        return steps_s
 
     def _chosen_s(
         self,
@@ -172,8 +183,29 @@ def _line(passes: _Passes) -> tuple[Floats, Floats]:
     return most_s, (most_s - _makespans(*passes, most // 2)) / (most - most // 2)
 
 
+def _least_s(passes: _Passes, num_microbatches: int) -> Floats:
+    """Return seconds that a step of 1F1B takes at least, rounding included; O(S)."""
+    forward, backward, messages, _ = passes
+    # A stage does all its passes between the first one's way to it and the last one's way back.
+    ways = forward[:-1] + backward[:-1] + 2 * messages
+    least_s = num_microbatches * (forward + backward)
+    least_s[1:] += np.cumsum(ways, axis=0)
+    found: Floats = least_s.max(axis=0) * (1 - _ROUNDING)
+    return found
+
+
 def _makespans(forward: Floats, backward: Floats, messages: Floats, weights: Floats, num_microbatches: int) -> Floats:
     """Return when the last stage ends."""
+    makespans: Floats = stage_ends_s(forward, backward, messages, weights, num_microbatches).max(axis=0)
+    return makespans
+
+
+def stage_ends_s(forward: Floats, backward: Floats, messages: Floats, weights: Floats, num_microbatches: int) -> Floats:
+    """Return when each stage ends its last pass, for [stage, candidate] seconds; equal to a timeline's to the last bit.
+
+    `messages` are between stages, the same in both directions; `weights` follow a backward pass that has sent its
+    gradient, under zero-bubble. O(S · m).
+    """
     size, width = forward.shape
     last = num_microbatches - 1
     # Stage s sends forward over link s + 1 and back over link s; the outer links carry nothing.
@@ -204,8 +236,7 @@ def _makespans(forward: Floats, backward: Floats, messages: Floats, weights: Flo
                 now[lagging] += weights[lagging]
     if splits:
         now += np.minimum(np.arange(size), num_microbatches)[:, None] * weights
-    makespans: Floats = now.max(axis=0)
-    return makespans
+    return now
 
 
 def _stages(low: int, high: int, like: int, size: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from oobleck.schedule.choice import choose_schedule
 from oobleck.schedule.costs_of_stages import stage_costs
 from oobleck.schedule.step_flow import step_flow
 from tests.examples import examples
-from tests.planner.drawing import profiles
+from tests.planner.drawing import profiles, uniform_profile
 from tests.planner.templates.test_templates import all_templates
 
 
@@ -71,6 +71,35 @@ def test_many_cuts_are_evaluated_as_each_alone(profile: Profile) -> None:
     if templates:
         together = times.steps_s(templates[0], np.concatenate([stops_of(each) for each in templates]), 7)
         assert together.tolist() == [times.step_s(each, 7) for each in templates]
+
+
+@examples(60)
+@given(
+    profile=profiles(max_layers=6), num_microbatches=st.integers(1, 30), which=st.integers(0), share=st.floats(0.5, 2)
+)
+def test_cuts_that_are_faster_than_a_bound_are_evaluated_as_without_it(
+    profile: Profile, num_microbatches: int, which: int, share: float
+) -> None:
+    costs = StageCosts(profile, max_in_flight=8)
+    times = PassTimes(costs)
+    templates = list(all_templates(costs, 3))
+    if templates:
+        stops = np.concatenate([stops_of(each) for each in templates])
+        steps_s = times.steps_s(templates[0], stops, num_microbatches)
+        for below_s in (steps_s[which % len(steps_s)], share * steps_s.min()):
+            bounded_s = times.steps_s(templates[0], stops, num_microbatches, below_s=np.full(len(stops), below_s))
+            is_faster = steps_s < below_s
+            assert (bounded_s[is_faster] == steps_s[is_faster]).all()
+            assert (bounded_s[~is_faster] >= below_s).all()
+
+
+def test_cuts_that_cannot_be_faster_are_not_evaluated() -> None:
+    costs = StageCosts(uniform_profile(6), max_in_flight=8)
+    template = max(all_templates(costs, 3), key=lambda each: min(len(stage.layers) for stage in each.stages))
+    stops = np.array([[0, 2, 4, 6], [0, 1, 2, 6]])
+    steps_s = PassTimes(costs).steps_s(template, stops, 20)
+    bounded_s = PassTimes(costs).steps_s(template, stops, 20, below_s=steps_s[:1].repeat(2) * 1.01)
+    assert bounded_s.tolist() == [steps_s[0], np.inf]
 
 
 @examples(40)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import combinations, product
 
 import numpy as np
@@ -42,17 +43,19 @@ class Recut:
         if not 1 < template.num_stages <= MOST_STAGES:
             return template
 
-        def seconds(stops: Stops) -> Floats:
+        def seconds(stops: Stops, below_s: float) -> Floats:
             reduce_s = reduction_s * self._costs.most_reduced(template, stops)
-            return self._times.steps_s(template, stops, num_microbatches, speeds, reduce_s=reduce_s) + reduce_s
+            below = below_s - reduce_s
+            steps_s = self._times.steps_s(template, stops, num_microbatches, speeds, reduce_s=reduce_s, below_s=below)
+            return steps_s + reduce_s
 
         stops = stops_of(template)
-        best_s = float(seconds(stops)[0])
+        best_s = float(seconds(stops, np.inf)[0])
         for _ in range(_MOST_MOVES):
-            around = self._that_fit(template, _around(stops), num_microbatches)
+            around = self._that_fit(template, stops + _moves(template.num_stages), num_microbatches)
             if not len(around):
                 break
-            steps_s = seconds(around)
+            steps_s = seconds(around, best_s)
             fastest = int(steps_s.argmin())
             if steps_s[fastest] >= best_s * (1 - _LEAST_GAIN):
                 break
@@ -69,8 +72,9 @@ class Recut:
         return stops[fits]
 
 
-def _around(stops: Stops) -> Stops:
-    size = stops.shape[1] - 1
+@lru_cache
+def _moves(size: int) -> Stops:
+    """Return how the boundaries of so many stages move to a neighbouring cut, a row each."""
     moves = []
     # Moving all boundaries from one to another by a layer takes a layer from one stage to another, past those between.
     for first in range(1, size):
@@ -83,8 +87,7 @@ def _around(stops: Stops) -> Stops:
         move = np.zeros(size + 1, dtype=np.int64)
         move[one], move[other] = here, there
         moves.append(move)
-    around: Stops = stops + np.array(moves)
-    return around
+    return np.array(moves)
 
 
 def with_stops(template: PipelineTemplate, stops: Sequence[int]) -> PipelineTemplate:

@@ -10,12 +10,13 @@ from oobleck.control.training.planning import schedules_for
 from oobleck.errors import PlanningError
 from oobleck.job import JobSpec
 from oobleck.planner import DeviceProfile, ExecutionPlan, Planner, PlannerSettings, Profile
-from oobleck.schedule import ScheduleKind
+from oobleck.schedule import ScheduleKind, compile_schedule, timeline
 from oobleck.schedule.forecast import forecast
-from oobleck.sim.costs.step_times import StepTimes
+from oobleck.sim.costs.step_times import StepTimes, costs_on
 from tests.planner.drawing import ROOMY_BYTES, make_layer, make_profile, profiles, uniform_profile
 
-KINDS = (ScheduleKind.ONE_F_ONE_B, ScheduleKind.GPIPE, ScheduleKind.ZERO_BUBBLE)
+PLAIN = ScheduleKind.ONE_F_ONE_B
+KINDS = (PLAIN, ScheduleKind.GPIPE, ScheduleKind.ZERO_BUBBLE)
 
 
 def make_plan(profile: Profile, num_nodes: int, num_microbatches: int) -> ExecutionPlan:
@@ -61,6 +62,23 @@ def test_a_step_under_the_schedules_that_are_chosen_is_never_slower_than_under_1
     assert chosen_s <= pace.step_s(plan, {}) * (1 + 1e-12)
     all_slow = dict.fromkeys(plan.nodes, slowness)
     assert pace.step_s(plan, all_slow, schedules) <= slowness * chosen_s * (1 + 1e-12)
+
+
+@given(
+    profile=profiles(min_layers=2).map(roomy),
+    num_nodes=st.integers(1, 9),
+    num_microbatches=st.integers(1, 70),
+    factor=st.floats(1.0, 4.0),
+)
+def test_a_pipeline_takes_what_its_timeline_says_to_the_last_bit(
+    profile: Profile, num_nodes: int, num_microbatches: int, factor: float
+) -> None:
+    pipeline = make_plan(profile, num_nodes, num_microbatches).pipelines[0]
+    template, factors = pipeline.template, dict.fromkeys(pipeline.nodes[:1], factor)
+    schedule = compile_schedule(PLAIN, num_stages=template.num_stages, num_microbatches=num_microbatches)
+    slowed = [factors.get(pipeline.nodes[stage.node_index], 1.0) for stage in template.stages]
+    expected = timeline(schedule, costs_on(profile, template, PLAIN, slowed)).makespan_s
+    assert StepTimes(profile).compute_s(pipeline, num_microbatches, factors) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
