@@ -184,7 +184,7 @@ class _Flash:
     def load(self) -> None:
         nowhere = self._shared / "nowhere"
         for times, memory in ((self.times, self._shared), (self.disk_times, nowhere)):
-            _forget_pages(self._directory.path)
+            forget_pages(self._directory.path)
             reader = StateReader(memory, _STEM, self._directory)
             times.load_s.append(_timed(partial(self._restore, reader)))
 
@@ -235,7 +235,7 @@ class _Plain:
         self.times.on_disk_s.append(time.monotonic() - began_s)
 
     def load(self) -> None:
-        _forget_pages(self._path)
+        forget_pages(self._path)
         self.times.load_s.append(_timed(self._restore))
 
     def _restore(self) -> None:
@@ -268,7 +268,7 @@ class _Distributed:
         self._path = path
 
     def load(self) -> None:
-        _forget_pages(self._path)
+        forget_pages(self._path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             reader = FileSystemReader(self._path)
@@ -281,7 +281,7 @@ def _timed(act: Callable[[], object]) -> float:
     return time.monotonic() - began_s
 
 
-def _forget_pages(path: Path) -> None:
+def forget_pages(path: Path) -> None:
     """Have files read from the disk, not from the system's cache."""
     for file in [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]:
         descriptor = os.open(file, os.O_RDONLY)
