@@ -169,6 +169,8 @@ class StageCosts:
             if count <= largest and all(count in layer.forward_s for layer in layers)
         )
         self._most_in_flight: dict[int, Floats] = {}
+        self._closes = profile.exchange_s_per_byte > 0 or any(layer.update_s for layer in layers)
+        self._closings: dict[tuple[object, ...], float] = {}
         self._compute = {
             count: prefix_sums([layer.forward_s[count] + layer.backward_s[count] for layer in layers])
             for count in self.device_counts
@@ -313,10 +315,11 @@ class StageCosts:
         """
         if template.num_chunks > 1:
             return math.inf if self.fits(template) else 0.0
+        tables = {count: self.most_in_flight(count) for count in {stage.num_devices for stage in template.stages}}
         least = math.inf
-        for after, stage in enumerate(reversed(template.stages)):
-            most = float(self.most_in_flight(stage.num_devices)[stage.first_layer, stage.stop_layer])
-            if most < self.in_flight(after + 1):
+        for after, stage in enumerate(reversed(template.stages), 1):
+            most = tables[stage.num_devices].item(stage.first_layer, stage.stop_layer)
+            if most < after and most < self.in_flight(after):
                 least = min(least, max(0.0, most))
         return least
 
@@ -342,7 +345,16 @@ class StageCosts:
 
     def closing_s(self, template: PipelineTemplate) -> float:
         """Return `closing_s` of the stage where it is the longest."""
-        return max(closing_s(self.profile, template.chunks_of(stage)) for stage in range(template.num_stages))
+        if not self._closes:
+            return 0.0
+        return max(self._closing_s(template.chunks_of(stage)) for stage in range(template.num_stages))
+
+    def _closing_s(self, chunks: Sequence[StageTemplate]) -> float:
+        # The templates of a catalog have many stages of the same layers.
+        key = chunks[0].num_devices, *((chunk.first_layer, chunk.stop_layer) for chunk in chunks)
+        if key not in self._closings:
+            self._closings[key] = closing_s(self.profile, chunks)
+        return self._closings[key]
 
     def fits(self, template: PipelineTemplate, num_microbatches: int | None = None, *, more_copies: int = 0) -> bool:
         """Return whether every stage holds its state, its microbatches in flight, and more copies of gradients.

@@ -68,7 +68,7 @@ def test_no_other_division_of_the_batch_is_faster(data: st.DataObject, profile: 
     decision = planner.reconfigure(plan, slow=slow)
     assume(len(decision.plan.pipelines) <= 4)
     templates = planner.templates(len(nodes))
-    if all(each.template == templates[len(each.nodes)] for each in decision.plan.pipelines):
+    if all(each.template == templates.get(len(each.nodes)) for each in decision.plan.pipelines):
         # The prediction is their bound, or a shorter one of other pipelines that are truly no faster.
         assert decision.predicted_step_s <= best_division_s(planner, decision.plan, slow) * (1 + 1e-9)
     own_s = OneKindCatalog(profile, planner.settings).exact_step_s(decision.plan, {n: 1 / x for n, x in slow.items()})

@@ -246,15 +246,17 @@ class _Run:
         num_stages = int(self.best[total, query, :, 0].argmin())
         assert np.isfinite(self.best[total, query, num_stages, 0]), "no bound is tighter than the tightest possible"
         stops, counts, seconds = [], [], []
-        first, left = 0, total
+        first, left, most = 0, total, self._costs.device_counts[-1]
+        choice = self._choice[:, query]
         while left:
-            kind, layers = divmod(int(self._choice[left, query, num_stages, first]), self._width)
-            after = num_stages if self._counted else -(-left // self._costs.device_counts[-1])
+            kind, layers = divmod(int(choice[left, num_stages, first]), self._width)
+            after = num_stages if self._counted else -(-left // most)
             seconds.append(float(self._stages.table(self._keys[kind], after).seconds[layers, first]))
             first += layers + 1
             left -= self._keys[kind][0]
             # The axis of stages has length 1 unless they are counted.
-            num_stages = max(num_stages - 1, 0)
+            if self._counted:
+                num_stages -= 1
             stops.append(first)
             counts.append(self._keys[kind][0])
         timing = Timing(first_s=math.fsum(seconds), next_s=max(seconds))
