@@ -157,8 +157,8 @@ def ours(assembly: Assembly, cuts: Sequence[int] = ()) -> tuple[list[float], lis
     return losses, norms
 
 
-def evaluated(assembly: Assembly) -> float | None:
-    """The loss of an evaluation, as workers of one pipeline compute it; None if they do not."""
+def evaluated(assembly: Assembly, step: int) -> float | None:
+    """The loss of an evaluation after a step, as workers of one pipeline compute it; None if they do not."""
     if assembly.validation is None:
         return None
     stage = StageModel(assembly.structure, dtype=torch.float32, device="cpu")
@@ -176,7 +176,7 @@ def evaluated(assembly: Assembly) -> float | None:
         return sums[-1]
 
     for number in range(2):
-        found = evaluator.run(1, alone, share=(number, 2), sum_up=sum_up)
+        found = evaluator.run(step, alone, share=(number, 2), sum_up=sum_up)
     return found.loss
 
 
@@ -187,9 +187,11 @@ def test_steps_are_those_of_transformers_trainer(case: str, tmp_path: Path) -> N
     assembly = assembled(case, tmp_path)
     assert assembly.job.model.whole_loss == COUNTINGS[case]
     their_losses, their_norms, evaluations = theirs(case, tmp_path)
-    if (found := evaluated(assembly)) is not None:
-        assert [found] * 2 == pytest.approx(evaluations, rel=2e-5)  # after the fourth step and the last
-    assert (found is None) == (case in EVALUATED_HERE)
+    found = [evaluated(assembly, step) for step in (4, NUM_STEPS)]
+    if case in EVALUATED_HERE:
+        assert found == [None, None]
+    else:
+        assert found == pytest.approx(evaluations, rel=2e-5)
     num_layers = assembly.structure.num_layers
     assert (num_layers == 1) == (case in WHOLE)
     is_traced = num_layers > 1 and COUNTINGS[case] is not None
