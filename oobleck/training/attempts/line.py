@@ -6,8 +6,10 @@ import math
 import os
 import signal
 import socket
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -54,7 +56,7 @@ class Line:
         """Tell the agent that this process can stay, and hear it from now on."""
         self.is_opened = True
         self._has_left = self.is_spare
-        self._main = threading.get_native_id()
+        self._main, self._main_ident = threading.get_native_id(), threading.get_ident()
         self._sock.setblocking(True)
         threading.Thread(target=self._hear, name="oobleck-attempts", daemon=True).start()
         self._say(ATTEMPTS)
@@ -122,7 +124,15 @@ class Line:
         self.groups.interrupt(within_s=_REST_S)
         if not self._leaves(_STUCK_S):
             # Nothing can end what this process waits for; another takes its place.
+            self._say_where()
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def _say_where(self) -> None:
+        sys.stderr.write(
+            "oobleck: a rank is lost, and this one does not leave its attempt: it is replaced. It waits in\n"
+        )
+        traceback.print_stack(sys._current_frames()[self._main_ident])
+        sys.stderr.flush()
 
     def _leaves(self, within_s: float) -> bool:
         """Return False once the main thread was idle for so much longer than busy, and has not left the attempt."""

@@ -321,10 +321,12 @@ for attempt in attempts():
 """
 
 
-def test_a_rank_that_waits_in_its_store_for_others_is_given_up():
+def test_a_rank_that_waits_in_its_store_for_others_is_given_up_and_says_so():
     """Nothing ends torch's wait, which uses a processor a hundred times a second."""
-    done = subprocess.run([sys.executable, "-c", WAITS_ALONE], timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", WAITS_ALONE], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL
+    assert "its attempt is over, and it does not leave" in done.stderr
+    assert "line 18, in <module>" in done.stderr, "where it waits"
 
 
 @pytest.mark.slow  # tests/e2e/test_attempts.py has fewer losses
