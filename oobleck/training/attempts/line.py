@@ -128,9 +128,7 @@ class Line:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _say_where(self) -> None:
-        sys.stderr.write(
-            "oobleck: a rank is lost, and this one does not leave its attempt: it is replaced. It waits in\n"
-        )
+        sys.stderr.write("oobleck: this process is replaced: its attempt is over, and it does not leave\n")
         traceback.print_stack(sys._current_frames()[self._main_ident])
         sys.stderr.flush()
 
