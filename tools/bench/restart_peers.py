@@ -52,6 +52,7 @@ _PEERS = {
     "lm-resiliency": ("lm_resiliency.integrations.torchrun", "LM Resiliency", "in memory"),
 }
 """The module that a peer needs, its name, and how it saves."""
+_SHARED = ("/dev/shm", "/tmp/ckpt_sock")  # noqa: S108  DLRover's places
 _LIMIT_S = 90.0
 
 
@@ -68,12 +69,24 @@ class PeerJob(Job):
         command = [python, str(_JOB), "launch", peer, str(directory), str(nodes), str(ranks)]
         super().__init__(command, directory, script=())
 
+    def end(self) -> None:
+        """End it, and remove what it shares."""
+        super().end()
+        remove_shared(self.directory)
+
     def kill(self, victim: Step) -> float:
         """Kill the rank, or all that is of its node."""
         if self._fault == "rank":
             return super().kill(victim)
         words = Path(f"/proc/{victim.pid}/environ").read_text(encoding="utf-8").split("\0")
         return kill_all(processes_with(next(word for word in words if word.startswith("TMPDIR="))))
+
+
+def remove_shared(directory: Path) -> None:
+    """Remove the shared memory and the sockets that DLRover has left for jobs of a directory."""
+    for place in _SHARED:
+        for left in Path(place).glob(f"{directory.name}*"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 def kill_peer(python: str, peer: str, directory: Path, runs: int, fault: str) -> list[Restart]:
@@ -126,8 +139,10 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="kills in each row")
     arms = ("flash", "attempts", *_PEERS)
     parser.add_argument("--arms", nargs="+", choices=arms, default=arms, help="the rows")
-    parser.add_argument("--faults", nargs="+", choices=("rank", "node"), default=("rank", "node"), help="what is killed")
-    given = parse_arguments(parser, runs=1, arms=["torchft"])
+    parser.add_argument(
+        "--faults", nargs="+", choices=("rank", "node"), default=("rank", "node"), help="what is killed"
+    )
+    given = parse_arguments(parser, runs=1, arms=["torchft", "lm-resiliency"])
     print("| what | kills | median s | max s | steps redone | kept | target |")
     print("|---|---|---|---|---|---|---|")
     directory = Path(tempfile.mkdtemp(prefix="obp"))

@@ -5,7 +5,8 @@
     restart_peers_job.py launch PEER DIRECTORY NODES RANKS    starts nodes of so many ranks, and what they need beside
 
 Nothing here imports Oobleck. A node is what the peer starts on a machine; its processes have a TMPDIR of their own, by
-which they are found. `launch torchrun` runs `restart_job.py`, with an interpreter that has Oobleck. Each rank writes a line for each step, as `restart_job.py` does.
+which they are found. `launch torchrun` runs `restart_job.py`, with an interpreter that has Oobleck. Each rank writes a
+line for each step, as `restart_job.py` does.
 """
 
 from __future__ import annotations
@@ -225,7 +226,15 @@ def launch(peer: str, directory: Path, num_nodes: int, num_ranks: int) -> None:
         environment["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
     elif peer == "dlrover":
         environment |= {"DLROVER_MASTER_ADDR": f"127.0.0.1:{port}", "NODE_NUM": str(num_nodes)}
-        master = ["dlrover.python.master.main", "--port", str(port), "--node_num", str(num_nodes), "--platform", "local"]
+        master = [
+            "dlrover.python.master.main",
+            "--port",
+            str(port),
+            "--node_num",
+            str(num_nodes),
+            "--platform",
+            "local",
+        ]
         children.append(subprocess.Popen([sys.executable, "-m", *master, "--job_name", "bench"]))
     elif peer == "lm-resiliency":
         store = _c10d.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
@@ -255,6 +264,7 @@ def _own(directory: Path, node: int) -> dict[str, str]:
     home.mkdir()
     (home / "machine-id").write_text(_machine_id(node), encoding="ascii")
     own = {"TMPDIR": str(home), "LM_RESILIENCY_MACHINE_ID_PATH": str(home / "machine-id")}
+    own["ELASTIC_JOB_NAME"] = f"{directory.name}-node{node}"  # DLRover's, which names its shared memory after it
     return own | dict.fromkeys(("RANK", "REPLICA", "NODE_RANK", "NODE_ID"), str(node))
 
 
@@ -318,9 +328,7 @@ def _manage(store: Any, directory: Path, nodes: list[subprocess.Popen[bytes]], n
         restart_deadline_unix_ms=time.time_ns() // 1_000_000 + 120_000,
     )
     coordinator = TorchrunRecoveryCoordinator(store, run_id="bench")
-    placement = coordinator.initial_placement(
-        active_node_count=max(1, len(nodes) - 1), allocated_node_count=len(nodes)
-    )
+    placement = coordinator.initial_placement(active_node_count=max(1, len(nodes) - 1), allocated_node_count=len(nodes))
     ended = [derive_torchrun_node_id(_machine_id(node)) for node, each in enumerate(nodes) if each.poll() is not None]
     coordinator.publish_successor(
         generation=0,
