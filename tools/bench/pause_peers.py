@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=7, help="saves in each row")
     parser.add_argument("--ways", nargs="+", choices=_WAYS, default=tuple(_WAYS), help="the rows")
     given = parse_arguments(parser, mib=1, saves=1, ways=["oobleck", "dcp", "lm-resiliency"])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends all that it has started too
     print(f"| how {given.mib} MiB are saved | pause ms | memcpy ms | of memcpy |")
     print("|---|---|---|---|")
     for way in given.ways:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -143,6 +144,7 @@ def main() -> None:
         "--faults", nargs="+", choices=("rank", "node"), default=("rank", "node"), help="what is killed"
     )
     given = parse_arguments(parser, runs=1, arms=["torchft", "lm-resiliency"])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends all that it has started too
     print("| what | kills | median s | max s | steps redone | kept | target |")
     print("|---|---|---|---|---|---|---|")
     directory = Path(tempfile.mkdtemp(prefix="obp"))

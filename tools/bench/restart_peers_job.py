@@ -218,7 +218,7 @@ def launch(peer: str, directory: Path, num_nodes: int, num_ranks: int) -> None:
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     lighthouse: Any = None
     store: Any = None
-    children: list[subprocess.Popen[bytes]] = []
+    others: list[subprocess.Popen[bytes]] = []
     if peer == "torchft":
         from torchft.coordination import LighthouseServer
 
@@ -226,16 +226,8 @@ def launch(peer: str, directory: Path, num_nodes: int, num_ranks: int) -> None:
         environment["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
     elif peer == "dlrover":
         environment |= {"DLROVER_MASTER_ADDR": f"127.0.0.1:{port}", "NODE_NUM": str(num_nodes)}
-        master = [
-            "dlrover.python.master.main",
-            "--port",
-            str(port),
-            "--node_num",
-            str(num_nodes),
-            "--platform",
-            "local",
-        ]
-        children.append(subprocess.Popen([sys.executable, "-m", *master, "--job_name", "bench"]))
+        master = [f"--port={port}", f"--node_num={num_nodes}", "--platform=local", "--job_name=bench"]
+        others.append(subprocess.Popen([sys.executable, "-m", "dlrover.python.master.main", *master]))
     elif peer == "lm-resiliency":
         store = _c10d.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     nodes = [
@@ -253,7 +245,7 @@ def launch(peer: str, directory: Path, num_nodes: int, num_ranks: int) -> None:
     except KeyboardInterrupt:
         pass
     finally:
-        for each in (*nodes, *children):
+        for each in (*nodes, *others):
             each.kill()
             each.wait()
 
