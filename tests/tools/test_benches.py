@@ -27,6 +27,7 @@ PARTS = {
     "kinds_job.py": "kinds.py",
     "local_workers.py": "throughput.py",
     "paper_objective.py": "planner.py",
+    "pause_peers_job.py": "pause_peers.py",
     "pipelining_job.py": "throughput.py",
     "restart_job.py": "restart.py",
     "restart_peers_job.py": "restart_peers.py",
@@ -59,6 +60,11 @@ SMOKES: dict[str, tuple[str, ...]] = {
         "| 50 layers, 1 H100 + 1 A100 + 1 A40 | ",
         "| 50 layers, 16 A100, one 2 times slower | ",
     ),
+    "pause_peers.py": (
+        "| oobleck.checkpoint.save | ",
+        "| DCP save | ",
+        "| LM Resiliency, in memory and in its peer's | ",
+    ),
     "planner.py": ("gpt-like", "g=8", "64 nodes lost at once"),
     "published_plans.py": ("| Llama-3 8B | 4 × 8 | none | all | ", "| Llama-3 8B | 4 × 8 | all | auto | "),
     "recovery.py": ("| killed worker | 1 |",),
@@ -67,7 +73,10 @@ SMOKES: dict[str, tuple[str, ...]] = {
         "| oobleck run, a killed rank of two, in memory, attempts | 1 |",
         "| all | median < 0.25 |",
     ),
-    "restart_peers.py": ("| torchft, a killed replica of two | ",),
+    "restart_peers.py": (
+        "| torchft, a killed replica, which is a node, of two | ",
+        "| LM Resiliency, a killed node of two, in memory | ",
+    ),
     "sailor.py": (
         "| 8 A100-40 | Oobleck | ",
         "| 4 A100-40 + 4 V100-16 | Oobleck | ",
@@ -172,6 +181,12 @@ def test_scripts_restart_after_a_lost_node_and_under_torchrun():
         "torchrun, a killed rank of two, DCP (inf: not within 60 s)",
     )
     assert [what for what in wanted if f"| {what} | 1 |" not in said] == [], said
+
+
+@pytest.mark.slow
+def test_a_node_is_killed_under_another_launcher():
+    said = run("restart_peers.py", "--arms", "torchrun", "--faults", "node")
+    assert "| torchrun, a killed node of two, DCP | 1 | " in said, said
 
 
 @pytest.mark.slow

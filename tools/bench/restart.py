@@ -88,7 +88,7 @@ class Job:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,  # which ends with it, whatever it has left
+                start_new_session=True,  # a Ctrl-C reaches it once, by `end`
             )
 
     def steps(self, rank: int) -> list[Step]:
@@ -123,8 +123,12 @@ class Job:
         """The last step of a rank before this generation."""
         return max((step.step for step in self.steps(rank) if step.restart < restart), default=0)
 
+    def kill(self, victim: Step) -> float:
+        """Kill the rank that has written a line; returns when that was."""
+        return kill_all([victim.pid])
+
     def end(self) -> None:
-        """End it, whatever happens."""
+        """End it, whatever happens, and all that it has left, in sessions of their own too."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
             try:
@@ -132,8 +136,26 @@ class Job:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        kill_all(processes_with(f"TMPDIR={self.directory}/"))
+
+
+def processes_with(words: str) -> list[int]:
+    """All processes with these words in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is not ours
+            if words.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
+def kill_all(pids: Sequence[int]) -> float:
+    """Kill processes at once, as far as they still are; returns when that was."""
+    at_s = time.time()
+    for pid in pids:
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
+    return at_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,8 +173,7 @@ def kill_ranks(job: Job, runs: int, *, limit_s: float = _TIMEOUT_S) -> list[Rest
         victim = job.wait_for_more(1, number)
         if job.saves == "attempts":
             time.sleep(_REHEARSAL_S)
-        at_s = time.time()
-        os.kill(victim.pid, signal.SIGKILL)
+        at_s = job.kill(victim)
         try:
             restarts.append(_restarted(job, at_s, number + 1, limit_s=limit_s))
         except NoSuchStep:
@@ -189,11 +210,7 @@ class OobleckJob(Job):
         run_id = RunDirectory(base_dir=self._base_dir, tag=_TAG).run_id
         places = list((self.directory / "tmp").rglob(AgentDir(run_id, node).path.name))
         noted = [path for place in places if place.parent.name == run_id for path in place.glob("*.pid")]
-        pids = [int(path.read_text().split()[0]) for path in noted]
-        at_s = time.time()
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        at_s = kill_all([int(path.read_text().split()[0]) for path in noted])
         shutil.rmtree(AgentDir(run_id, node).memory, ignore_errors=True)  # as it would be with the machine
         return at_s
 
@@ -252,7 +269,7 @@ def main() -> None:
             text, step_s[saves] = _one_node(directory, given.runs, saves)
             print(text, flush=True)
             if given.nodes:
-                print(_lost_node(directory, given.runs, given.nodes, saves), flush=True)
+                print(lost_node(directory, given.runs, given.nodes, saves), flush=True)
         if given.torchrun_limit:
             for saves in ("itself", "dcp"):
                 print(torchrun(directory, given.runs, given.torchrun_limit, saves), flush=True)
@@ -283,7 +300,8 @@ def _kept_processes(job: Job, rank: int) -> bool:
     return job.saves != "attempts" or len({step.pid for step in job.steps(rank)}) == 1
 
 
-def _lost_node(directory: Path, runs: int, nodes: int, saves: str) -> str:
+def lost_node(directory: Path, runs: int, nodes: int, saves: str) -> str:
+    """Return the row of a node that is lost again and again."""
     job = OobleckJob(directory, "--local", str(nodes), saves=saves)
     try:
         job.wait_until_warm()

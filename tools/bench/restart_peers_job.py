@@ -1,9 +1,12 @@
 """What `restart_peers.py` runs with an interpreter that has the peers: the model of `restart_job.py`, as each wants it.
 
     restart_peers_job.py PEER DIRECTORY     a rank of `nvrx`, `dlrover` or `lm-resiliency`, or a replica of `torchft`
-    restart_peers_job.py launch PEER DIRECTORY RANKS    starts these, where the peer's own launcher cannot alone
+    restart_peers_job.py torchrun OPTIONS   torch's, which knows the rendezvous of LM Resiliency too
+    restart_peers_job.py launch PEER DIRECTORY NODES RANKS    starts nodes of so many ranks, and what they need beside
 
-Nothing here imports Oobleck. Each rank writes a line for each step, as `restart_job.py` does.
+Nothing here imports Oobleck. A node is what the peer starts on a machine; its processes have a TMPDIR of their own, by
+which they are found. `launch torchrun` runs `restart_job.py`, with an interpreter that has Oobleck. Each rank writes a
+line for each step, as `restart_job.py` does.
 """
 
 from __future__ import annotations
@@ -205,11 +208,83 @@ def run_lm_resiliency(directory: Path) -> None:
             note(resiliency.step_count, context.generation, dist.get_world_size())
 
 
-# --- for those whose launcher is not enough --------------------------------------------------------------------------
+# --- nodes, and what they need beside ---------------------------------------------------------------------------------
 
 
-def launch_lm_resiliency(directory: Path, num_ranks: int) -> None:
-    """Its torchrun, beside the manager that it waits for after each loss.
+def launch(peer: str, directory: Path, num_nodes: int, num_ranks: int) -> None:
+    """Start the nodes, and end them with this process."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell has it ignored, in its background
+    port = _free_port()
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    lighthouse: Any = None
+    store: Any = None
+    others: list[subprocess.Popen[bytes]] = []
+    if peer == "torchft":
+        from torchft.coordination import LighthouseServer
+
+        lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+        environment["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
+    elif peer == "dlrover":
+        environment |= {"DLROVER_MASTER_ADDR": f"127.0.0.1:{port}", "NODE_NUM": str(num_nodes)}
+        master = [f"--port={port}", f"--node_num={num_nodes}", "--platform=local", "--job_name=bench"]
+        others.append(subprocess.Popen([sys.executable, "-m", "dlrover.python.master.main", *master]))
+    elif peer == "lm-resiliency":
+        store = _c10d.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, *_command(peer, directory, node, num_nodes, num_ranks, port)],
+            env=environment | _own(directory, node) | {"WORLD_SIZE": str(num_nodes * num_ranks)},
+        )
+        for node in range(num_nodes)
+    ]
+    if peer == "lm-resiliency":
+        threading.Thread(target=_manage, args=(store, directory, nodes, num_ranks), daemon=True).start()
+    try:
+        for each in nodes:
+            each.wait()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        for each in (*nodes, *others):
+            each.kill()
+            each.wait()
+
+
+def _own(directory: Path, node: int) -> dict[str, str]:
+    """What a node has in its environment that others have not."""
+    home = directory / "tmp" / f"node{node}"
+    home.mkdir()
+    (home / "machine-id").write_text(_machine_id(node), encoding="ascii")
+    own = {"TMPDIR": str(home), "LM_RESILIENCY_MACHINE_ID_PATH": str(home / "machine-id")}
+    own["ELASTIC_JOB_NAME"] = f"{directory.name}-node{node}"  # DLRover's, which names its shared memory after it
+    return own | dict.fromkeys(("RANK", "REPLICA", "NODE_RANK", "NODE_ID"), str(node))
+
+
+def _machine_id(node: int) -> str:
+    return f"{node + 1:032x}"
+
+
+def _command(peer: str, directory: Path, node: int, num_nodes: int, num_ranks: int, port: int) -> list[str]:
+    """What a node runs: its peer's launcher, which goes on with a node less, or the rank itself."""
+    script = [__file__, peer, str(directory)]
+    nodes = f"--nnodes={max(1, num_nodes - 1)}:{num_nodes}"
+    options = [nodes, f"--nproc-per-node={num_ranks}", "--max-restarts=100"]
+    rendezvous = ["--rdzv-id=bench", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    if peer == "torchrun":
+        job = [str(Path(__file__).with_name("restart_job.py")), str(directory), "dcp"]
+        conf = f"--rdzv-conf=is_host={node == 0}"
+        return ["-m", "torch.distributed.run", *options, *rendezvous, "--rdzv-backend=c10d", conf, *job]
+    if peer == "dlrover":
+        return ["-m", "dlrover.trainer.torch.main", *options, *script]
+    if peer == "lm-resiliency":
+        context = directory / "tmp" / f"node{node}" / "context" / "context.json"
+        conf = f"--rdzv-conf=is_host=false,lm_resiliency_restart_context_path={context}"
+        return [__file__, "torchrun", *options, *rendezvous, "--rdzv-backend=lm_resiliency", conf, *script]
+    return script
+
+
+def run_torchrun(options: list[str]) -> None:
+    """Torch's launcher.
 
     Version 0.2.0's entry point is a function that torch calls without its argument: the rendezvous is registered here.
     """
@@ -218,75 +293,44 @@ def launch_lm_resiliency(directory: Path, num_ranks: int) -> None:
     from torch.distributed.run import main as torchrun
 
     rendezvous_handler_registry.register("lm_resiliency", get_rendezvous_handler_creator())
-    threading.Thread(target=_manage, args=(directory, num_ranks), daemon=True).start()
-    context = directory / "tmp" / "context" / "context.json"
-    options = ["--nnodes=1:1", f"--nproc-per-node={num_ranks}", "--max-restarts=100", "--rdzv-id=bench"]
-    rendezvous = ["--rdzv-backend=lm_resiliency", f"--rdzv-endpoint={directory / 'tmp' / 'store'}"]
-    conf = f"--rdzv-conf=store_type=file,lm_resiliency_restart_context_path={context}"
-    torchrun([*options, *rendezvous, conf, __file__, "lm-resiliency", str(directory)])
+    torchrun(options)
 
 
-def _manage(directory: Path, num_ranks: int) -> None:
-    """Publish a plan for the same node once a rank has reported what it kept."""
-    from lm_resiliency.integrations.torchrun import TorchrunRecoveryCoordinator, TorchrunRecoveryRequest
+def _manage(store: Any, directory: Path, nodes: list[subprocess.Popen[bytes]], num_ranks: int) -> None:
+    """Publish a plan once a rank has reported what it kept: for the same nodes, or the spare for one that has ended."""
+    from lm_resiliency.integrations.torchrun import (
+        TorchrunRecoveryCoordinator,
+        TorchrunRecoveryRequest,
+        derive_torchrun_node_id,
+    )
 
-    coordinator = TorchrunRecoveryCoordinator(_c10d.FileStore(str(directory / "tmp" / "store")), run_id="bench")
-    generation = 0
-    while True:
-        report = directory / "tmp" / f"lost{generation}.json"
-        while not report.exists():
-            time.sleep(0.01)
-        decision = json.loads(report.read_text(encoding="utf-8"))
-        request = TorchrunRecoveryRequest(
-            plan_id=f"plan{generation}",
-            intent_id=f"loss{generation}",
-            reason_code=decision["failure_kind"],
-            recovery_mode=decision["recovery_mode"],
-            checkpoint_source=decision["checkpoint_source"],
-            checkpoint_step=decision["checkpoint_step"],
-            checkpoint_manifest_id=f"step{decision['checkpoint_step']}",
-            topology_digest=decision["topology_digest"],
-            restart_deadline_unix_ms=time.time_ns() // 1_000_000 + 120_000,
-        )
-        nodes = coordinator.initial_placement(active_node_count=1, allocated_node_count=1).active_node_ids
-        generation = coordinator.publish_successor(
-            generation=generation,
-            active_node_ids=nodes,
-            quarantined_node_ids=(),
-            request=request,
-            local_world_size=num_ranks,
-        ).generation
-
-
-def launch(peer: str, directory: Path, num_ranks: int) -> None:
-    """Start the ranks, and end them with this process."""
-    if peer == "lm-resiliency":
-        launch_lm_resiliency(directory, num_ranks)
-        return
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell has it ignored, in its background
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    lighthouse: Any = None
-    if peer == "torchft":
-        from torchft.coordination import LighthouseServer
-
-        lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
-        environment["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, peer, str(directory)],
-            env=environment | {"RANK": str(rank), "REPLICA": str(rank), "WORLD_SIZE": str(num_ranks)},
-        )
-        for rank in range(num_ranks)
-    ]
-    try:
-        for each in ranks:
-            each.wait()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        for each in ranks:
-            each.kill()
-            each.wait()
+    report = directory / "tmp" / "lost0.json"
+    while not report.exists():
+        time.sleep(0.01)
+    decision = json.loads(report.read_text(encoding="utf-8"))
+    request = TorchrunRecoveryRequest(
+        plan_id="plan",
+        intent_id="loss",
+        reason_code=decision["failure_kind"],
+        recovery_mode=decision["recovery_mode"],
+        checkpoint_source=decision["checkpoint_source"],
+        checkpoint_step=decision["checkpoint_step"],
+        checkpoint_manifest_id=f"step{decision['checkpoint_step']}",
+        topology_digest=decision["topology_digest"],
+        restart_deadline_unix_ms=time.time_ns() // 1_000_000 + 120_000,
+    )
+    coordinator = TorchrunRecoveryCoordinator(store, run_id="bench")
+    placement = coordinator.initial_placement(active_node_count=max(1, len(nodes) - 1), allocated_node_count=len(nodes))
+    ended = [derive_torchrun_node_id(_machine_id(node)) for node, each in enumerate(nodes) if each.poll() is not None]
+    coordinator.publish_successor(
+        generation=0,
+        active_node_ids=placement.active_node_ids,
+        quarantined_node_ids=(),
+        request=request,
+        local_world_size=num_ranks,
+        replacement=(placement.active_node_ids.index(ended[0]), placement.standby_node_ids[0]) if ended else None,
+    )
+    threading.Event().wait()  # the coordinator renews its plan as long as it is there
 
 
 def _free_port() -> int:
@@ -301,7 +345,9 @@ def main() -> None:
     """Be a rank, or start all."""
     torch.set_num_threads(1)
     if sys.argv[1] == "launch":
-        launch(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+        launch(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
+    elif sys.argv[1] == "torchrun":
+        run_torchrun(sys.argv[2:])
     else:
         _PEERS[sys.argv[1]](Path(sys.argv[2]))
 
