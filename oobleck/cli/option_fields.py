@@ -54,6 +54,14 @@ def declared_options(group: type) -> Iterator[tuple[str, str | None, str]]:
             yield part.metadata["shown"]
 
 
+def declared_fields(group: type) -> Iterator[tuple[str, str, Any]]:
+    """Yield the name of each field that declares an option, the option's name, and the field's type."""
+    hints = get_type_hints(group)
+    for part in fields(group):
+        if "shown" in part.metadata:
+            yield part.name, part.metadata["shown"][0], hints[part.name]
+
+
 def one_of(*words: str) -> Callable[[str], list[str]]:
     """Return a function that completes one of these words, or the last of several between commas, for a shell."""
 

@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from oobleck.cli.common_options import base_dir_of
 from oobleck.cli.inputs import DialIn, NodeOptions, NodeSource, VirtualOnes, read_source, read_workdir
+from oobleck.cli.option_fields import declared_fields
 from oobleck.errors import ConfigError, UsageError
 from oobleck.host.user_path import expand_user
 from oobleck.job.ranks import RanksSpec
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from oobleck.runtime.workdir import Workdir
 
 from . import options
+
+_OF_A_SOURCE = {"num_nodes", "keys", "hosts_every"}
+"""The options of nodes that name none: each belongs to another one."""
 
 
 def run(
@@ -133,34 +137,30 @@ def _has_input() -> bool:
 
 
 def _read_source(line: options.CommandLine) -> NodeSource:
-    own = line.own
-    hostfile = line.hostfile or own.get("--hostfile")
-    slurm_job, is_slurm, is_ray = own.get("--slurm-job"), "--slurm" in line.flags, "--ray" in line.flags
-    named = (hostfile, own.get("--local"), own.get("--hosts-from"), own.get("--dial-in"), own.get("--kubernetes"))
-    sources = (*named, slurm_job, is_slurm, is_ray)
-    local = options.whole("--local", own)
-    if "--standalone" in line.flags and any(sources):
+    hostfile, local = line.hostfile or line.own.get("--hostfile"), options.whole("--local", line.own)
+    given = {name: _value_of(line, option, hint) for name, option, hint in declared_fields(NodeOptions)}
+    is_named = bool(hostfile) or "--local" in line.own or any(given[name] for name in given.keys() - _OF_A_SOURCE)
+    if "--standalone" in line.flags and is_named:
         raise UsageError("--standalone runs on this machine alone; leave it out, or the nodes")
-    if not any(sources):
+    if not is_named:
         if line.nodes is not None and line.nodes[0] > 1:
             raise UsageError(
                 f"--nnodes: at least {line.nodes[0]} nodes are asked for, and none is named; name a hostfile before "
                 "the script, or virtual nodes with --local N (this command is started once, not on each node)"
             )
         local = 1
-    keys = own.get("--keys")
-    nodes = NodeOptions(
-        local=local,
-        hosts_from=own.get("--hosts-from"),
-        dial_in=own.get("--dial-in"),
-        num_nodes=options.whole("--nodes", own),
-        slurm=is_slurm,
-        slurm_job=slurm_job,
-        ray=is_ray,
-        kubernetes=own.get("--kubernetes"),
-        keys=Path(keys) if keys is not None else None,
-    )
-    return read_source(Path(hostfile) if hostfile is not None else None, nodes)
+    return read_source(Path(hostfile) if hostfile is not None else None, NodeOptions(local=local, **given))
+
+
+def _value_of(line: options.CommandLine, name: str, hint: Any) -> Any:
+    """Return the value of an option of nodes, as the type of its field wants it; None, or False, if it is not there."""
+    if hint is bool:
+        return name in line.flags
+    if (text := line.own.get(name)) is None:
+        return None
+    if int in get_args(hint):
+        return options.whole(name, line.own)
+    return Path(text) if Path in get_args(hint) else text
 
 
 def _spec_of(line: options.CommandLine, source: NodeSource) -> RanksSpec:
