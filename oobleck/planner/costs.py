@@ -319,7 +319,7 @@ class StageCosts:
         least = math.inf
         for after, stage in enumerate(reversed(template.stages), 1):
             most = tables[stage.num_devices].item(stage.first_layer, stage.stop_layer)
-            if most < after and most < self.in_flight(after):
+            if most < after and most < self.in_flight(after):  # which is at most `after`, and takes longer
                 least = min(least, max(0.0, most))
         return least
 
