@@ -1,8 +1,11 @@
-"""What a loss has the master say does not grow with the cluster: ceilings on bytes and numbers, for times vary."""
+"""What a start and a loss cost the master does not grow faster than the cluster: bytes and numbers, for times vary."""
 
 from __future__ import annotations
 
+import gc
+import sys
 from math import ceil
+from types import FrameType
 
 import pytest
 
@@ -37,3 +40,27 @@ def test_a_rack_that_goes_at_once_is_one_generation() -> None:
     assert loss.generations == 1
     assert loss.fences.number == NODES - 1, "the first of the rack is gone, and nobody is fenced twice"
     assert loss.updates.largest_bytes <= MOST_ORDER_BYTES
+
+
+def test_a_start_takes_calls_in_proportion_to_the_nodes() -> None:
+    calls = [calls_of_a_start(128), calls_of_a_start(512)]
+    assert calls[1] < 4 * calls[0], calls
+
+
+def calls_of_a_start(num_nodes: int) -> int:
+    """How often Python functions and generators are entered until the first plan is ordered."""
+    calls = 0
+
+    def count(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    before = sys.getprofile()
+    gc.disable()  # a collection would call finalizers of earlier tests
+    sys.setprofile(count)
+    try:
+        ControlPlane(num_nodes)
+    finally:
+        sys.setprofile(before)
+        gc.enable()
+    return calls

@@ -103,6 +103,9 @@ class Restoring:
 
     def is_answered(self, worker_ids: Collection[WorkerId]) -> bool:
         """Whether all of these were asked, and have answered."""
+        # With thousands of workers, each of their answers leads here: most are too few to be compared.
+        if len(self._answers) < len(worker_ids):
+            return False
         return self._asked.issuperset(worker_ids) and self._answers.keys() >= set(worker_ids)
 
     def note_broken(self, name: str) -> None:

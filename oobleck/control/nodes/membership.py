@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -20,7 +21,7 @@ _RESTARTS_KEPT = 16
 _MOST_MEASURED = 64
 # More ends than a node can have before all of them are reported.
 _ENDS_KEPT = 8
-_DERIVED = ("living_names", "ready_names", "ready_worker_ids", "all_save")
+_DERIVED = ("living_names", "ready_names", "ready_kinds", "ready_worker_ids", "all_save")
 """The cached properties of `Membership`, which any change of a member outdates."""
 
 
@@ -137,6 +138,7 @@ class Membership:
         self._counting: dict[str, frozenset[int] | None] = {}
         self._clock_offsets_s: dict[str, float] = {}
         self._addresses: dict[str, tuple[tuple[int, WorkerAddress], ...]] = {}
+        self._num_in: Counter[MemberState] = Counter()
         self._in_state: dict[tuple[MemberState, ...], tuple[Member, ...]] = {}
         self._without_part: dict[int, tuple[str, ...]] = {}
         known, self._members = self._members, {}
@@ -177,8 +179,12 @@ class Membership:
     def _put(self, member: Member) -> None:
         """Replace what is known of a node, and forget what was derived from all."""
         name = member.spec.name
-        states = {each.state for each in (self._members.get(name), member) if each is not None}
+        before = self._members.get(name)
+        states = {each.state for each in (before, member) if each is not None}
         self._members[name] = member
+        self._num_in[member.state] += 1
+        if before is not None:
+            self._num_in[before.state] -= 1
         self._counting[name] = _counting(member)
         self._clock_offsets_s[name] = member.clock_offset_s
         self._addresses[name] = _addresses(member)
@@ -353,8 +359,7 @@ class Membership:
 
     @property
     def are_all_ready(self) -> bool:
-        coming = (MemberState.CONNECTING, MemberState.CONNECTED)
-        return all(member.state not in coming for member in self._members.values())
+        return not self._num_in[MemberState.CONNECTING] and not self._num_in[MemberState.CONNECTED]
 
     @property
     def all(self) -> tuple[Member, ...]:
@@ -425,6 +430,11 @@ class Membership:
     @cached_property
     def ready_names(self) -> frozenset[str]:
         return frozenset([member.spec.name for member in self.ready])
+
+    @cached_property
+    def ready_kinds(self) -> frozenset[str]:
+        """The kinds of the ready nodes."""
+        return frozenset([member.spec.kind for member in self.ready])
 
     @cached_property
     def ready_worker_ids(self) -> tuple[WorkerId, ...]:

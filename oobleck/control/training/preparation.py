@@ -221,14 +221,14 @@ class Preparation:
     @property
     def is_complete(self) -> bool:
         """Whether all requested nodes are ready, and the profile of each kind is known."""
-        return self._members.are_all_ready and all(member.spec.kind in self._known for member in self._members.ready)
+        return self._members.are_all_ready and self._members.ready_kinds <= self._known.keys()
 
     def waiting_for(self) -> str:
         """Name what is missing, for an error message."""
         slow = self._members.in_state(MemberState.CONNECTING, MemberState.CONNECTED)
         if slow:
             return ", ".join(f"{member.spec.name} ({member.state})" for member in slow)
-        kinds = {member.spec.kind for member in self._members.ready} - self._known.keys()
+        kinds = self._members.ready_kinds - self._known.keys()
         return "the model's profile" + (f" on {', '.join(sorted(kinds))}" if kinds - {DEFAULT_KIND} else "")
 
     def _share(self, member: Member) -> tuple[int, int]:
