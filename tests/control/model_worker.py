@@ -47,7 +47,8 @@ class SteppedPrograms(Programs):
                 assert instruction.microbatch is not None
                 if instruction.op is Op.COMMIT_SECTION:
                     yield from self.node_sums.conclude(seat.stage_key, work.step, work.microbatches[before:])
-                    yield from self.carry_out(self.partial_commit.begin(work.step))
+                    if program.ends_under_plan:
+                        yield from self.carry_out(self.partial_commit.begin(work.step))
                     before = len(work.microbatches)
                 else:
                     yield from self._instruct(instruction, program.microbatches[instruction.microbatch], work, seat)
