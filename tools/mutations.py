@@ -52,6 +52,9 @@ POSTED = "tests/training/step/test_node_sums.py::test_what_a_device_posts_does_n
 COMPUTED_BY_DEVICES = (
     "tests/training/step/test_node_sums.py::test_devices_compute_what_one_does_with_all_of_their_microbatches"
 )
+PASSED_THROUGH = (
+    "tests/training/step/test_node_sums.py::test_a_pass_goes_through_the_layers_that_autograd_does_not_come_to"
+)
 STACK = "tests/sim/test_promises.py::test_faults_of_all_kinds_break_no_promise"
 CONSENT = "tests/control/test_commit.py::test_a_script_stops_at_the_step_where_it_says_so"
 SAVES = "tests/control/test_commit.py::test_no_run_waits_for_a_save_that_nobody_makes"
@@ -828,11 +831,11 @@ MUTATIONS = (
     ),
     Mutation(
         name="skipped_layers",
-        what="passes of a sharded stage sum only the layers that autograd reports",
+        what="passes of a sharded stage go through those layers alone that autograd reports",
         file="oobleck/training/step/node_sums.py",
         old="        self._reach(len(layers) - 1)\n        self._leave",
         new="        self._leave",
-        caught_by=COMPUTED_BY_DEVICES,
+        caught_by=PASSED_THROUGH,
     ),
     Mutation(
         name="weights_for_one_layer",

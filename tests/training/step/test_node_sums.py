@@ -246,6 +246,22 @@ def test_devices_compute_what_one_does_with_all_of_their_microbatches(family: st
                 torch.testing.assert_close(share.grad, rows, rtol=1e-9, atol=1e-12)
 
 
+def test_a_pass_goes_through_the_layers_that_autograd_does_not_come_to() -> None:
+    """What comes before the first trained layer has no gradients; its weights are dropped as those of other layers."""
+    structure = frozen_structure("gpt2", lambda name: "ln_f" not in name)
+    devices = devices_of(structure, sharding="all")
+
+    def run(device: Device) -> None:
+        device.node_sums.begin()
+        device.compute(random_batch(device.state.share.rank))
+
+    on_all(devices, run)
+    for device in devices:
+        layers_of = device.state.share.whole.layers_with
+        assert device.held()
+        assert [name for name in device.held() if 0 not in layers_of(name)] == []
+
+
 @pytest.mark.parametrize("sharding", LEVELS)
 def test_gradients_of_short_types_are_summed_in_float32(sharding: Sharding) -> None:
     """Autocast's casts are made for each pass, or not at all, where passes end with sums: none comes after its sum."""
