@@ -132,7 +132,8 @@ def test_a_drained_node_hands_its_pieces_on_before_it_leaves(ranks: Ranks) -> No
         lose(ranks, "node2")
         assert process.wait(TIMEOUT_S) == ExitCode.NOT_SAVED, ranks.said()
     assert "saved by 3 ranks, from memory" in ranks.said()
-    assert "is not copied" not in ranks.said()
+    # A copy of a later step may be on its way to the node that is lost.
+    assert [line for line in ranks.said().splitlines() if "is not copied" in line and "to node2" not in line] == []
     assert losses(ranks) == pytest.approx(undisturbed(60), abs=TOLERANCE)
 
 
