@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import sys
+from functools import partial
 from math import ceil
-from types import FrameType
 
 import pytest
 
+from tests.calls import calls_of
 from tools.bench.scale_control import ControlPlane, measure_loss, measure_manifest
 
 NODES = 256
@@ -43,24 +42,5 @@ def test_a_rack_that_goes_at_once_is_one_generation() -> None:
 
 
 def test_a_start_takes_calls_in_proportion_to_the_nodes() -> None:
-    calls = [calls_of_a_start(128), calls_of_a_start(512)]
+    calls = [calls_of(partial(ControlPlane, number)) for number in (128, 512)]
     assert calls[1] < 4 * calls[0], calls
-
-
-def calls_of_a_start(num_nodes: int) -> int:
-    """How often Python functions and generators are entered until the first plan is ordered."""
-    calls = 0
-
-    def count(_frame: FrameType, event: str, _argument: object) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    before = sys.getprofile()
-    gc.disable()  # a collection would call finalizers of earlier tests
-    sys.setprofile(count)
-    try:
-        ControlPlane(num_nodes)
-    finally:
-        sys.setprofile(before)
-        gc.enable()
-    return calls

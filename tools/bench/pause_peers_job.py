@@ -29,7 +29,7 @@ Save = Callable[[int, State], object]
 
 
 def make_state(mib: int) -> tuple[State, Callable[[], object]]:
-    """Make tensors of so many MiB, and what copies them into memory that was written before."""
+    """Make tensors of `mib` MiB, and what copies them into memory that was written before."""
     size = mib << 20
     sizes = [min(_TENSOR_BYTES, size - start) for start in range(0, size, _TENSOR_BYTES)]
     state = {str(number): torch.randn(each // 4) for number, each in enumerate(sizes)}

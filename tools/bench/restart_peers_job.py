@@ -2,7 +2,7 @@
 
     restart_peers_job.py PEER DIRECTORY     a rank of `nvrx`, `dlrover` or `lm-resiliency`, or a replica of `torchft`
     restart_peers_job.py torchrun OPTIONS   torch's, which knows the rendezvous of LM Resiliency too
-    restart_peers_job.py launch PEER DIRECTORY NODES RANKS    starts nodes of so many ranks, and what they need beside
+    restart_peers_job.py launch PEER DIRECTORY NODES RANKS    starts nodes of that many ranks, and what they need beside
 
 Nothing here imports Oobleck. A node is what the peer starts on a machine; its processes have a TMPDIR of their own, by
 which they are found. `launch torchrun` runs `restart_job.py`, with an interpreter that has Oobleck. Each rank writes a

@@ -74,7 +74,7 @@ class Recut:
 
 @lru_cache
 def _moves(size: int) -> Stops:
-    """Return how the boundaries of so many stages move to a neighbouring cut, a row each."""
+    """Return how the boundaries of `size` stages move to a neighbouring cut, a row each."""
     moves = []
     # Moving all boundaries from one to another by a layer takes a layer from one stage to another, past those between.
     for first in range(1, size):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import sys
 from dataclasses import replace
-from types import FrameType
+from functools import partial
 
 import pytest
 
@@ -52,7 +50,6 @@ from oobleck.control.journal import (
 )
 from oobleck.control.plans import update_of
 from oobleck.control.protocol import (
-    AgentMessage,
     AgentStopped,
     ErrorKind,
     Exited,
@@ -83,6 +80,7 @@ from oobleck.control.training.coordinator import Coordinator
 from oobleck.errors import ExitCode
 from oobleck.job import ControlSpec, NodeSpec
 from oobleck.planner import WorkerId, profile_to_json
+from tests.calls import calls_of
 from tests.control.bench import PID, Bench, hello, living, ready, sends
 from tests.control.journals import replay_run
 from tests.control.model import Shape
@@ -277,30 +275,11 @@ def test_reading_that_one_of_many_has_finished_looks_at_no_other() -> None:
     """Else the end of a run of 10,000 nodes is the looks of each at all before it."""
     bench = training(Shape(num_nodes=24, num_pipelines=24, num_microbatches=24))
     bench.commit("n0", 1)
-    calls = [_calls_for(bench, f"n{number}", Finished(device=0, applied=1)) for number in range(23)]
+    calls = [calls_of(partial(bench.say, f"n{number}", Finished(device=0, applied=1))) for number in range(23)]
     assert bench.ended is None
     assert len(set(calls[1:])) == 1, calls
     bench.say("n23", Finished(device=0, applied=1))
     assert bench.ended is not None
-
-
-def _calls_for(bench: Bench, node: str, message: AgentMessage) -> int:
-    """How many calls of Python functions a message makes."""
-    calls = 0
-
-    def count(_frame: FrameType, event: str, _argument: object) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    before = sys.getprofile()
-    gc.disable()  # a collection would call finalizers of earlier tests
-    sys.setprofile(count)
-    try:
-        bench.say(node, message)
-    finally:
-        sys.setprofile(before)
-        gc.enable()
-    return calls
 
 
 def test_finished_before_a_fence_is_not_finished_after_it():
