@@ -24,8 +24,8 @@ SELECT ?= not slow
 PYTEST := $(BIN)/python -m pytest --durations=15 --durations-min=1
 ALONE = $(shell grep --recursive --files-with-matches --include='test_*.py' 'mark\.alone' tests)
 DECISIONS := tests/control tests/planner tests/schedule tests/sim
-RUNTIME := tests/roles tests/runtime tests/storage
-TRAINING := tests/training tests/transformers
+RUNTIME := tests/roles tests/runtime
+TRAINING := tests/cuda_stub tests/storage tests/training tests/transformers
 BESIDE := $(MAKE) --no-print-directory --jobs=4 --keep-going --output-sync=target
 
 # Seeds of disturbed runs: `make test-cuda-stub SEEDS=200`.

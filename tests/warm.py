@@ -17,7 +17,9 @@ __all__ = ["ROOT", "started"]
 ROOT = Path(__file__).parents[1]
 
 _WARM = multiprocessing.get_context("forkserver")
-_WARM.set_forkserver_preload(["torch", "transformers", "oobleck.checkpoint", "oobleck.cli.main", "oobleck.training"])
+_WARM.set_forkserver_preload(
+    ["torch.distributed.pipelining", "oobleck.checkpoint", "oobleck.cli.main", "oobleck.training.process.worker"]
+)
 
 
 def started(

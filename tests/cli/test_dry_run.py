@@ -9,18 +9,20 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from oobleck.cli.dry_run import dry_run as show_dry_run
 from oobleck.cli.inputs import NodeOptions, VirtualOnes, parse_scaling, read_source
-from oobleck.cli.inputs.job_file import default_job
+from oobleck.cli.inputs.job_file import default_job, load_job
 from oobleck.cli.main import main
 from oobleck.errors import ConfigError, ExitCode, UsageError
 from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, profile_to_json
 from oobleck.runtime.processes import ModelOutline, outline_of
 
 JOB = default_job(4)
+TWO = VirtualOnes.alike(2)
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,12 @@ def show(outline: ModelOutline, tmp_path: Path) -> Callable[..., None]:
 
 def dry_run(base_dir: Path, *arguments: object) -> int:
     return main(["up", *map(str, arguments), "--dry-run", "--base-dir", str(base_dir)])
+
+
+def first_stages(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """The stages of the first pipeline that was printed as JSON."""
+    stages: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["plan"]["pipelines"][0]["stages"]
+    return stages
 
 
 def measured(outline: ModelOutline, *, block_s: float) -> Profile:
@@ -256,33 +264,29 @@ def test_more_losses_at_once_than_nodes_are_warned_of(tmp_path, capsys):
 
 def test_experts_that_would_stay_on_their_devices_are_counted_once_in_a_node(tmp_path, capsys):
     sizes = "hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 2"
-    job = (
+    job = load_job(
         f"model: {{type: mixtral, {sizes}, num_key_value_heads: 1, num_local_experts: 8}}\n"
         "data: {sequence_length: 32, vocab_size: 300}\nglobal_batch_size: 16\nmicrobatch_size: 2\n"
-        "sharding: optimizer\nsharding_devices: 2\n"
+        "sharding: optimizer\nsharding_devices: 2\n",
+        source="job.yaml",
     )
+    outline = outline_of(job)
     held = {}
     for expert_parallel in (False, True):
-        path = tmp_path / f"{expert_parallel}.yaml"
-        path.write_text(f"{job}expert_parallel: {str(expert_parallel).lower()}\n")
-        assert main(["up", "--local", "2", "--job", str(path), "--dry-run", "--json"]) == 0
-        (pipeline, *_) = json.loads(capsys.readouterr().out)["plan"]["pipelines"]
-        held[expert_parallel] = sum(sum(stage["memory_bytes"].values()) for stage in pipeline["stages"])
+        each = replace(job, expert_parallel=expert_parallel)
+        show_dry_run(each, TWO, base_dir=tmp_path / "base", as_json=True, find_outline=lambda _: outline)
+        held[expert_parallel] = sum(sum(stage["memory_bytes"].values()) for stage in first_stages(capsys))
     # Without, each of the two devices has all experts' weights and gradients as well.
     assert held[False] - held[True] == 2 * (4 + 4) * 2 * 8 * 3 * 64 * 128
 
 
-def test_devices_that_would_share_samples_hold_a_part_of_the_activations(tmp_path, capsys):
-    job = (
-        "model: {type: gpt2, n_embd: 64, n_layer: 2, n_head: 4}\n"
-        "data: {sequence_length: 64, vocab_size: 300}\nglobal_batch_size: 16\nmicrobatch_size: 2\n"
-        "dropout: false\nsharding: optimizer\nsharding_devices: 4\n"
-    )
+def test_devices_that_would_share_samples_hold_a_part_of_the_activations(show, capsys):
+    heads = JOB.model.config["n_head"]
+    data = replace(JOB.data, sequence_length=12 * heads)
+    shared = replace(JOB, data=data, global_batch_size=8 * heads, dropout=False)
+    job = replace(shared, sharding="optimizer", sharding_devices=heads)
     held = {}
-    for number in (1, 4):
-        path = tmp_path / f"{number}.yaml"
-        path.write_text(f"{job}context_parallel: {number}\n")
-        assert main(["up", "--local", "2", "--job", str(path), "--dry-run", "--json"]) == 0
-        (pipeline, *_) = json.loads(capsys.readouterr().out)["plan"]["pipelines"]
-        held[number] = sum(stage["memory_bytes"]["activations"] for stage in pipeline["stages"])
-    assert held[4] < 0.35 * held[1]
+    for number in (1, heads):
+        show(replace(job, context_parallel=number), TWO, as_json=True)
+        held[number] = sum(stage["memory_bytes"]["activations"] for stage in first_stages(capsys))
+    assert held[heads] < 0.35 * held[1]

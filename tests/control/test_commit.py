@@ -39,6 +39,7 @@ SHARDED = (
     Shape(num_nodes=4, devices=2, sharding_devices=2, layers_per_device=3, sharding="auto", eval_steps=2),
     Shape(num_nodes=4, devices=2, sharding_devices=2, layers_per_device=8, sharding="all", eval_steps=2, reductions=2),
     Shape(num_nodes=4, devices=2, sharding_devices=2, context_parallel=2, layers_per_device=8, num_microbatches=6),
+    Shape(num_nodes=3, devices=6, sharding_devices=3, layers_per_device=2, num_microbatches=6, sharding="gradients"),
     Shape(
         num_nodes=3,
         devices=4,

@@ -160,9 +160,6 @@ _PARTS_ELSEWHERE = pytest.mark.slow
             marks=_PARTS_ELSEWHERE,
         ),
         ("model.n_head=3", ["model.config: gpt2 cannot be built", "must be divisible"]),
-        pytest.param(
-            "data.paths=[/no/such/text]", ["data.paths: /no/such/text does not exist"], marks=_PARTS_ELSEWHERE
-        ),
         pytest.param("data.sequence_length=1000000", ["data.sequence_length"], marks=_PARTS_ELSEWHERE),
     ],
 )

@@ -57,7 +57,7 @@ def test_a_killed_node_a_broken_collective_and_a_silent_one_are_told_apart(
         run.up.wait_for_steps(3)
 
         assert silence_connections(worker_pids(runner)["node0"]) > 0
-        hung = newest(runner, "hang", None)
+        hung = newest(runner, "hang", None, timeout_s=120.0)
         assert hung["lost"] == []
         run.up.wait_for_steps(3)
         outcome = run.stop()

@@ -56,6 +56,7 @@ def test_nodes_that_dial_in_are_checked_and_given_back(runner, nodes):
 
 
 @pytest.mark.slow
+@pytest.mark.alone  # on a busy machine, the node that has a part of a core may not answer in time
 def test_a_node_under_a_cpu_limit_is_named_and_its_partner_is_not(tmp_path):
     command = [sys.executable, "-m", "oobleck", "check", "--local", "4", "--json", "--slow-factor", "2.5"]
     with subprocess.Popen(

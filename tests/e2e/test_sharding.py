@@ -29,8 +29,8 @@ from .test_tensor_parallel import assert_evaluated, evaluated_job, evaluated_ref
 PHASED = str(Path(__file__).with_name("phased_job.py"))
 
 
-def by(sharding: str) -> tuple[str, ...]:
-    return ("--set", f"sharding={sharding}", "--set", "sharding_devices=2")
+def by(sharding: str, devices: int = 2) -> tuple[str, ...]:
+    return ("--set", f"sharding={sharding}", "--set", f"sharding_devices={devices}")
 
 
 OPTIMIZER, ALL = by("optimizer"), by("all")
@@ -102,6 +102,19 @@ def test_what_devices_share_out_is_chosen_once_and_stays(runner: Runner, memory_
     assert outcome.exit_code == 0, outcome.output
     assert (outcome.summary["samples_repeated"], outcome.summary["samples_missing"]) == (0, 0)
     assert_losses(outcome.losses, each_loss(path, runner.directory / "alone"))
+
+
+@pytest.mark.slow
+def test_a_stage_may_have_three_devices(runner: Runner) -> None:
+    path = runner.job_file()
+    text = path.read_text(encoding="utf-8").replace("max_steps: 24", f"max_steps: {ENDLESS}")
+    path.write_text(text.replace("global_batch_size: 16", "global_batch_size: 24"), encoding="utf-8")
+    options = ("--job", str(path), *by("gradients", devices=3))
+    with runner.up(*options, "--kill", f"node1@{KILL_STEP}", nodes=("--local", "2")) as up:
+        up.wait_for_loss("node1")
+        up.wait_for_steps(4)
+        outcome = stopped(runner, up)
+    assert_all_is_right(outcome, each_loss(path, runner.directory / "cache"))
 
 
 @pytest.mark.slow

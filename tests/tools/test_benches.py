@@ -84,8 +84,6 @@ SMOKES: dict[str, tuple[str, ...]] = {
     ),
     "save_pause.py": ("save: ", "save, with checksums: "),
     "scale.py": (
-        "Real workers, one killed node",
-        "| 4 | ",
         "one group of all",
         "| 2 to 4 | ",
         "| 16 to 64 | ",
@@ -146,7 +144,7 @@ def test_it_runs(name: str):
 
 def test_what_scale_measures_is_kept_drawn_and_shown_beside_what_is_measured_later(tmp_path: Path):
     kept, picture = tmp_path / "kept.json", tmp_path / "scale.svg"
-    said = run("scale.py", "--output", str(kept))
+    said = run("scale.py", "--sections", "groups", "control", "simulator", "--output", str(kept))
     assert [words for words in SMOKES["scale.py"] if words not in said] == [], said
     (small, large) = json.loads(kept.read_text())["control"]
     assert (small["nodes"], large["nodes"]) == (16, 64)
@@ -157,6 +155,12 @@ def test_what_scale_measures_is_kept_drawn_and_shown_beside_what_is_measured_lat
     drawn = ElementTree.fromstring(picture.read_text())
     names = {"".join(words.itertext()) for words in drawn.iter("{http://www.w3.org/2000/svg}text")}
     assert {"control plane alone: cpu", "control plane alone: cpu, earlier", "as log2 N"} <= names
+
+
+@pytest.mark.slow
+def test_scale_measures_real_workers_too():
+    said = run("scale.py", "--sections", "workers")
+    assert [words for words in ("Real workers, one killed node", "| 2 | ") if words not in said] == [], said
 
 
 @pytest.mark.slow

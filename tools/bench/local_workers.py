@@ -7,11 +7,13 @@ Left out are SSH, the agents and the coordinator, none of which has a part in an
 from __future__ import annotations
 
 import multiprocessing
+import os
 import selectors
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkContext, ForkServerContext
 from pathlib import Path
 
 from oobleck.control.plans import orders_of
@@ -35,7 +37,9 @@ from oobleck.planner.profiles import typical_profile
 from oobleck.schedule import ScheduleKind
 from oobleck.wire import FrameDecoder, encode_frame
 
-__all__ = ["LocalWorkers", "Trained", "fork_context"]
+__all__ = ["Forking", "LocalWorkers", "Trained", "fork_context"]
+
+Forking = ForkContext | ForkServerContext
 
 _TIMEOUT_S = 200.0
 _PRELOADED = ["oobleck.training.process.worker", "torch.distributed.pipelining"]
@@ -50,8 +54,11 @@ class Trained:
     finished: Mapping[WorkerId, Finished]
 
 
-def fork_context() -> ForkServerContext:
+def fork_context() -> Forking:
     """Return a way to start processes that have torch imported already."""
+    # Without other threads, as where a test has forked it, this process can be their server itself.
+    if "torch" in sys.modules and len(os.listdir("/proc/self/task")) == 1:
+        return multiprocessing.get_context("fork")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     return context
@@ -68,7 +75,7 @@ class LocalWorkers:
         job: JobSpec,
         worker_ids: tuple[WorkerId, ...],
         *,
-        context: ForkServerContext,
+        context: Forking,
         cache_dir: Path,
         threads: int,
         beside: Callable[[WorkerId], None] | None = None,

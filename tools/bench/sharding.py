@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, it finds 
 from oobleck.job import DataSpec, JobSpec, ModelSpec, Sharding
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, StageTemplate
 from oobleck.schedule import ScheduleKind
-from tools.bench.local_workers import LocalWorkers, fork_context
+from tools.bench.local_workers import Forking, LocalWorkers, fork_context
 from tools.smoke import parse_arguments
 
 if TYPE_CHECKING:
@@ -83,13 +82,13 @@ def _copies(job: JobSpec, stages: Sequence[StageTemplate], count: int) -> Execut
     return ExecutionPlan(pipelines=tuple(replace(each, nodes=(f"node{number}",)) for number in range(count)))
 
 
-def _turn(job: JobSpec, plan: ExecutionPlan, *, context: ForkServerContext, directory: Path) -> Times:
+def _turn(job: JobSpec, plan: ExecutionPlan, *, context: Forking, directory: Path) -> Times:
     with LocalWorkers(job, plan.worker_ids, context=context, cache_dir=directory / "cache", threads=1) as workers:
         records = workers.train(plan, ScheduleKind.ONE_F_ONE_B).records
     return [(record.duration_s, record.loss) for record in records]
 
 
-def _torch_turn(job: JobSpec, context: ForkServerContext, directory: Path) -> Times:
+def _torch_turn(job: JobSpec, context: Forking, directory: Path) -> Times:
     with (
         tempfile.TemporaryDirectory(dir=directory) as inner,
         ProcessPoolExecutor(_NODES * _DEVICES, mp_context=context) as pool,

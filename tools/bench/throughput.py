@@ -31,7 +31,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,7 +53,7 @@ from oobleck.planner.profiles import typical_profile
 from oobleck.schedule import ScheduleKind
 from oobleck.schedule.choice import choose_schedule
 from oobleck.schedule.forecast import forecast
-from tools.bench.local_workers import LocalWorkers, fork_context
+from tools.bench.local_workers import Forking, LocalWorkers, fork_context
 from tools.smoke import parse_arguments
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ class Setting:
     warm_up: int
     """Steps at the beginning of each turn that are not timed."""
     directory: Path
-    context: ForkServerContext
+    context: Forking
 
     def cuts(self, num_chunks: int) -> tuple[int, ...]:
         """The blocks after which each chunk but the last ends, where two stages have so many each."""

@@ -114,10 +114,9 @@ class LayerProfile:
             if 1 not in seconds:
                 raise ConfigError(f"{where}: {field_name} has no time for 1 device")
             for num_devices, value in seconds.items():
-                if not 1 <= num_devices <= MAX_DEVICES or num_devices & (num_devices - 1):
+                if not 1 <= num_devices <= MAX_DEVICES:
                     raise ConfigError(
-                        f"{where}: {field_name} names {shown(num_devices)} devices; it must be a power of two, "
-                        f"{MAX_DEVICES} at most"
+                        f"{where}: {field_name} names {shown(num_devices)} devices; it must be from 1 to {MAX_DEVICES}"
                     )
                 _check_number(f"{where}: {field_name}[{num_devices}]", value, most=_MAX_SECONDS)
         if set(self.forward_s) != set(self.backward_s):
@@ -412,4 +411,9 @@ def _read_seconds(table: JsonTable) -> dict[int, float]:
     for count in table.items:
         if not re.fullmatch(r"[0-9]{1,9}", count):
             raise ConfigError(f"{table.where}: {shown(count)} is not a number of devices")
+        # Devices that share a stage out may be any number (`with_times_of_groups`), and no file has these.
+        if int(count) & (int(count) - 1):
+            raise ConfigError(
+                f"{table.where} names {shown(int(count))} devices; it must be a power of two, {MAX_DEVICES} at most"
+            )
     return {int(count): table.number(count) for count in table.items}

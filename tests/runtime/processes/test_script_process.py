@@ -16,7 +16,7 @@ from oobleck.control.journal import Notice
 from oobleck.errors import ConfigError
 from oobleck.job import JobSpec, ScriptSpec
 from oobleck.runtime.processes.script_process import CallbackProcess, describe_script
-from tests.training.process.test_callbacks import step
+from tests.control.journals import committed
 
 SLOW = pytest.mark.slow  # each starts a process that imports torch and transformers
 
@@ -47,11 +47,11 @@ async def test_a_callback_hears_of_every_step_and_may_stop_the_run_and_one_that_
     process = CallbackProcess(job_of(STOPS_AT_TWO), log=log, on_stop=stopped.set, report=said.append)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(process.run)
-        process.tell(step(1))
-        process.tell(step(2))
+        process.tell(committed(1.0, 1))
+        process.tell(committed(2.0, 2))
         with trio.fail_after(120):
             await stopped.wait()
-        process.tell(step(3))
+        process.tell(committed(3.0, 3))
         await process.finish()
     lines = log.read_text().splitlines()
     assert [line for line in lines if line.startswith("heard")] == [f"heard of step {number}" for number in (1, 2, 3)]
@@ -69,9 +69,9 @@ async def test_a_script_that_ends_its_process_ends_nothing_else(tmp_path: Path):
         nursery.start_soon(process.run)
         with trio.fail_after(120):
             for number in range(1, 4):
-                process.tell(step(number))
+                process.tell(committed(float(number), number))
             await process.finish()
-        process.tell(step(4))
+        process.tell(committed(4.0, 4))
     assert log.read_text() == "about to go\n"
     assert set(said) <= {f"the script's callbacks have ended; see {log}"}, "a few entries fit a pipe nobody reads"
 
@@ -86,7 +86,7 @@ async def test_callbacks_that_fall_behind_are_reported_once_until_they_do_not(tm
 
     process = CallbackProcess(job_of(STOPS_AT_TWO), log=tmp_path / "script.log", on_stop=lambda: None, report=report)
     for number in range(20_000):
-        process.tell(step(number + 1))
+        process.tell(committed(float(number), number + 1))
     assert len(said) == 1
     assert "callbacks are too slow: StepDone and others are not passed on" in said[0]
 
