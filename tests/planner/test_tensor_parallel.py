@@ -39,7 +39,9 @@ def by_groups(decision: Decision, degree: int) -> list[list[tuple[range, tuple[W
 
 
 @given(
-    degree=st.sampled_from([1, 2, 3, 4, 7]), groups=st.sampled_from([1, 2]), lost=st.sets(st.sampled_from(NODES), max_size=2)
+    degree=st.sampled_from([1, 2, 3, 4, 7]),
+    groups=st.sampled_from([1, 2]),
+    lost=st.sets(st.sampled_from(NODES), max_size=2),
 )
 def test_a_plan_for_groups_is_the_plan_for_as_many_devices(degree: int, groups: int, lost: set[str]) -> None:
     grouped, single = planners(degree, groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -10,13 +11,14 @@ from hypothesis import strategies as st
 
 from oobleck.control.journal import PlanAdopted, ShardingChosen
 from oobleck.control.training.planning import check_possible, choose_sharding, planner_for, schedules_for
-from oobleck.errors import PlanningError
+from oobleck.errors import PlanningError, Unrecoverable
 from oobleck.job import JobSpec, Sharding
 from oobleck.planner import ExecutionPlan, NodeKind, Pipeline, PipelineTemplate, StageTemplate
 from oobleck.schedule import ScheduleKind
 from tests.control.bench import Bench, living
 from tests.control.model import Shape
 from tests.examples import examples
+from tests.wire.strategies import job_specs
 
 from .test_coordinator import succeed
 
@@ -70,6 +72,22 @@ def test_pipelines_of_several_chunks_are_interleaved_and_others_as_if_they_were_
         job = replace(AUTO, schedule=schedule)
         assert schedules_for(job, profile, plan) == (ScheduleKind.INTERLEAVED, PLAIN)
     assert schedules_for(replace(AUTO, schedule="interleaved"), profile, plain) == (PLAIN, PLAIN)
+
+
+@examples(300)
+@given(job=job_specs(), num_nodes=st.integers(1, 5), groups=st.integers(1, 2))
+def test_a_job_that_is_accepted_is_planned_or_the_planner_says_why_not(job: JobSpec, num_nodes: int, groups: int):
+    """Nothing that the planner makes for itself is refused as if it were the user's."""
+    kind = NodeKind(name="a", profile=PAIRS.profile, devices_per_node=groups * job.devices_per_stage)
+    nodes = [f"node{number}" for number in range(num_nodes)]
+    try:
+        planner = planner_for(job, [kind])
+        decision = planner.initial_plan(nodes)
+    except PlanningError:
+        return
+    assert len(schedules_for(job, planner.profile, decision.plan)) == len(decision.plan.pipelines)
+    with suppress(PlanningError, Unrecoverable):
+        planner.reconfigure(decision.plan, lost=nodes[:1])
 
 
 def test_workers_are_told_with_their_orders_and_readers_of_the_journal_too() -> None:
