@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from xml.etree import ElementTree
@@ -114,10 +116,14 @@ COLD = {"control_plane.py"}
 def run(name: str, *options: str) -> str:
     """What a benchmark prints."""
     if name in COLD:
-        command = [sys.executable, str(BENCHES / name), "--smoke", *options]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S)
-        assert done.returncode == 0, done.stdout
-        return done.stdout
+        command = [sys.executable, "-u", "-X", "faulthandler", str(BENCHES / name), "--smoke", *options]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as cold:
+            hung = threading.Timer(TIMEOUT_S, cold.send_signal, (signal.SIGABRT,))  # it says where it waits
+            hung.start()
+            said, _ = cold.communicate()
+            hung.cancel()
+        assert cold.returncode == 0, said
+        return said
     with tempfile.NamedTemporaryFile("r") as output:
         file, environment = Path(output.name), {**os.environ}
         environment.pop("PYTHONPATH", None)
