@@ -90,10 +90,11 @@ def test_workers_fail_in_every_way_and_the_same_exception_on_all_ranks_ends_the_
     # Those that fail all at once may go back to a checkpoint before the last of them has failed, and then lose steps.
     assert (summary["samples_repeated"], summary["samples_missing"]) == (0, 0)
     singly = [entry for entry in runner.journal() if entry["@type"] == "RecoveryDone"][:6]
-    assert [(entry["loss"] or entry["cause"], entry["steps_lost"]) for entry in singly] == [
-        ("worker_exited", 0),
-        ("joined", 0),
-    ] * 3
+    assert [entry["steps_lost"] for entry in singly] == [0] * 6
+    causes = [entry["loss"] or entry["cause"] for entry in singly]
+    # On a busy machine, its peers may be heard before the agent that has seen it end.
+    assert {*causes[::2]} <= {"worker_exited", "peer_failed"}
+    assert causes[1::2] == ["joined"] * 3
     assert runner.left_over() == []
 
 

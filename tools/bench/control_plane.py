@@ -104,9 +104,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tunnels", choices=_TUNNELS, nargs="+", default=_TUNNELS)
     parser.add_argument("--work", choices=_WORK, nargs="+", default=_WORK)
     parser.add_argument("--dashboard", action="store_true", help="the master draws its dashboard, on a terminal")
-    return parse_arguments(
-        parser, arguments, agents=4, seconds=1.0, step=0.5, tunnels=("none", "embedded"), work=("steps",)
-    )
+    # With a lease of seconds, a busy machine would lose more nodes than the one that is waited for.
+    smallest = {"agents": 4, "seconds": 1.0, "step": 0.5, "lease": 60.0}
+    return parse_arguments(parser, arguments, **smallest, tunnels=("none", "embedded"), work=("steps",))
 
 
 def _usual_row(tunnels: str, work: str, usual: Usual, agents: int) -> str:
