@@ -83,8 +83,11 @@ class Ranks:
         """What a rank has noted so far."""
         path = self.out / f"log.{rank}"
         if not path.exists():
+            self._notes.pop(rank, None)
             return []
         read, notes = self._notes.get(rank, (0, []))
+        if path.stat().st_size < read:  # it is another one, since a test has removed it
+            read, notes = 0, []
         with path.open("rb") as log:
             log.seek(read)
             lines = log.read().rpartition(b"\n")[0]
