@@ -290,4 +290,4 @@ def test_devices_that_would_share_samples_hold_a_part_of_the_activations(show, c
         show(replace(job, context_parallel=number), TWO, as_json=True)
         held[number] = sum(stage["memory_bytes"]["activations"] for stage in first_stages(capsys))
     # The rest is gradients of weights, such as the embedding, as they come: as large on each device.
-    assert held[heads] < 0.5 * held[1]
+    assert held[heads] < 0.44 * held[1]
