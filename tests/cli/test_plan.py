@@ -291,11 +291,24 @@ def test_sources_that_do_not_go_together_are_refused(profile_file, capsys, argum
 
 def test_the_papers_largest_model_is_planned_in_seconds(capsys):
     arguments = ("--model", "gpt3-6.7b", "--device", "A40", "--nodes", 30, "-f", 1, "--microbatch", 2)
+    ratios = []
+    # 2 s are promised where the counting takes 0.06 s. The first try imports; others may use the machine's caches.
+    while not ratios or min(ratios) > 2.0 / 0.06:
+        assert len(ratios) < 4, f"it takes {min(ratios):.1f} times as long as counting to a million"
+        counting_s = seconds_of_counting()
+        start_s = time.process_time()
+        assert run(*arguments, "--global-batch", 1024) == ExitCode.DONE
+        ratios.append((time.process_time() - start_s) / counting_s)
+        assert "MFU" in capsys.readouterr().out
+
+
+def seconds_of_counting() -> float:
+    """Processor time of a million additions in a dictionary: how fast this machine is now, whatever else it does."""
+    counts = dict.fromkeys(range(1024), 0)
     start_s = time.process_time()
-    assert run(*arguments, "--global-batch", 1024) == ExitCode.DONE
-    # Processor time, since others may use the machine: 2 s are promised, and this is without the start of Python.
-    assert time.process_time() - start_s < 4
-    assert "MFU" in capsys.readouterr().out
+    for number in range(1_000_000):
+        counts[number & 1023] += number
+    return time.process_time() - start_s
 
 
 def test_a_bad_profile_is_refused_by_layer_and_field(tmp_path, capsys):

@@ -13,6 +13,7 @@ import operator
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Final, TypeVar
 
 import asyncssh
@@ -27,6 +28,7 @@ _RECEIVE_HIGH_BYTES = 1 << 20  # above this many unread bytes the peer is asked 
 _KEPT_BYTES: Final = 4096
 _MARK: Final = b"oobleck-begins-here\n"
 _ENDING_S: Final = 1.0
+_ASKED_AGAIN_S: Final = 0.1
 _RESTING_S: Final = 60.0  # often enough for a firewall to keep the connection
 
 # Rejected: the `ssh` program, because it costs a process per node, reports failures as text for people, and gives no
@@ -39,6 +41,7 @@ logging.getLogger("asyncssh").setLevel(logging.WARNING)
 async def open_ssh_loop() -> AsyncIterator[None]:
     """Within it, SSH works."""
     async with trio_asyncio.open_loop() as loop:
+        loop.set_default_executor(_Abandoning())
         try:
             yield
         finally:
@@ -51,10 +54,38 @@ async def open_ssh_loop() -> AsyncIterator[None]:
                     await loop.synchronize()
 
 
+class _Abandoning(trio_asyncio.TrioExecutor):  # type: ignore[misc]  # trio-asyncio has no types
+    """Runs asyncio's blocking calls, which read ssh's config and resolve names, and abandons those that are cancelled.
+
+    trio-asyncio's own executor waits for the thread instead, so that a timeout would last as long as the call.
+    """
+
+    async def submit(self, func: Callable[..., T], *args: object) -> T:
+        return await trio.to_thread.run_sync(partial(func, *args), abandon_on_cancel=True)
+
+
 async def await_asyncio(function: Callable[..., Awaitable[T]], *arguments: object, **options: object) -> T:
     """Await an asyncio coroutine function from trio; cancellation reaches it."""
-    result: T = await trio_asyncio.aio_as_trio(function)(*arguments, **options)
-    return result
+
+    async def call() -> T:
+        return await function(*arguments, **options)
+
+    task: asyncio.Task[T] = trio_asyncio.current_loop.get().create_task(call())
+    ended = trio.Event()
+    task.add_done_callback(lambda _: ended.set())
+    try:
+        await ended.wait()
+    except (trio.Cancelled, KeyboardInterrupt):
+        # The loop loses a request that comes as a thread ends. trio-asyncio's `aio_as_trio` asks only once, and the
+        # coroutine would then outlast every timeout around it.
+        with trio.CancelScope(shield=True):
+            while not ended.is_set():
+                task.cancel()
+                with trio.move_on_after(_ASKED_AGAIN_S):
+                    await ended.wait()
+        if task.cancelled():
+            raise
+    return task.result()
 
 
 async def run_on(

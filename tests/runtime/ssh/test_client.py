@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import socket
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import trio.testing
 from oobleck.errors import NodeUnreachable
 from oobleck.job import NodeSpec
 from oobleck.runtime.ssh import serve_local_nodes
-from oobleck.runtime.ssh.asyncssh_adapter import open_ssh_loop
+from oobleck.runtime.ssh.asyncssh_adapter import await_asyncio, open_ssh_loop
 from oobleck.runtime.ssh.client import SSHOptions, connect
 from tests.openssh import OpenSSH, free_port, make_key, needs_openssh, serve_openssh
 from tests.runtime.ssh_servers import SERVERS, reach, until
@@ -544,12 +545,60 @@ async def test_a_host_that_never_answers_is_given_up_in_time(home: Path):
 
 async def test_connecting_can_be_cancelled_and_leaves_no_connection(home: Path):
     with listening() as port:
+        began_s = time.monotonic()
         async with open_ssh_loop():
             with trio.move_on_after(0.3) as scope:
                 await connect(NodeSpec(name="n", host="127.0.0.1", port=port), SSHOptions(connect_timeout_s=30))
             assert scope.cancelled_caught
+        assert time.monotonic() - began_s < 10
         connections = psutil.Process().net_connections(kind="tcp")
         assert not [one for one in connections if one.raddr and one.raddr.port == port]
+
+
+async def test_a_cancellation_is_repeated_until_it_is_heard():
+    times = []
+
+    async def deaf() -> None:
+        while len(times) < 3:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                times.append(time.monotonic())
+        await asyncio.sleep(60)
+
+    async with open_ssh_loop():
+        with trio.move_on_after(0.1) as scope:
+            await await_asyncio(deaf)
+    assert scope.cancelled_caught
+    assert len(times) == 3
+
+
+async def test_what_ends_in_spite_of_a_cancellation_is_not_lost():
+    async def ends_anyway(outcome: BaseException | None) -> str:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        if outcome is not None:
+            raise outcome
+        return "a connection that is to be closed"
+
+    async with open_ssh_loop():
+        with trio.move_on_after(0.1):
+            assert await await_asyncio(ends_anyway, None) == "a connection that is to be closed"
+        with trio.move_on_after(0.1), pytest.raises(OSError, match="no route"):
+            await await_asyncio(ends_anyway, OSError("no route"))
+
+
+async def test_a_config_that_cannot_be_read_outlasts_no_timeout(home: Path, tmp_path):
+    config = tmp_path / "config"
+    os.mkfifo(config)  # opening it waits for a writer, as a file of a network disk may wait for its server
+    began_s = time.monotonic()
+    async with open_ssh_loop():
+        reason = await unreachable(ALPHA, SSHOptions(config=config, connect_timeout_s=0.5))
+    took_s = time.monotonic() - began_s
+    with suppress(OSError):
+        os.close(os.open(config, os.O_WRONLY | os.O_NONBLOCK))  # the abandoned thread ends
+    assert " 0.5 s" in reason
+    assert 0.5 <= took_s < 10
 
 
 async def test_one_that_speaks_no_ssh_is_named():
