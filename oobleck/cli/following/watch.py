@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from functools import partial
 
 import trio
 import typer
@@ -39,7 +40,8 @@ def watch(run: RunDirectory) -> None:
 
 async def _draw(run: RunDirectory, output: Output) -> None:
     async def ask(wanted: control_client.ControlRequest) -> dict[str, object]:
-        return await trio.to_thread.run_sync(control_client.request, run.control_socket, wanted)
+        request = partial(control_client.request, run.control_socket, wanted)
+        return await trio.to_thread.run_sync(request, abandon_on_cancel=True)
 
     async def snapshot() -> RunSnapshot:
         return from_builtins(RunSnapshot, await ask(control_client.StatusRequest()))

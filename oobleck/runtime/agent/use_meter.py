@@ -53,11 +53,14 @@ class UseMeter:
             num_cores=self._machine.usable_cores,
             used_bytes=sum(map(_own_bytes, family)),
             memory_bytes=self._machine.usable_memory_bytes,
-            # The driver may take long to answer.
-            devices=await trio.to_thread.run_sync(self._devices, gpu_ids) if gpu_ids else (),
+            devices=await self._devices(gpu_ids) if gpu_ids else (),
         )
 
-    def _devices(self, gpu_ids: Sequence[str]) -> tuple[DeviceUse, ...]:
+    async def _devices(self, gpu_ids: Sequence[str]) -> tuple[DeviceUse, ...]:
+        # The driver may take long to answer, and that of a lost GPU never; the agent can end all the same.
+        return await trio.to_thread.run_sync(self._asked, gpu_ids, abandon_on_cancel=True)
+
+    def _asked(self, gpu_ids: Sequence[str]) -> tuple[DeviceUse, ...]:
         if (nvml := self._nvml()) is None:
             return ()
         uses = []

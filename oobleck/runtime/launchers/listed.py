@@ -49,8 +49,9 @@ class Hostfile:
     async def read(self) -> str:
         """Raises ConfigError if the file cannot be read as text."""
         try:
-            # A pipe in its place must not hold up the run.
-            return await trio.to_thread.run_sync(partial(read_input, self.path, "hostfile", patience_s=_PATIENCE_S))
+            # A pipe in its place must not hold up the run, nor its network disk the run's end.
+            read = partial(read_input, self.path, "hostfile", patience_s=_PATIENCE_S)
+            return await trio.to_thread.run_sync(read, abandon_on_cancel=True)
         except UserError as error:
             raise ConfigError(f"{self.path} cannot be read as text ({error})") from error
 

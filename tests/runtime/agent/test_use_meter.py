@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import trio
@@ -64,6 +66,18 @@ async def test_gpus_are_read_by_their_ids_as_far_as_the_driver_answers() -> None
     assert (await meter.measure([], ["GPU-a", "GPU-lost"])).devices == (
         DeviceUse(busy=0.93, used_bytes=7, memory_bytes=80),
     )
+
+
+async def test_a_driver_that_no_longer_answers_holds_up_no_end() -> None:
+    answers = threading.Event()
+    lost = SimpleNamespace(NVMLError=NVMLError, nvmlDeviceGetHandleByUUID=lambda _: answers.wait(60))
+    began_s = time.monotonic()
+    with trio.move_on_after(0.1) as scope:
+        await UseMeter(this_machine(), load_nvml=lambda: lost).measure([], ["GPU-lost"])
+    took_s = time.monotonic() - began_s
+    answers.set()
+    assert scope.cancelled_caught
+    assert took_s < 20
 
 
 async def test_without_the_driver_s_library_there_are_no_devices() -> None:
