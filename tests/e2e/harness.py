@@ -288,6 +288,12 @@ class Runner:
         """Ids of the processes that fork workers."""
         return [server.pid for server in _fork_servers(processes_with(f"TMPDIR={self.temporary}"))]
 
+    def boot(self) -> None:
+        """Leave what a machine has after a power cut: its disk, and nothing in memory or in temporary files."""
+        self.kill_fork_server()
+        shutil.rmtree(self.memory)
+        shutil.rmtree(self.agent_directory("any").parents[1])
+
     def forget_checkpoints(self) -> None:
         """Remove what runs have saved below the base directory."""
         for checkpoints in self.base_dir.glob("*/checkpoints"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from pathlib import Path
 
@@ -144,7 +143,7 @@ def test_what_devices_saved_in_shares_is_gone_on_from_without_shares_and_the_oth
         }
         newest, *_ = steps_of(directory)
         begins = newest + 1
-        shutil.rmtree(runner.memory)
+        runner.boot()
     assert sorted(losses) == list(range(1, len(losses) + 1))
     assert_losses([loss for _, loss in sorted(losses.items())], reference[0])
 
