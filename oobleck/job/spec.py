@@ -167,6 +167,12 @@ class DataSpec:
         is_packable = self.format in ("prompts", "messages")
         must("packing", is_packable or not self.packing, "false unless format is prompts or messages")
         must("dataset_path", not (self.paths and self.dataset_path), "left out if paths are set")
+        is_dataset, has_shards = self.dataset_path is not None, bool(self.shards)
+        must("dataset_name", is_dataset or self.dataset_name is None, "left out unless dataset_path is set")
+        must("dataset_split", is_dataset or self.dataset_split == "train", "left out unless dataset_path is set")
+        must("epochs", has_shards or self.epochs == 1, "1 unless the data is in shards; other data has max_steps alone")
+        must("follow", has_shards or not self.follow, "false unless the data is in shards")
+        must("shards_at_once", has_shards or self.shards_at_once is None, "left out unless the data is in shards")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,6 +256,9 @@ class ControlSpec:
             is_name, is_value = _HEADER_NAME.fullmatch(name), _HEADER_VALUE.fullmatch(str(value))
             require(is_name is not None, "control.notice_headers", name, "names of letters, digits and '-'")
             require(is_value is not None, f"control.notice_headers.{name}", value, "one line of Latin letters")
+        has_url = self.notice_url is not None
+        must("notice_headers", has_url or not self.notice_headers, "left out unless notice_url is set")
+        must("notice_pattern", has_url or self.notice_pattern is None, "left out unless notice_url is set")
         if self.notice_pattern is not None:
             check_pattern("control.notice_pattern", self.notice_pattern)
         least_s = 2 * self.heartbeat_interval_s
@@ -436,10 +445,15 @@ class JobSpec:
             not (self.compile and is_split),
             "false with zero-bubble: a compiled block's backward pass cannot be split",
         )
+        must("compile_mode", self.compile or self.compile_mode == "default", "default unless compile is true")
         # Pipelines keep the results of several microbatches, and a CUDA graph writes all into the same memory.
         is_graph = self.device == "cuda" and self.compile_mode in ("reduce-overhead", "max-autotune")
         must("compile_mode", not is_graph, "default or max-autotune-no-cudagraphs on GPUs")
         self._check_sharding(must)
+        is_evaluated = self.eval_steps is not None or self.max_eval_samples is None
+        must("max_eval_samples", is_evaluated, "left out unless eval_steps is set")
+        has_chunks = self.schedule in ("interleaved", "auto")
+        must("num_chunks", has_chunks or self.num_chunks == 2, "2 unless the schedule is interleaved or auto")
         is_known = not self.compile or self.recompute in ("none", "all")
         must("recompute", is_known, "none or all with compile")
         must(

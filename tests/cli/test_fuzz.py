@@ -288,7 +288,7 @@ tag: a
 model: {type: llama, hidden_size: 64, num_hidden_layers: 2}
 data: {paths: [a, b], sequence_length: 16, validation_split: 0.1}
 optimizer: {learning_rate: 3e-4, optim_args: {momentum: 0.9}}
-control: {lease_s: 3, notice_headers: {A: b}, notice_pattern: "x+"}
+control: {lease_s: 3, notice_url: "http://a", notice_headers: {A: b}, notice_pattern: "x+"}
 checkpoint: {save_steps: 5, directory: /tmp}
 scaling: {policy: deadline, deadline_s: 60}
 max_steps: 10

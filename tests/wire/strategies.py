@@ -135,16 +135,22 @@ def _pipelines(draw: st.DrawFn) -> Pipeline:
 
 
 def _data_specs() -> st.SearchStrategy[DataSpec]:
-    any_of = {
-        **dict.fromkeys(("dataset_split", "text_column"), WHOLE),
-        **{name: st.none() | WHOLE for name in ("dataset_name", "tokenizer")},
-        "dataset_path": st.none(),
-        "shards": st.just(()),
-    }
-    paths = st.lists(WHOLE, max_size=3).map(tuple)
-    of_text = built(DataSpec, **any_of, paths=paths, format=st.just("text"), packing=st.just(False))
-    rows = st.sampled_from(["prompts", "messages"])
-    return of_text | built(DataSpec, **any_of, paths=paths.filter(bool), format=rows)
+    any_of = {"text_column": WHOLE, "tokenizer": st.none() | WHOLE}
+    text = {"format": st.just("text"), "packing": st.just(False)}
+    rows = {"format": st.sampled_from(["prompts", "messages"])}
+    names = st.lists(WHOLE, max_size=3).map(tuple)
+    whole = {"epochs": st.just(1), "follow": st.just(False), "shards_at_once": st.none(), "shards": st.just(())}
+    files = {**whole, **dict.fromkeys(("dataset_path", "dataset_name"), st.none()), "dataset_split": st.just("train")}
+    dataset = {**whole, "dataset_path": WHOLE, "dataset_name": st.none() | WHOLE, "dataset_split": WHOLE}
+    dataset["paths"] = st.just(())
+    sharded = {**files, "paths": st.just(()), "shards": names.filter(bool), "validation_split": st.just(0.0)}
+    sharded |= {"epochs": st.integers(1, 9), "follow": st.booleans(), "shards_at_once": st.none() | st.integers(1, 64)}
+    return st.one_of(
+        built(DataSpec, **any_of, **text, **files, paths=names),
+        built(DataSpec, **any_of, **rows, **files, paths=names.filter(bool)),
+        built(DataSpec, **any_of, **text, **dataset),
+        built(DataSpec, **any_of, **text, **sharded),
+    )
 
 
 def _optimizer_specs() -> st.SearchStrategy[OptimizerSpec]:
@@ -188,18 +194,24 @@ _NOTICE_HEADERS = st.dictionaries(
 )
 
 
-def _control_specs() -> st.SearchStrategy[ControlSpec]:
-    return st.floats(1e-3, 1e3).flatmap(
-        lambda interval_s: built(
+_URLS = st.sampled_from(["http://169.254.169.254/notice", "https://example.org/"])
+
+
+@st.composite
+def _control_specs(draw: st.DrawFn) -> ControlSpec:
+    interval_s, url = draw(st.floats(1e-3, 1e3)), draw(st.none() | _URLS)
+    patterns = st.none() if url is None else st.none() | st.sampled_from(["TRUE", "a|b", "[0-9]+"])
+    return draw(
+        built(
             ControlSpec,
             heartbeat_interval_s=st.just(interval_s),
             lease_s=st.floats(2 * interval_s, 1e9),
             notice_command=st.none() | WHOLE,
-            notice_headers=_NOTICE_HEADERS,
-            notice_url=st.none() | st.sampled_from(["http://169.254.169.254/notice", "https://example.org/"]),
+            notice_headers=st.just({}) if url is None else _NOTICE_HEADERS,
+            notice_url=st.just(url),
             waits_for_script=st.booleans(),
-            webhook_url=st.none() | st.sampled_from(["http://169.254.169.254/notice", "https://example.org/"]),
-            notice_pattern=st.none() | st.sampled_from(["TRUE", "a|b", "[0-9]+"]),
+            webhook_url=st.none() | _URLS,
+            notice_pattern=patterns,
         )
     )
 
@@ -235,6 +247,7 @@ def job_specs(draw: st.DrawFn) -> JobSpec:
         st.sampled_from(["1f1b", "gpipe", "interleaved", "auto", *(["zero-bubble"] if degree == lanes else [])])
     )
     compiles = draw(st.booleans()) and degree == lanes and schedule != "zero-bubble"
+    eval_steps, data = draw(st.none() | st.integers(1, 99)), draw(_data_specs())
     levels = ["none", "all"]
     if degree == 1 and not compiles:
         levels += ["selective", *(["auto"] if schedule == "1f1b" else [])]
@@ -249,7 +262,12 @@ def job_specs(draw: st.DrawFn) -> JobSpec:
             context_parallel=st.sampled_from([each for each in range(1, lanes + 1) if lanes % each == 0]),
             schedule=st.just(schedule),
             compile=st.just(compiles),
-            compile_mode=st.sampled_from(["default", "max-autotune-no-cudagraphs"]),
+            compile_mode=st.sampled_from(["default", *(["max-autotune-no-cudagraphs"] if compiles else [])]),
+            num_chunks=st.integers(2, 8) if schedule in ("interleaved", "auto") else st.just(2),
+            eval_steps=st.just(eval_steps),
+            max_eval_samples=st.none() if eval_steps is None else st.none() | st.integers(1, 99),
+            data=st.just(data),
+            checkpoint=_checkpoint_specs().filter(lambda spec: not (data.shards and spec.waits_for_disk)),
             recompute=st.sampled_from(levels),
             tensor_parallel=st.just(degree),
             sharding=st.just("none") if lanes == 1 else st.sampled_from(("optimizer", "gradients", "all")),

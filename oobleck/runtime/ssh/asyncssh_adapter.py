@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import operator
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -60,8 +61,13 @@ class _Abandoning(trio_asyncio.TrioExecutor):  # type: ignore[misc]  # trio-asyn
     trio-asyncio's own executor waits for the thread instead, so that a timeout would last as long as the call.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._places = trio.CapacityLimiter(math.inf)  # the login gate limits how many connect at once
+
     async def submit(self, func: Callable[..., T], *args: object) -> T:
-        return await trio.to_thread.run_sync(partial(func, *args), abandon_on_cancel=True)
+        # An abandoned thread keeps its place in a limiter, and a name server that is gone must cost others none.
+        return await trio.to_thread.run_sync(partial(func, *args), abandon_on_cancel=True, limiter=self._places)
 
 
 async def await_asyncio(function: Callable[..., Awaitable[T]], *arguments: object, **options: object) -> T:

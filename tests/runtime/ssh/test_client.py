@@ -588,17 +588,27 @@ async def test_what_ends_in_spite_of_a_cancellation_is_not_lost():
             await await_asyncio(ends_anyway, OSError("no route"))
 
 
-async def test_a_config_that_cannot_be_read_outlasts_no_timeout(home: Path, tmp_path):
+async def test_configs_that_cannot_be_read_outlast_no_timeout_and_hold_up_no_other_login(home: Path, tmp_path):
     config = tmp_path / "config"
     os.mkfifo(config)  # opening it waits for a writer, as a file of a network disk may wait for its server
+    reasons = []
+
+    async def reach_in_vain() -> None:
+        reasons.append(await unreachable(ALPHA, SSHOptions(config=config, connect_timeout_s=0.5)))
+
     began_s = time.monotonic()
     async with open_ssh_loop():
-        reason = await unreachable(ALPHA, SSHOptions(config=config, connect_timeout_s=0.5))
-    took_s = time.monotonic() - began_s
+        async with trio.open_nursery() as nursery:
+            for _ in range(48):  # trio's own limit of threads is 40
+                nursery.start_soon(reach_in_vain)
+        took_s = time.monotonic() - began_s
+        refused = await unreachable(NodeSpec(name="n", host="127.0.0.1", port=free_port()), SSHOptions())
     with suppress(OSError):
-        os.close(os.open(config, os.O_WRONLY | os.O_NONBLOCK))  # the abandoned thread ends
-    assert " 0.5 s" in reason
+        os.close(os.open(config, os.O_WRONLY | os.O_NONBLOCK))  # the abandoned threads end
+    assert len(reasons) == 48
+    assert all(" 0.5 s" in reason for reason in reasons)
     assert 0.5 <= took_s < 10
+    assert "refused" in refused
 
 
 async def test_one_that_speaks_no_ssh_is_named():
