@@ -92,7 +92,7 @@ def check_possible(job: JobSpec, *, kinds: Collection[str] = (), num_layers: int
     if job.schedule == "interleaved" and num_layers is not None and num_layers < least:
         raise PlanningError(
             f"num_chunks is {job.num_chunks}: two stages of so many chunks need {least} layers, and the model has "
-            f"{num_layers}; lower it, or choose another schedule"
+            f"{num_layers}; lower it, or leave it out and choose another schedule"
         )
     if len(kinds) <= 1:
         return

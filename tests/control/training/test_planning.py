@@ -121,7 +121,7 @@ def test_a_plan_of_which_some_pipelines_are_of_one_stage_says_how_many_split() -
 def test_more_chunks_than_the_layers_of_two_stages_are_refused_by_name() -> None:
     job = replace(AUTO, schedule="interleaved", num_chunks=3)
     check_possible(job, num_layers=6)
-    check_possible(replace(job, schedule="1f1b"), num_layers=2)
+    check_possible(replace(AUTO, schedule="1f1b"), num_layers=2)
     with pytest.raises(PlanningError, match=r"num_chunks is 3: .* need 6 layers, and the model has 5"):
         check_possible(job, num_layers=5)
 
