@@ -81,7 +81,7 @@ async def await_asyncio(function: Callable[..., Awaitable[T]], *arguments: objec
     task.add_done_callback(lambda _: ended.set())
     try:
         await ended.wait()
-    except (trio.Cancelled, KeyboardInterrupt):
+    except (trio.Cancelled, KeyboardInterrupt) as reason:
         # The loop loses a request that comes as a thread ends. trio-asyncio's `aio_as_trio` asks only once, and the
         # coroutine would then outlast every timeout around it.
         with trio.CancelScope(shield=True):
@@ -89,7 +89,7 @@ async def await_asyncio(function: Callable[..., Awaitable[T]], *arguments: objec
                 task.cancel()
                 with trio.move_on_after(_ASKED_AGAIN_S):
                     await ended.wait()
-        if task.cancelled():
+        if task.cancelled() or isinstance(reason, KeyboardInterrupt):
             raise
     return task.result()
 
