@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import psutil
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
 
-__all__ = ["words_of"]
+import psutil
+import trio
+
+__all__ = ["all_to_end", "noted_by", "words_of"]
 
 
 def words_of(process: psutil.Process) -> list[str]:
@@ -13,3 +20,28 @@ def words_of(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
+
+
+def noted_by(file: Path) -> list[int]:
+    """The pids that a command has written to a file so far, each with its line's end."""
+    text = file.read_text() if file.exists() else ""
+    return [int(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+async def all_to_end(pids: list[int], within_s: float = 5.0) -> None:
+    """Wait until processes have ended; kill those that have not, and fail then."""
+    deadline_s = time.monotonic() + within_s
+    while living := [pid for pid in pids if lives(pid)]:
+        if time.monotonic() > deadline_s:
+            for pid in living:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            raise AssertionError(f"still there: {living}")
+        await trio.sleep(0.02)

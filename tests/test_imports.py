@@ -408,6 +408,7 @@ def test_an_agent_loads_what_it_says_and_nothing_that_a_master_decides_by():
         "runtime.patient_clock",
         "runtime.python_process",
         "runtime.script_command",
+        "runtime.shell_command",
         "runtime.relay_network",
     }
     assert not {name.split(".")[0] for name in rooms} & {"planner", "schedule", "cli", "sim", "ui", "training"}

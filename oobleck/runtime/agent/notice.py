@@ -12,12 +12,12 @@ import urllib.error
 import urllib.request
 from functools import partial
 from http.client import HTTPException
-from subprocess import DEVNULL
 
 import trio
 
 from oobleck.job import ControlSpec
 from oobleck.job.secrets import public_url
+from oobleck.runtime.shell_command import shell_command
 
 _log = logging.getLogger("oobleck.agent")
 
@@ -40,11 +40,11 @@ async def _ask_command(control: ControlSpec) -> str | None:
         return None
     # A command that hangs is killed and asked again, so that it hides neither a later notice nor the URL's.
     with trio.move_on_after(_QUESTION_S):
-        done = await trio.run_process(
-            ["/bin/sh", "-c", control.notice_command], stdin=DEVNULL, capture_stdout=True, stderr=DEVNULL, check=False
-        )
-        if done.returncode == 0:
-            return f"notice of termination: {_shown(done.stdout) or 'notice_command succeeds'}"
+        async with shell_command(control.notice_command) as process:
+            assert process.stdout is not None
+            printed = b"".join([bytes(data) async for data in process.stdout])
+            if await process.wait() == 0:
+                return f"notice of termination: {_shown(printed) or 'notice_command succeeds'}"
     return None
 
 

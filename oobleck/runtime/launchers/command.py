@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
-from contextlib import suppress
 from dataclasses import dataclass
 
 import trio
 
 from oobleck.errors import ConfigError
+from oobleck.runtime.shell_command import shell_command
 
 _READ_BYTES = 1 << 16
 _MOST_BYTES = 4 << 20
@@ -40,18 +38,11 @@ async def printed_by(command: str, *, named: str, timeout_s: float) -> str:
     Raises ConfigError if the command fails, does not end in time (it is then killed, with its children), or prints
     something other than text.
     """
-    process = await trio.lowlevel.open_process(
-        ["/bin/sh", "-c", command],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,  # a process group that can be killed as a whole
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
     printed, errors = bytearray(), bytearray()
-    try:
-        with trio.move_on_after(timeout_s) as waiting:
+    with trio.move_on_after(timeout_s) as waiting:
+        async with shell_command(command, errors=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
             async with trio.open_nursery() as reading:
                 reading.start_soon(_keep_end, process.stderr, errors)
                 while len(printed) <= _MOST_BYTES and (data := await process.stdout.receive_some(_READ_BYTES)):
@@ -59,22 +50,13 @@ async def printed_by(command: str, *, named: str, timeout_s: float) -> str:
                 # A command that prints without end would never end by itself.
                 if len(printed) > _MOST_BYTES:
                     waiting.cancel()
-            await process.wait()
-    finally:
-        if process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            # The process has been killed, so this wait is short, and no zombie is left.
-            with trio.CancelScope(shield=True):
-                await process.wait()
-        for stream in (process.stdout, process.stderr):
-            await trio.aclose_forcefully(stream)
+            status = await process.wait()
     if len(printed) > _MOST_BYTES:
         raise ConfigError(f"{named} printed more than {_MOST_BYTES >> 20} MiB")
     if waiting.cancelled_caught:
         raise ConfigError(f"{named} did not end within {timeout_s:g} s{_last_line(errors)}")
-    if process.returncode:
-        how = f"status {process.returncode}" if process.returncode > 0 else f"signal {-process.returncode}"
+    if status:
+        how = f"status {status}" if status > 0 else f"signal {-status}"
         raise ConfigError(f"{named} failed with exit {how}{_last_line(errors)}")
     try:
         return printed.decode()

@@ -13,6 +13,7 @@ import trio
 from oobleck.errors import ConfigError
 from oobleck.job import ControlSpec
 from oobleck.runtime.agent.notice import await_notice
+from tests.processes import all_to_end, noted_by
 from tests.serving import serving
 
 
@@ -62,6 +63,26 @@ async def test_a_command_is_asked_until_it_succeeds(tmp_path: Path) -> None:
 
 async def test_a_command_that_hangs_is_no_notice() -> None:
     assert await first_notice(ControlSpec(notice_command="sleep 60", notice_interval_s=0.05), within_s=0.3) is None
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        pytest.param("wait", id="the shell waits"),
+        pytest.param("exit 1", id="the shell has ended"),
+    ],
+)
+async def test_a_command_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path, last: str) -> None:
+    noted = tmp_path / "pids"
+    command = f"sleep 1000 & echo $! >>{noted}; {last}"
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(await_notice, ControlSpec(notice_command=command, notice_interval_s=0.05))
+        with trio.fail_after(20):
+            while not noted_by(noted):  # noqa: ASYNC110  a process writes it
+                await trio.sleep(0.02)
+        await trio.sleep(0.1)
+        nursery.cancel_scope.cancel()
+    await all_to_end(noted_by(noted))
 
 
 async def test_a_server_is_asked_until_it_says_what_is_waited_for() -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ from oobleck.cli.inputs import parse_hostfile
 from oobleck.errors import ConfigError
 from oobleck.runtime.launchers import Arrived, HostsCommand, Leaving, ListedNodes, NodeChange, Reported
 from oobleck.runtime.ssh import SSHOptions
+from tests.processes import all_to_end, noted_by
 
 
 class Playing:
@@ -103,27 +101,27 @@ async def test_a_command_that_says_nothing_useful_is_named_with_its_reason(comma
     assert problem in str(raised.value)
 
 
-async def test_a_command_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path) -> None:
-    hangs = HostsCommand(command=f"sleep 1000 & echo $! >{tmp_path}/pid; echo asking >&2; wait", timeout_s=0.5)
+@pytest.mark.parametrize(
+    "last",
+    [
+        pytest.param("wait", id="the shell waits"),
+        pytest.param("echo node1", id="the shell has ended"),
+    ],
+)
+async def test_a_command_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path, last: str) -> None:
+    noted = tmp_path / "pids"
+    hangs = HostsCommand(command=f"sleep 1000 & echo $! >{noted}; echo asking >&2; {last}", timeout_s=0.5)
     with pytest.raises(ConfigError, match=r"did not end within 0\.5 s: asking"):
         await hangs.read()
-    pid = int((tmp_path / "pid").read_text())
-    try:
-        await until(lambda: not lives(pid))
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    (pid,) = noted_by(noted)
+    await all_to_end([pid])
 
 
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline_s
-        await trio.sleep(0.02)
+async def test_a_child_that_keeps_none_of_the_output_may_outlive_its_command(tmp_path: Path) -> None:
+    """Such as an SSH connection that the next question shares."""
+    noted = tmp_path / "pids"
+    stays = HostsCommand(command=f"sleep 1000 >/dev/null 2>&1 & echo $! >{noted}; echo node1")
+    assert await stays.read() == "node1\n"
+    (pid,) = noted_by(noted)
+    os.kill(pid, signal.SIGTERM)  # which fails if it is gone
+    await all_to_end([pid])
