@@ -1,17 +1,19 @@
-"""What tests ask of processes that may end meanwhile."""
+"""What tests ask of processes that may end meanwhile, and times at which none can be made."""
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import trio
 
-__all__ = ["all_to_end", "noted_by", "words_of"]
+__all__ = ["all_to_end", "no_new_processes", "noted_by", "words_of"]
 
 
 def words_of(process: psutil.Process) -> list[str]:
@@ -45,3 +47,14 @@ async def all_to_end(pids: list[int], within_s: float = 5.0) -> None:
                     os.kill(pid, signal.SIGKILL)
             raise AssertionError(f"still there: {living}")
         await trio.sleep(0.02)
+
+
+@contextmanager
+def no_new_processes() -> Iterator[None]:
+    """This process has no descriptor left, so it cannot make the pipes to another one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # those that are open stay
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -39,12 +39,15 @@ async def _ask_command(control: ControlSpec) -> str | None:
     if control.notice_command is None:
         return None
     # A command that hangs is killed and asked again, so that it hides neither a later notice nor the URL's.
-    with trio.move_on_after(_QUESTION_S):
-        async with shell_command(control.notice_command) as process:
-            assert process.stdout is not None
-            printed = b"".join([bytes(data) async for data in process.stdout])
-            if await process.wait() == 0:
-                return f"notice of termination: {_shown(printed) or 'notice_command succeeds'}"
+    try:
+        with trio.move_on_after(_QUESTION_S):
+            async with shell_command(control.notice_command) as process:
+                assert process.stdout is not None
+                printed = b"".join([bytes(data) async for data in process.stdout])
+                if await process.wait() == 0:
+                    return f"notice of termination: {_shown(printed) or 'notice_command succeeds'}"
+    except OSError as error:
+        _log.debug("notice_command: %s", error)
     return None
 
 

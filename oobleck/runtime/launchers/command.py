@@ -35,22 +35,25 @@ class HostsCommand:
 async def printed_by(command: str, *, named: str, timeout_s: float) -> str:
     """Run a shell command, called `named` in errors; return its output.
 
-    Raises ConfigError if the command fails, does not end in time (it is then killed, with its children), or prints
-    something other than text.
+    Raises ConfigError if the command cannot be started, fails, does not end in time (it is then killed, with its
+    children), or prints something other than text.
     """
     printed, errors = bytearray(), bytearray()
-    with trio.move_on_after(timeout_s) as waiting:
-        async with shell_command(command, errors=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            assert process.stderr is not None
-            async with trio.open_nursery() as reading:
-                reading.start_soon(_keep_end, process.stderr, errors)
-                while len(printed) <= _MOST_BYTES and (data := await process.stdout.receive_some(_READ_BYTES)):
-                    printed += data
-                # A command that prints without end would never end by itself.
-                if len(printed) > _MOST_BYTES:
-                    waiting.cancel()
-            status = await process.wait()
+    try:
+        with trio.move_on_after(timeout_s) as waiting:
+            async with shell_command(command, errors=subprocess.PIPE) as process:
+                assert process.stdout is not None
+                assert process.stderr is not None
+                async with trio.open_nursery() as reading:
+                    reading.start_soon(_keep_end, process.stderr, errors)
+                    while len(printed) <= _MOST_BYTES and (data := await process.stdout.receive_some(_READ_BYTES)):
+                        printed += data
+                    # A command that prints without end would never end by itself.
+                    if len(printed) > _MOST_BYTES:
+                        waiting.cancel()
+                status = await process.wait()
+    except OSError as error:
+        raise ConfigError(f"{named} cannot be started: {error.strerror}") from error
     if len(printed) > _MOST_BYTES:
         raise ConfigError(f"{named} printed more than {_MOST_BYTES >> 20} MiB")
     if waiting.cancelled_caught:

@@ -13,7 +13,7 @@ import trio
 from oobleck.errors import ConfigError
 from oobleck.job import ControlSpec
 from oobleck.runtime.agent.notice import await_notice
-from tests.processes import all_to_end, noted_by
+from tests.processes import all_to_end, no_new_processes, noted_by
 from tests.serving import serving
 
 
@@ -83,6 +83,13 @@ async def test_a_command_that_hangs_is_ended_with_all_that_it_has_started(tmp_pa
         await trio.sleep(0.1)
         nursery.cancel_scope.cancel()
     await all_to_end(noted_by(noted))
+
+
+async def test_a_command_that_cannot_be_started_for_a_while_is_no_notice_and_asked_afterwards() -> None:
+    control = ControlSpec(notice_command="echo at noon", notice_interval_s=0.05)
+    with no_new_processes():
+        assert await first_notice(control, within_s=0.3) is None
+    assert await first_notice(control) == "notice of termination: at noon"
 
 
 async def test_a_server_is_asked_until_it_says_what_is_waited_for() -> None:

@@ -14,7 +14,7 @@ from oobleck.cli.inputs import parse_hostfile
 from oobleck.errors import ConfigError
 from oobleck.runtime.launchers import Arrived, HostsCommand, Leaving, ListedNodes, NodeChange, Reported
 from oobleck.runtime.ssh import SSHOptions
-from tests.processes import all_to_end, noted_by
+from tests.processes import all_to_end, no_new_processes, noted_by
 
 
 class Playing:
@@ -125,3 +125,21 @@ async def test_a_child_that_keeps_none_of_the_output_may_outlive_its_command(tmp
     (pid,) = noted_by(noted)
     os.kill(pid, signal.SIGTERM)  # which fails if it is gone
     await all_to_end([pid])
+
+
+async def test_a_command_that_cannot_be_started_for_a_while_is_reported_and_followed_afterwards(
+    tmp_path: Path,
+) -> None:
+    listed = HostsCommand(command=f"echo >>{tmp_path}/asked; echo a; echo c", interval_s=0.05)
+    launcher = ListedNodes(listed, "a\nb\n", parse=parse_hostfile, options=SSHOptions())
+    send, changes = trio.open_memory_channel[NodeChange](100)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(launcher.follow, send)
+        with trio.fail_after(20):
+            with no_new_processes():
+                first = words(await changes.receive())
+            assert not (tmp_path / "asked").exists()
+            assert [words(await changes.receive()) for _ in range(2)] == ["+c", "-b"]
+        nursery.cancel_scope.cancel()
+    problem = f"{listed.source} cannot be started: Too many open files"
+    assert first == f"warning: --hosts-from is not followed: {problem}"
