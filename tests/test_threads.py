@@ -12,7 +12,6 @@ PACKAGE = Path(oobleck.__file__).parent
 WAITED_FOR = {
     "runtime/agent/ranks.py": "removes logs, of which the next agent writes new ones",
     "runtime/control_socket.py": "binds a socket, which is then closed; its question has a timeout",
-    "runtime/webhook.py": "sends a message; the request has a timeout",
     "ui/terminal.py": "sets the terminal, which is then set back",
 }
 """Files with one call that is waited for. Anything else may hang in a driver or on a lost network disk."""

@@ -1,7 +1,7 @@
 """Posts what happens in a run to a URL, as Slack's incoming webhooks take it: `{"text": "…"}`.
 
-Nothing that the other side does delays or ends a run: messages wait in a queue of its own, and those that it refuses
-are dropped after some tries.
+Nothing that the other side does ends a run, or delays it by more than some seconds at its end: messages wait in a queue
+of its own, and those that it refuses are dropped after some tries.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class Webhook:
         self._waiting: deque[str] = deque()
         self._lot = trio.lowlevel.ParkingLot()
         self._failed = False
+        self._is_ending = False
+        self._posting = trio.CancelScope(shield=True)
 
     def tell(self, entry: journal.JournalEntry) -> None:
         """Queue an entry, without waiting."""
@@ -49,22 +51,31 @@ class Webhook:
 
     async def run(self) -> None:
         """Post until cancelled, and then what still waits, for some seconds."""
-        try:
-            while True:
-                await self._deliver_all()
-                await self._lot.park()
-        finally:
-            with trio.CancelScope(deadline=trio.current_time() + _LAST_WORDS_S, shield=True):
-                await self._deliver_all()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._post)
+            try:
+                await trio.sleep_forever()
+            finally:
+                self._is_ending = True
+                self._posting.deadline = trio.current_time() + _LAST_WORDS_S
+                self._lot.unpark_all()
 
-    async def _deliver_all(self) -> None:
-        while self._waiting:
-            await self._deliver(self._waiting[0])
-            self._waiting.popleft()
+    async def _post(self) -> None:
+        # A delivery that is under way as the run ends goes on: given up then, it would be lost, or sent twice.
+        with self._posting:
+            while True:
+                while self._waiting:
+                    await self._deliver(self._waiting[0])
+                    self._waiting.popleft()
+                if self._is_ending:
+                    break
+                await self._lot.park()
+        if self._posting.cancelled_caught:
+            self._complain("it took too long as the run ended")
 
     async def _deliver(self, text: str) -> None:
         for wait_s in (*_WAITS_S, None):
-            problem = await trio.to_thread.run_sync(_posted, self._url, text)  # not abandoned: it ends by itself
+            problem = await trio.to_thread.run_sync(_posted, self._url, text, abandon_on_cancel=True)
             if problem is None:
                 return
             if wait_s is not None:

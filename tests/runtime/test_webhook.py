@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import Any
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 from oobleck.control.journal import JobEnded, Notice
 from oobleck.runtime.webhook import Webhook
@@ -18,8 +21,11 @@ from tests.serving import serving
 
 
 @contextmanager
-def receiver(refusals: int = 0, redirect: int = 0) -> Iterator[tuple[str, list[dict[str, str]]]]:
-    """A server that refuses some messages first, or redirects all; yields its URL, and the messages it has taken."""
+def receiver(refusals: int = 0, redirect: int = 0, takes_s: float = 0) -> Iterator[tuple[str, list[dict[str, str]]]]:
+    """A server that refuses some messages first, or redirects all; yields its URL, and the messages it has taken.
+
+    It answers a while after it has taken one.
+    """
     taken: list[dict[str, str]] = []
     left = refusals
 
@@ -37,6 +43,7 @@ def receiver(refusals: int = 0, redirect: int = 0) -> Iterator[tuple[str, list[d
                 self.end_headers()
                 return
             taken.append(json.loads(body))
+            time.sleep(takes_s)
             self.send_response(200)
             self.end_headers()
 
@@ -49,6 +56,23 @@ def receiver(refusals: int = 0, redirect: int = 0) -> Iterator[tuple[str, list[d
 
     with serving(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
         yield f"http://127.0.0.1:{server.server_port}/hook", taken
+
+
+class Dripping(BaseRequestHandler):
+    """Sends an answer's header byte by byte, for a minute: each byte comes in time, and the answer never does."""
+
+    def handle(self) -> None:
+        with suppress(OSError):
+            self.request.recv(1 << 16)
+            self.request.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+            for _ in range(300):
+                time.sleep(0.2)
+                self.request.sendall(b"a")
+
+
+class Dripper(ThreadingTCPServer):
+    daemon_threads = True
+    block_on_close = False
 
 
 def notice(level: str, text: str) -> Notice:
@@ -107,3 +131,40 @@ async def test_a_redirect_is_no_delivery(code: int, caplog: pytest.LogCaptureFix
         f"control.webhook_url: messages are not delivered: {problem}"
     ]
     assert not taken
+
+
+async def test_a_message_under_way_as_the_run_ends_arrives_once() -> None:
+    with receiver(takes_s=0.5) as (url, taken):
+        webhook = Webhook(url, "mine")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(webhook.run)
+            webhook.tell(notice("error", "node3 is lost"))
+            with trio.fail_after(20):
+                while not taken:  # noqa: ASYNC110  a thread takes it
+                    await trio.sleep(0.02)
+            webhook.tell(notice("error", "node4 is lost"))
+            nursery.cancel_scope.cancel()
+    assert taken == [{"text": "mine: node3 is lost"}, {"text": "mine: node4 is lost"}]
+
+
+@pytest.fixture
+def quick_clock() -> MockClock:
+    """Ten seconds of the run are one of the server."""
+    return MockClock(rate=10)
+
+
+async def test_a_receiver_whose_answer_never_ends_delays_the_end_by_ten_seconds_and_costs_one_warning(
+    quick_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(Dripper(("127.0.0.1", 0), Dripping)) as server, caplog.at_level(logging.WARNING):
+        webhook = Webhook(f"http://127.0.0.1:{server.server_address[1]}/hook", "mine")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(webhook.run)
+            webhook.tell(notice("error", "node3 is lost"))
+            await trio.sleep(5)
+            ended_s = trio.current_time()
+            nursery.cancel_scope.cancel()
+        assert 10 <= trio.current_time() - ended_s < 20
+    assert [record.message for record in caplog.records] == [
+        "control.webhook_url: messages are not delivered: it took too long as the run ended"
+    ]
