@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import select
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ _log = logging.getLogger(__name__)
 _HOST = module_command("oobleck.training.process.script_host")
 _TRIAL_S = 120.0  # nodes try what takes longer
 _PATIENT_S = 20.0
+_POLL_S = 1.0
 _ENDS_WITHIN_S = 5.0  # for a script that has returned its job
 _MAX_ENTRIES = 10_000  # callbacks that are further behind miss entries
 _CALLBACKS_END_WITHIN_S = 30.0
@@ -71,14 +73,18 @@ class ScriptProcess:
         spec = read_script(path, arguments)
         self._path = path
         self._process = subprocess.Popen(
-            [*_HOST, "describe"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=as_no_rank()
+            [*_HOST, "describe"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=as_no_rank(),
+            start_new_session=True,  # a process group that can be killed as a whole
         )
         try:
             answer = self._ask(encode_json(spec))
             if answer is None:
                 raise ConfigError(f"script {path} ended by itself, with the exit code {self._process.wait()}")
         except BaseException:
-            self._process.kill()
+            _kill_group(self._process.pid)
             self.close()
             raise
         self.described = DescribedScript.of(spec, answer)
@@ -89,20 +95,32 @@ class ScriptProcess:
         Takes as long as building the model without memory. Raises ConfigError if the job cannot be trained,
         UnbuiltModel or ResourceLost if that is unknown.
         """
-        answer = self._ask(encode_json(job), limit_s=_TRIAL_S)
+        try:
+            answer = self._ask(encode_json(job), limit_s=_TRIAL_S)
+        except KeyboardInterrupt:
+            _kill_group(self._process.pid)  # a terminal's Ctrl-C reaches only this process
+            raise
         if answer is None:
             raise ResourceLost(f"script {self._path} ended, with the exit code {self._process.wait()}, as it was tried")
         note: str = answer["note"]
         return note
 
     def close(self) -> None:
-        """Let the process end, or kill it after some seconds."""
+        """Let the process end, or kill it and what it has started after some seconds."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
         try:
-            # This closes the script's input, at whose end it ends.
-            self._process.communicate(timeout=_ENDS_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.communicate()
+            with suppress(BrokenPipeError):
+                stdin.close()  # at the end of its input, the script ends
+            with suppress(subprocess.TimeoutExpired):
+                # The end of its output tells nothing: processes that it has forked hold that pipe as well.
+                self._process.wait(_ENDS_WITHIN_S)
+        finally:
+            if self._process.returncode is None:
+                _kill_group(self._process.pid)
+                self._process.wait()
+            stdout.close()
 
     def _ask(self, line: bytes, *, limit_s: float = math.inf) -> Any:
         """Send a line and return the answer; None if the process ends without one. Raises ResourceLost at the limit."""
@@ -113,14 +131,19 @@ class ScriptProcess:
             self._process.stdin.flush()
         since_s, is_told, received = time.monotonic(), False, b""
         while not received.endswith(b"\n"):
+            # A process that the script has forked may hold the pipe open, so its end shows here first.
+            has_ended = self._process.poll() is not None
             # `readline` has no time limit, so this collects a line by itself.
-            ready, _, _ = select.select([self._process.stdout], [], [], _PATIENT_S)
+            ready, _, _ = select.select([self._process.stdout], [], [], _POLL_S)
             if not ready:
-                if time.monotonic() - since_s >= limit_s:
+                if has_ended:
+                    return None
+                waited_s = time.monotonic() - since_s
+                if waited_s >= limit_s:
                     raise ResourceLost(f"script {self._path} took more than {limit_s:g} s to be tried")
-                if not is_told:
+                if waited_s >= _PATIENT_S and not is_told:
                     _log.warning("script %s has taken %g s so far; waiting for it", self._path, _PATIENT_S)
-                is_told = True
+                    is_told = True
                 continue
             if not (piece := os.read(self._process.stdout.fileno(), 1 << 16)):
                 return None
@@ -129,6 +152,12 @@ class ScriptProcess:
         if "problem" in answer:
             raise problem_of(answer)
         return answer
+
+
+def _kill_group(pid: int) -> None:
+    """Kill what is left of a process and of those that it has started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def problem_of(answer: Any) -> UserError:
@@ -215,7 +244,9 @@ class CallbackProcess(EntryFeed):
                 nursery.start_soon(self._listen, process)
                 await self._feed(process)
         finally:
-            process.kill()
+            # What a script has started may go on where the script itself has ended.
+            if process.returncode is None:
+                _kill_group(process.pid)
             with trio.CancelScope(shield=True):
                 await process.wait()
 

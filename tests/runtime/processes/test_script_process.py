@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 from oobleck.cli.inputs import JobSource, open_job
 from oobleck.cli.main import main
@@ -16,7 +21,9 @@ from oobleck.control.journal import Notice
 from oobleck.errors import ConfigError
 from oobleck.job import JobSpec, ScriptSpec
 from oobleck.runtime.processes.script_process import CallbackProcess, describe_script
+from oobleck.runtime.python_process import module_command
 from tests.control.journals import committed
+from tests.processes import all_to_end, noted_by
 
 SLOW = pytest.mark.slow  # each starts a process that imports torch and transformers
 
@@ -123,6 +130,107 @@ def test_a_script_that_takes_minutes_to_return_its_job_is_waited_for(tmp_path: P
     assert [entry.getMessage() for entry in caplog.records] == [
         f"script {script} has taken 20 s so far; waiting for it"
     ]
+
+
+# --- processes that a script starts ------------------------------------------------------------------------------
+
+WATCHED = """
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from oobleck import Job
+
+def watch():
+    time.sleep(60)
+
+def job():
+    watcher = multiprocessing.get_context("fork").Process(target=watch)
+    watcher.start()
+    Path({noted!r}).write_text(f"{{os.getpid()}}\\n{{watcher.pid}}\\n")
+    {then}
+"""
+"""Its watcher holds what the script has open, and Python waits for it at the script's end."""
+
+
+async def test_a_script_is_ended_with_the_processes_that_it_has_started(tmp_path: Path):
+    script, noted = tmp_path / "train.py", tmp_path / "pids"
+    script.write_text(WATCHED.format(noted=str(noted), then="return Job(max_steps=3)"))
+    began_s = time.monotonic()
+    assert json.loads(describe_script(script, ()).settings)["max_steps"] == 3
+    assert time.monotonic() - began_s < 40, "less than its watcher takes"
+    await all_to_end(noted_by(noted))
+
+
+async def test_a_script_that_is_gone_is_not_waited_for_while_its_processes_live(tmp_path: Path):
+    script, noted = tmp_path / "train.py", tmp_path / "pids"
+    script.write_text(WATCHED.format(noted=str(noted), then="os._exit(7)"))
+    began_s = time.monotonic()
+    with pytest.raises(ConfigError, match="ended by itself, with the exit code 7"):
+        describe_script(script, ())
+    assert time.monotonic() - began_s < 40, "less than its watcher takes"
+    await all_to_end(noted_by(noted))
+
+
+INTERRUPTED = """
+import os
+import time
+from pathlib import Path
+from oobleck import Job
+
+def wait(where):
+    if where == {where!r}:
+        Path({noted!r}).write_text(f"{{os.getpid()}}\\n")
+        time.sleep(60)
+
+def model():
+    wait("model")
+
+def job():
+    wait("job")
+    return Job(model=model)
+"""
+
+
+@pytest.mark.parametrize("where", ["job", pytest.param("model", marks=SLOW)])
+async def test_an_interrupt_from_the_terminal_ends_a_script_at_once(tmp_path: Path, where: str):
+    script, noted = tmp_path / "train.py", tmp_path / "pids"
+    script.write_text(INTERRUPTED.format(noted=str(noted), where=where))
+    command = module_command("oobleck", "up", f"--base-dir={tmp_path}", "--local", "1", str(script))
+    # The terminal sends it to all processes of the foreground.
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0) as process:  # noqa: ASYNC220  the test waits for it
+        try:
+            with trio.fail_after(60):
+                while not noted_by(noted):  # noqa: ASYNC110  a process writes it
+                    await trio.sleep(0.05)
+            os.killpg(process.pid, signal.SIGINT)
+            process.communicate(timeout=4)  # a script that has returned its job is given five seconds
+        finally:
+            process.kill()
+    await all_to_end(noted_by(noted), within_s=1)
+
+
+@pytest.fixture
+def quick_clock() -> MockClock:
+    """The thirty seconds of callbacks are three."""
+    return MockClock(rate=10)
+
+
+@SLOW
+async def test_callbacks_that_are_killed_are_so_with_the_processes_that_they_have_started(
+    tmp_path: Path, quick_clock: MockClock
+):
+    noted = tmp_path / "pids"
+    source = WATCHED.format(noted=str(noted), then="return Job(callbacks=[object()])")
+    process = CallbackProcess(job_of(source), log=tmp_path / "script.log", on_stop=lambda: None)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(process.run)
+        with trio.fail_after(1200):
+            while not noted_by(noted):  # noqa: ASYNC110  a process writes it
+                await trio.sleep(0.5)
+        await process.finish()
+    with trio.fail_after(1200):
+        await all_to_end(noted_by(noted))
 
 
 # --- trials before a run -----------------------------------------------------------------------------------------
