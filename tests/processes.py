@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import trio
 
-__all__ = ["all_to_end", "no_new_processes", "noted_by", "words_of"]
+__all__ = ["all_to_end", "lives", "no_new_processes", "noted_by", "words_of"]
 
 
 def words_of(process: psutil.Process) -> list[str]:
@@ -31,6 +31,7 @@ def noted_by(file: Path) -> list[int]:
 
 
 def lives(pid: int) -> bool:
+    """Whether a process is there and has not ended, be it reaped or not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -130,7 +130,11 @@ class _PlainProcess:
 
     def close(self) -> None:
         self._process.kill()
-        self._process.communicate()
+        # Only its end is waited for: processes that the script has forked hold its output as well.
+        self._process.wait()
+        for stream in filter(None, (self._process.stdin, self._process.stdout)):
+            with suppress(BrokenPipeError):
+                stream.close()
 
     def train(self) -> verification.PlainAccount:
         job = verification.PlainJob(
