@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,8 @@ from oobleck.runtime.python_process import as_no_rank, module_command
 from oobleck.wire import FrameDecoder
 
 from .fork_client import ForkedProcess, ForkServer, OomKills
+
+_log = logging.getLogger("oobleck.agent")
 
 _SERVER = module_command("oobleck.training.process.worker_server")
 
@@ -65,12 +68,15 @@ class ForkingWorkerHost:
         if not self._server.has_started or makes_data or job.data.shards:
             return
         fields = json.dumps(asdict(job.text))
-        await trio.run_process(
-            module_command("oobleck.training.data.corpus", str(cache_dir), fields),
-            stdin=subprocess.DEVNULL,
-            check=False,
-            env=as_no_rank(),
-        )
+        try:
+            await trio.run_process(
+                module_command("oobleck.training.data.corpus", str(cache_dir), fields),
+                stdin=subprocess.DEVNULL,
+                check=False,
+                env=as_no_rank(),
+            )
+        except OSError as error:  # no memory or no process, for now: the first worker prepares its data itself
+            _log.warning("the text is not prepared ahead: %s", error.strerror)
 
     async def start(self, setup: SetUpWorker) -> Worker:
         process, stream = await self._server.fork()

@@ -21,6 +21,7 @@ from oobleck.job import JobSpec
 from oobleck.planner import WorkerId
 from oobleck.runtime.agent.workers import ForkingWorkerHost, Worker
 from oobleck.runtime.files import RUN_ENVIRONMENT, AgentDir, stat_fields
+from tests.processes import no_new_processes
 
 SERVER = (sys.executable, str(Path(__file__).parents[1] / "forking.py"))
 
@@ -122,6 +123,16 @@ async def test_a_server_that_is_stopped_hides_no_end_and_the_next_start_does_not
             second = await host.start(setup())
         assert server_of(second) != str(stopped)
         assert await host.server_ended() == ForkServerEnded(end=Killed(signal=9), is_restarted=True)
+
+
+async def test_data_that_no_process_can_be_made_for_is_left_to_the_workers(
+    directory: AgentDir, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with hosts(directory) as (host,):
+        await host.start(setup())  # the server has settled
+        with no_new_processes():
+            await host.prepare(JobSpec(), tmp_path)
+    assert [record.getMessage() for record in caplog.records] == ["the text is not prepared ahead: Too many open files"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
