@@ -127,6 +127,8 @@ class Cluster:
         self.now_s = 0.0
         self.generation = 0
         self.step = 0
+        self.last_step = 0
+        """The newest one that all ranks of the generation before had saved."""
         for node in self.nodes:
             self.master.meet(node, CopyDoor(node=node, host="", port=1, ticket=b""))
         self.begin()
@@ -138,6 +140,7 @@ class Cluster:
     def begin(self) -> None:
         """Start ranks on all nodes, from the newest state that those can read."""
         self.generation += 1
+        self.last_step = self.step
         loaded = max(self.whole(self.nodes), default=None)
         self.step = loaded.step if loaded is not None else 0
         self.ahead: set[str] = set()
@@ -258,6 +261,23 @@ class Cluster:
             node.up.append(protocol.StatesKept(door=door, order=order))
             self.report(name)
 
+    def drain(self, name: str, saves_per_round: int, waits: int) -> None:
+        """Have a node leave after some more saves, once others have what they need of it."""
+        self.master.leave(name)
+        for _ in range(waits):
+            self.act(saves_per_round)
+        self.master.end()
+        for each in self.nodes:
+            self.report(each)
+            self.hear(each)
+        for _ in range(2000):
+            if not self.master.is_needed(name):
+                break
+            self.act(0)
+        else:
+            raise AssertionError("the node cannot leave")
+        self.lose(name)
+
     def lose(self, *names: str) -> None:
         for name in names:
             self.nodes.pop(name)
@@ -300,6 +320,36 @@ def test_what_is_called_protected_survives_the_loss_of_any_node_at_any_moment(
             cluster.lose(cluster.random.choice(list(cluster.nodes)))
             if protection.protected is not None:
                 assert cluster.step >= protection.protected
+
+
+@examples(100)
+@given(kinds_of_clusters, st.integers(1, 12), st.lists(st.tuples(st.integers(0, 60), st.integers(0, 30)), max_size=3))
+def test_nodes_that_drain_hand_on_what_their_ranks_have_saved(
+    cluster: Cluster, saves_per_round: int, waits: list[tuple[int, int]]
+) -> None:
+    for before, after in waits:
+        for _ in range(before):
+            cluster.act(saves_per_round)
+        if len(cluster.nodes) > 1:
+            cluster.drain(cluster.random.choice(list(cluster.nodes)), saves_per_round, after)
+            assert cluster.step == cluster.last_step, "not the newest state that all ranks have saved"
+
+
+def test_ranks_on_one_node_may_begin_before_a_draining_node_has_handed_on_its_parts() -> None:
+    cluster = Cluster(2, 1, Random(0))
+    while cluster.master.protection.protected is None:
+        cluster.act(1)
+    cluster.save_one()
+    cluster.save_one()
+    cluster.master.leave("node0")
+    cluster.master.begin("run-000002", ["node1"])
+    for name in cluster.nodes:
+        cluster.report(name)
+        cluster.hear(name)
+    assert cluster.master.is_needed("node0")
+    for _ in range(20):
+        cluster.act(0)
+    assert not cluster.master.is_needed("node0")
 
 
 @examples(100)

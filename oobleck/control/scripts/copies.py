@@ -276,9 +276,14 @@ class Copies:
     def _renew(self, states: tuple[ScriptState, ...], from_step: int | None) -> None:
         """Have nodes keep these states."""
         keep = self._keep
-        # A node without others keeps its newest state anyway, and needs to be told only which starts are past.
-        is_alone = self._num_needed == 1 and {each.start for each in states} == {each.start for each in keep.states}
-        if is_alone or (states, from_step, self._unique) == (keep.states, keep.from_step, keep.start):
+        # A node without others keeps its newest state anyway, and needs to be told only which starts are past:
+        # unless it is to take parts that only a draining node of the generation before has.
+        is_alone = self._is_alone and {each.start for each in states} == {each.start for each in keep.states}
+        if (is_alone and not any(map(self._lacking, states))) or (states, from_step, self._unique) == (
+            keep.states,
+            keep.from_step,
+            keep.start,
+        ):
             return
         self._keep = KeepStates(number=keep.number + 1, states=states, from_step=from_step, start=self._unique)
         self._kept_since = {state: self._kept_since.get(state, self._keep.number) for state in states}
@@ -296,6 +301,11 @@ class Copies:
     def _able(self) -> list[str]:
         """The nodes that can hold copies, or give them."""
         return [node for node in sorted(self._doors) if not self._part or node in self._part]
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether ranks run on one node. One that is to leave is not alone, for others take its parts."""
+        return len(self._able) < 2
 
     @property
     def _staying(self) -> list[str]:
@@ -382,7 +392,7 @@ class Copies:
         if self._protected is not None and newest <= self._protected:
             return None
         # What ranks have loaded is copied until they have saved. A node without others copies nothing.
-        if newest not in current or self._num_needed == 1:
+        if newest not in current or self._is_alone:
             return _Wanted(None, newest)
         if not self._num_ahead:
             return _Wanted(newest.step, newest)
