@@ -293,11 +293,51 @@ class Cluster:
         self.begin()
 
 
+def held_part(step: int, rank: int, worked_s: float) -> HeldPart:
+    return HeldPart(
+        state=ScriptState(number=1, step=step, start="s1-run"),
+        rank=rank,
+        world_size=2,
+        is_sharded=True,
+        progress=protocol.ScriptProgress(from_step=0, worked_s=worked_s, loss=""),
+    )
+
+
+reports = st.frozensets(st.builds(held_part, st.integers(1, 3), st.integers(0, 1), st.sampled_from([1.0, 2.0])))
+"""What a node may hold, of which a part may be there twice: its step was saved again."""
+
 seeds = st.integers(0, 2**32).map(Random)
 clusters = st.builds(Cluster, st.integers(2, 5), st.integers(1, 2), seeds)
 short_of_memory = st.builds(Cluster, st.integers(2, 5), st.integers(1, 2), seeds, st.just(2))
 with_parity = st.builds(Cluster, st.integers(2, 7), st.just(1), seeds, st.just(4), st.integers(2, 4))
 kinds_of_clusters = clusters | short_of_memory | with_parity
+
+
+@examples(200)
+@given(st.lists(st.tuples(st.sampled_from(["a", "b"]), reports), max_size=8))
+def test_what_counts_is_what_nodes_report_last_each_part_once(said: list[tuple[str, frozenset[HeldPart]]]) -> None:
+    master = Copies(1)
+    for node in ("a", "b"):
+        master.meet(node, CopyDoor(node=node, host="", port=1, ticket=b""))
+    for now_s, (node, parts) in enumerate(said):
+        master.hold(node, parts, kept=0)
+        master.orders(float(now_s), {})
+    last = dict(said)
+    steps = [
+        step
+        for step in (1, 2, 3)
+        if {part.rank for parts in last.values() for part in parts if part.state.step == step} == {0, 1}
+    ]
+    for node in last:
+        assert master.protection.newest == max(steps, default=None)
+        others = {
+            part.rank for of in last.keys() - {node} for part in last[of] if steps and part.state.step == steps[-1]
+        }
+        assert master.is_needed(node) == (bool(steps) and others != {0, 1})
+    for node in ("a", "b"):
+        master.drop(node)
+    master.orders(100.0, {})
+    assert master.protection.newest is None
 
 
 @examples(150)

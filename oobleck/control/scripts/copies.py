@@ -65,9 +65,9 @@ class Copies:
         self._doors: dict[str, protocol.CopyDoor] = {}
         """Of the nodes that can hold copies."""
         self._leaving: set[str] = set()
-        self._held: dict[str, frozenset[HeldPart]] = {}
+        self._held: dict[str, dict[tuple[ScriptState, int], HeldPart]] = {}
         self._parities: dict[str, frozenset[HeldParity]] = {}
-        """Keyed by node."""
+        """Keyed by node; parts then by state and rank, for a node may hold one twice."""
         self._spreads: dict[ScriptState, Spread] = {}
         self._places: dict[str, tuple[str, ...]] = {}
         self._unique = ""
@@ -131,12 +131,14 @@ class Copies:
         if self._awaited.get(node):  # what came before may be a report of long ago
             del self._awaited[node]
         self._heeded[node] = kept
-        held, before = frozenset(parts), self._held.get(node, frozenset())
+        # Of a step that was saved twice, the later save counts.
+        held = {(part.state, part.rank): part for part in sorted(parts, key=_worked_s)}
+        before = self._held.get(node, {})
         self._hold_parities(node, frozenset(parities))
-        for part in before - held:
-            self._spreads[part.state].holders[part.rank].discard(node)
-            self._forget_empty(part)
-        for part in held - before:
+        for state, rank in [key for key in before if key not in held]:
+            self._spreads[state].holders[rank].discard(node)
+            self._forget_empty(state, rank)
+        for part in [part for key, part in held.items() if before.get(key) != part]:
             spread = self._spreads.setdefault(part.state, Spread(part.world_size, part.is_sharded))
             spread.holders.setdefault(part.rank, set()).add(node)
             spread.can_stay &= part.can_stay
@@ -198,11 +200,11 @@ class Copies:
         elif failed.state in self._keep.states:  # else an earlier master has asked for it, and it is not wanted now
             self._refused_s[node, failed.target] = now_s + _REFUSED_S
 
-    def _forget_empty(self, part: HeldPart) -> None:
-        spread = self._spreads[part.state]
-        if not spread.holders[part.rank]:
-            del spread.holders[part.rank]
-        self._forget_if_empty(part.state)
+    def _forget_empty(self, state: ScriptState, rank: int) -> None:
+        spread = self._spreads[state]
+        if not spread.holders[rank]:
+            del spread.holders[rank]
+        self._forget_if_empty(state)
 
     def _forget_if_empty(self, state: ScriptState) -> None:
         if not self._spreads[state].holders and not self._spreads[state].parities:
@@ -279,11 +281,8 @@ class Copies:
         # A node without others keeps its newest state anyway, and needs to be told only which starts are past:
         # unless it is to take parts that only a draining node of the generation before has.
         is_alone = self._is_alone and {each.start for each in states} == {each.start for each in keep.states}
-        if (is_alone and not any(map(self._lacking, states))) or (states, from_step, self._unique) == (
-            keep.states,
-            keep.from_step,
-            keep.start,
-        ):
+        knows_all = is_alone and not any(map(self._lacking, states))
+        if knows_all or (states, from_step, self._unique) == (keep.states, keep.from_step, keep.start):
             return
         self._keep = KeepStates(number=keep.number + 1, states=states, from_step=from_step, start=self._unique)
         self._kept_since = {state: self._kept_since.get(state, self._keep.number) for state in states}
@@ -477,6 +476,10 @@ class Copies:
         others = [node for node in self._places if node != source and node not in places]
         domain = self._domains.get(source, source)
         return [*places, *sorted(others, key=lambda node: (self._domains.get(node, node) == domain, node))]
+
+
+def _worked_s(part: HeldPart) -> float:
+    return part.progress.worked_s if part.progress is not None else 0.0
 
 
 def _orders(state: ScriptState, by_source: BySource) -> list[Order]:

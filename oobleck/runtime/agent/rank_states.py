@@ -50,7 +50,7 @@ class RankStates:
         self._directory = Path()
         self._identity: Mapping[str, str] = {}
         self._is_open = trio.Event()
-        self._written: set[tuple[str, int]] = set()
+        self._written: set[tuple[str, int, int]] = set()
         self._unwritten: list[protocol.PartNotWritten] = []  # and not reported yet
         self._requested = 0  # requests to write all states in memory
         self._done = 0
@@ -314,7 +314,7 @@ class RankStates:
         """Release the memory, unless it holds a state that could not be written."""
         if not self._is_open.is_set():
             return
-        if all((note.name, note.rank) in self._written for _, note in self._slots_to_write()):
+        if all(_key_of(note) in self._written for _, note in self._slots_to_write()):
             await self._store.discard_memory()
         else:
             self._store.keep_memory()
@@ -370,7 +370,7 @@ class RankStates:
 
     def _write_all(self, slots: list[tuple[Slot, scripts.PartNote]]) -> None:
         for slot, note in slots:
-            if (note.name, note.rank) not in self._written:
+            if _key_of(note) not in self._written:
                 with suppress(CorruptCheckpoint):  # the next ranks have overwritten it, so they have loaded it
                     self._write(slot, note, _copied(slot, note), is_planned=False)
 
@@ -387,8 +387,12 @@ class RankStates:
                 protocol.PartNotWritten(state=_state_of(note), rank=note.rank, is_sharded=is_sharded, reason=reason)
             )
             return False
-        self._written.add((note.name, note.rank))
+        self._written.add(_key_of(note))
         return True
+
+
+def _key_of(note: scripts.PartNote) -> tuple[str, int, int]:
+    return note.name, note.rank, note.number  # a step may be saved twice
 
 
 def _state_of(note: scripts.PartNote) -> protocol.ScriptState:

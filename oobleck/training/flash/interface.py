@@ -36,6 +36,8 @@ class _Process:
         self.identity = scripts.ScriptIdentity.of_environment(os.environ, main=_main_path())
         self.start = ""  # until the first load or save settles it
         self.last_step = 0
+        self.saved: scripts.PartNote | None = None
+        """The last one of this start."""
         self.from_step: int | None = None
         self.began_s = 0.0
         self.losses = Losses()
@@ -209,6 +211,7 @@ def _note_loaded(chosen: scripts.Chosen) -> None:
     this, (rank, _) = _this(), place()
     this.identity.check_arguments(chosen.note, str(this.directory))
     this.last_step = chosen.note.step
+    this.saved = chosen.note if chosen.note.start == this.start else None
     this.saver.protect(chosen.note.name)
     if rank == 0:
         count = f"{len(chosen.notes)} rank{'' if len(chosen.notes) == 1 else 's'}"
@@ -235,7 +238,7 @@ def save(
     piece. When it returns, the state is in shared memory, and may be changed. O(size).
 
     Arguments:
-        step: a number that grows.
+        step: a number that grows. The last one may be saved again, with the same state: the later save counts.
         loss: the step's loss, which `oobleck status` and the report show with the step; that of rank 0 counts.
         on_bad_step: what follows if any rank's own loss is not finite, or exceeds the highest of its last 32 by more
             than three times their range; all ranks name a loss then, and compare them. With "stop" the run ends. With
@@ -245,9 +248,9 @@ def save(
         disk_every: the agent also writes the first save in every `disk_every` steps to disk. Under a launcher other
             than `oobleck run`, every save is written to disk before this returns.
 
-    Raises UsageError that names what cannot be saved, and where it is, OSError if memory or disk is full, and in all
-    ranks BadStep for a bad step, which is not saved. A script that catches it may skip the step: `load` returns the
-    state before.
+    Raises UsageError that names what cannot be saved, and where it is, or a step before the last one, OSError if memory
+    or disk is full, and in all ranks BadStep for a bad step, which is not saved. A script that catches it may skip the
+    step: `load` returns the state before.
     """
     check_step("oobleck.checkpoint.save", step, disk_every)
     this = _begin_save()
@@ -277,17 +280,23 @@ def _begin_save() -> _Process:
 
 def _save(this: _Process, step: int, flat: Flat, *, loss: float | None, disk_every: int) -> None:
     is_planned = step // disk_every != this.last_step // disk_every
-    this.saver.save(this.note(step, flat, is_planned=is_planned, loss=loss), flat)
-    this.last_step = step
+    if this.saved is not None and this.saved.step == step:
+        is_planned |= this.saved.is_planned  # what is on disk is replaced as well
+    note = this.note(step, flat, is_planned=is_planned, loss=loss)
+    this.saver.save(note, flat)
+    this.last_step, this.saved = step, note
     attempts.note_saved()
 
 
 def check_step(call: str, step: int, disk_every: int) -> None:
-    """Raise UsageError, which names the call, unless both are numbers that a save takes."""
+    """Raise UsageError, which names the call, unless both are numbers that the next save takes."""
     if type(step) is not int or step < 0:
         raise UsageError(f"{call}: step {step!r} is not a whole number from 0")
     if type(disk_every) is not int or disk_every < 1:
         raise UsageError(f"{call}: disk_every={disk_every!r}; it must be a whole number from 1")
+    saved = _this().saved
+    if saved is not None and step < saved.step:
+        raise UsageError(f"{call}: step {step} follows step {saved.step}, which is saved already; steps must grow")
 
 
 def all_ranks(call: str) -> Peers:

@@ -124,7 +124,8 @@ class Loader:
     def __init__(self, peers: Peers, parts: Sequence[scripts.Part], problems: list[str]) -> None:
         """`parts` are readable by this rank; `problems` describe those that are not, and get those found damaged."""
         self._peers = peers
-        self._parts = list(parts)
+        # Of a step that was saved twice, the later save counts, as the last one here.
+        self._parts = sorted(parts, key=lambda part: part.note.number)
         self._problems = problems
 
     def load(self) -> tuple[object, scripts.Chosen] | None:

@@ -54,7 +54,7 @@ class MemorySaver:
         if self._newest is not None:
             self._forget_others((self._newest, *kept.names))
         memory = self._memory_for(_layout(flat, len(tree), note.rank, self._memory), is_sharded=bool(note.shardings))
-        slot = self._slot_of(memory, note.start, kept)
+        slot = self._slot_of(memory, note, kept)
         _wait_for_agent([slot])
         slot.begin()
         _fill(memory.layout, slot.data, tree, flat)
@@ -107,9 +107,14 @@ class MemorySaver:
             f"copies ({free:,.1f} MiB are free); a container gets more by --shm-size\n"
         )
 
-    def _slot_of(self, memory: storage.FlashMemory, start: str, kept: scripts.Kept) -> storage.Slot:
+    def _slot_of(self, memory: storage.FlashMemory, new: scripts.PartNote, kept: scripts.Kept) -> storage.Slot:
         """Choose the slot whose state is needed least."""
+        start = new.start
         notes = {slot.number: note for slot in memory.valid_slots() if (note := scripts.note_of(slot)) is not None}
+        # Other ranks may not have saved this step once yet: the one before must stay.
+        again = next((slot for slot in memory.valid_slots() if slot.holds(new.name)), None)
+        if again is not None:
+            return again
         own_steps = [note.step for note in notes.values() if note.start == start]
         wanted: int | None = None
         # An order of an earlier generation must not have a state kept that nobody copies.

@@ -33,21 +33,21 @@ class Node:
         self.states.open(RanksSpec(tag="t", entry="script", command=("train.py",), directory="/"))
         self.memory = FlashMemory.create(self.directory.memory / f"{memory_stem(0)}.1", LAYOUT)
 
-    def save(self, step: int, *, is_planned: bool = False, is_cut: bool = False) -> None:
+    def save(self, step: int, *, is_planned: bool = False, is_cut: bool = False, again: int = 0) -> None:
         note = PartNote(
             name=state_name(step, "a"),
             step=step,
             start="a",
             rank=0,
             world_size=2,
-            number=step,
+            number=step + again,
             saved_at=f"{step:04d}",
             is_planned=is_planned,
             shardings=(CUT,) if is_cut else (),
         )
         slot = self.memory.next_slot()
         slot.begin()
-        slot.data[:8] = bytes([step] * 8)
+        slot.data[:8] = bytes([step + again] * 8)
         slot.seal(encode_json(note))
 
     def written(self) -> dict[str, bytes]:
@@ -77,6 +77,17 @@ async def test_a_planned_state_is_written_and_its_slot_may_be_used_again(node: N
         nursery.cancel_scope.cancel()
     assert node.written() == {"step-00000002.a": bytes([2] * 8)}
     assert is_taken(node.memory.valid_slots()[0])
+
+
+async def test_a_step_that_is_saved_again_is_written_again(node: Node) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(node.states.run)
+        node.save(1)
+        await node.states.keep(is_planned=False, is_last=True)
+        node.save(1, again=7)
+        await node.states.keep(is_planned=False, is_last=True)
+        nursery.cancel_scope.cancel()
+    assert node.written() == {"step-00000001.a.end": bytes([8] * 8)}
 
 
 async def test_what_is_in_memory_when_ranks_end_is_written(node: Node) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -92,6 +93,54 @@ def test_a_later_process_continues_from_the_newest_state(tmp_path: Path, is_in_m
     assert first == "None\n"
     assert second == "(3, None, (3, 0.5), [[3.0, 3.0, 3.0], [3.0, 3.0, 3.0]], torch.bfloat16)\n"
     assert (tmp_path / "disk").exists() != is_in_memory, "no agent writes it here"
+
+
+AGAIN = """\
+import os, sys, torch, oobleck.checkpoint
+from oobleck.errors import UsageError
+state = oobleck.checkpoint.load()
+print(None if state is None else (state["step"], state["w"].tolist()))
+if state is None:
+    for step in (8, 9, 10):
+        oobleck.checkpoint.save(step, {"step": step, "w": torch.zeros(2)})
+    oobleck.checkpoint.save(10, {"step": 10, "w": torch.ones(int(sys.argv[1]))})
+    try:
+        oobleck.checkpoint.save(9, {"step": 9})
+    except UsageError as error:
+        print(error)
+else:
+    oobleck.checkpoint.save(1, {"step": 1})
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("is_in_memory", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_step_may_be_saved_again_where_an_older_one_is_refused(
+    tmp_path: Path, size: int, *, is_in_memory: bool
+) -> None:
+    """As where the end of an epoch comes with a step that is saved anyway."""
+    where = {"OOBLECK_CHECKPOINT_DIR": str(tmp_path / "disk")}
+    if is_in_memory:
+        where["OOBLECK_CHECKPOINT_MEMORY"] = str(tmp_path)
+    starts = [
+        run(AGAIN, 1, arguments=[str(size)], **where, OOBLECK_CHECKPOINT_START=f"{number}" if is_in_memory else "")
+        for number in (1, 2)
+    ]
+    (first,), (second,) = starts
+    refused = "oobleck.checkpoint.save: step 9 follows step 10, which is saved already; steps must grow"
+    assert first == f"None\n{refused}\n"
+    assert second == f"(10, {[1.0] * size})\n", "and a new start may begin with any step"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_step_before_stays_where_a_step_is_saved_again(tmp_path: Path, size: int) -> None:
+    """Another rank may have saved only that one."""
+    where = {"OOBLECK_CHECKPOINT_MEMORY": str(tmp_path), "OOBLECK_CHECKPOINT_DIR": str(tmp_path / "disk")}
+    run(AGAIN, 1, arguments=[str(size)], **where, OOBLECK_CHECKPOINT_START="1")
+    notes = [slot.note for path in memory_files(tmp_path, "rank0") for slot in FlashMemory.open(path).valid_slots()]
+    saves = {(note["step"], note["number"]) for note in map(json.loads, notes)}
+    assert saves >= {(9, 2), (10, 4)}
 
 
 CLOCK = """\
