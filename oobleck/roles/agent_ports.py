@@ -156,6 +156,12 @@ class RankHost(Protocol):
     async def prepare(self, run: RanksSpec, devices: tuple[int, ...]) -> int:
         """Get ready; return how many ranks the node has. Raises ConfigError if the command cannot run here."""
 
+    def address_of(self, name: str) -> str:
+        """Return the address of a network interface of this node; any other name is an address already.
+
+        Raises ConfigError for an interface without one.
+        """
+
     async def open_door(self, run: RanksSpec, address: str) -> protocol.CopyDoor | None:
         """Take in copies of other nodes' states at an address of this node; None if it takes none."""
 

@@ -74,6 +74,7 @@ class RankKeeper:
         self._post, self._orders = trio.open_memory_channel[protocol.RanksOrder](_ORDERS_BUFFERED)
         self._configured: protocol.ConfigureRanks | None = None
         self._num_ranks = 1
+        self._address = ""
         self._door: protocol.CopyDoor | None = None
         self._cleared = 0  # no rank of generations up to this one runs, or will
         self._current: _Generation | None = None
@@ -149,7 +150,8 @@ class RankKeeper:
         if self._configured is None:
             try:
                 self._num_ranks = await self._host.prepare(order.run, order.devices)
-                self._door = await self._host.open_door(order.run, order.address)
+                self._address = self._host.address_of(order.address)
+                self._door = await self._host.open_door(order.run, self._address)
             except ConfigError as error:
                 await self._host.leave()
                 self._say(protocol.AgentStopped(reason=str(error), is_failure=True))
@@ -169,7 +171,15 @@ class RankKeeper:
 
     def _say_ready(self) -> None:
         port = self._host.reserve_port()
-        self._say(protocol.RanksReady(generation=self._cleared, num_ranks=self._num_ranks, port=port, door=self._door))
+        self._say(
+            protocol.RanksReady(
+                generation=self._cleared,
+                num_ranks=self._num_ranks,
+                port=port,
+                address=self._address,
+                door=self._door,
+            )
+        )
 
     async def _start(self, order: protocol.StartRanks, nursery: trio.Nursery) -> None:
         configured = self._configured

@@ -11,7 +11,6 @@ sender. So links protect what SSH protects; anyone who can connect to an agent l
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import secrets
 import socket
@@ -25,6 +24,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from oobleck.control.protocol import RelayOpen
 
 from .listening import accept as accept_client
+from .listening import address_of
 
 _NONCE_BYTES = 16
 _TICKET_BYTES = 32
@@ -36,7 +36,6 @@ _SEAL_BYTES = 16
 _READ_BYTES = 1 << 16
 _PROOF_S = 5.0
 _BACKLOG = 128
-_GET_INTERFACE_ADDRESS = 0x8915
 
 
 class SealedStream(trio.abc.Stream):
@@ -141,7 +140,7 @@ class RelaySockets:
 
     async def listen(self, address: str) -> _Listener:
         """Listen at an address, a host name or a network interface of this machine. Raises OSError."""
-        host = _address_of(address)
+        host = address_of(address)
         family = (await trio.socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))[0][0]
         sock = trio.socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -160,16 +159,6 @@ class RelaySockets:
         except BaseException:
             await trio.aclose_forcefully(stream)
             raise
-
-
-def _address_of(name: str) -> str:
-    """Return the address of a network interface of this machine; any other name is an address already."""
-    if name not in {interface for _, interface in socket.if_nameindex()}:
-        return name
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # The kernel's `ifreq` holds a name of at most 15 bytes and a zero, then the family and port of the address.
-        request = struct.pack("256s", name.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _GET_INTERFACE_ADDRESS, request)[20:24])
 
 
 async def _greet(stream: trio.abc.Stream, ticket: bytes, *, calls: bool) -> SealedStream:

@@ -99,6 +99,7 @@ class FakeRank:
 class FakeHost:
     def __init__(self) -> None:
         self.ranks: list[FakeRank] = []
+        self.opened_at: list[str] = []
 
     async def run(self) -> None:
         await trio.sleep_forever()
@@ -106,7 +107,11 @@ class FakeHost:
     async def prepare(self, run: RanksSpec, devices: tuple[int, ...]) -> int:
         return len(devices)
 
-    async def open_door(self, run: RanksSpec, address: str) -> None: ...
+    def address_of(self, name: str) -> str:
+        return {"ib0": "10.1.0.5"}.get(name, name)
+
+    async def open_door(self, run: RanksSpec, address: str) -> None:
+        self.opened_at.append(address)
 
     def keep_in_memory(self, order: KeepStates) -> None: ...
 
@@ -213,3 +218,17 @@ async def test_a_node_that_cannot_start_ranks_gives_its_memory_back_before_it_sa
         await trio.sleep(1)
         nursery.cancel_scope.cancel()
     assert said == [(AgentStopped(reason="--log-dir: it is a file", is_failure=True), True)]
+
+
+@pytest.mark.parametrize("name", ["ib0", "10.1.0.5"])
+async def test_other_nodes_are_told_the_address_of_a_network_interface(autojump_clock: MockClock, name: str) -> None:
+    host, said = FakeHost(), list[AgentMessage]()
+    keeper = RankKeeper(host, say=said.append, show=lambda _: True)
+    run = RanksSpec(tag="t", entry="script", command=("s.py",), directory="/", hang_timeout_s=0)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(keeper.run)
+        keeper.take(ConfigureRanks(run=run, devices=(0,), generation=0, address=name))
+        await trio.sleep(1)
+        nursery.cancel_scope.cancel()
+    assert said == [RanksReady(generation=0, num_ranks=1, port=1, address="10.1.0.5")]
+    assert host.opened_at == ["10.1.0.5"], "where the node takes in copies"

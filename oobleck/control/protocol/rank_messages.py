@@ -191,6 +191,8 @@ class RanksReady(FromRanks):
     num_ranks: int
     port: int
     """A free port, which the agent keeps for rank 0."""
+    address: str = ""
+    """Where ranks of other nodes reach it: for a network interface, that one's address."""
     door: CopyDoor | None = None
 
 

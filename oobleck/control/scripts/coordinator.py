@@ -452,7 +452,7 @@ class RanksCoordinator(BaseCoordinator):
             begin,
             self._ended_s,
             port=self._run.master_port or self._ready[first].port,
-            address=self._members[first].address,
+            address=self._ready[first].address or self._members[first].address,
         )
         self._formed = formed
         self._copies.begin(self._start_of(begin.generation), [each.node for each in begin.nodes])

@@ -20,6 +20,7 @@ from oobleck.errors import BadStep, ConfigError, PeerError, StatesLost, WorkersU
 from oobleck.host.machine import num_gpus
 from oobleck.job.ranks import RanksSpec
 from oobleck.runtime.files import AgentDir, stat_fields
+from oobleck.runtime.listening import address_of
 from oobleck.runtime.python_process import module_command
 from oobleck.runtime.script_command import check_command
 from oobleck.storage import scripts
@@ -250,6 +251,16 @@ class RankProcesses:
     async def server_ended(self) -> protocol.ForkServerEnded | protocol.RanksCold:
         await self._has_server.wait()
         return await self._server.server_ended()
+
+    def address_of(self, name: str) -> str:
+        """Return the address of a network interface; any other name is an address already. Raises ConfigError."""
+        try:
+            return address_of(name)
+        except OSError as error:
+            raise ConfigError(
+                f"other nodes cannot reach this one by its network interface {name}: {error.strerror}; name another "
+                "one, or an address, by address= in the hostfile"
+            ) from error
 
     async def open_door(self, run: RanksSpec, address: str) -> protocol.CopyDoor | None:
         return await self._states.open_door(run, self._directory.node, address)

@@ -189,6 +189,9 @@ class VirtualRankHost:
         await trio.sleep(self.world.delays.warm_up_s)
         return len(devices)
 
+    def address_of(self, name: str) -> str:
+        return name
+
     async def open_door(self, run: RanksSpec, address: str) -> None:
         await trio.lowlevel.checkpoint()
 

@@ -141,9 +141,10 @@ class World:
         }
         return self.give(NodeUp(node=node, hello=Hello(**{**fields, **differs}), address=f"{node}.address"))
 
-    def ready(self, node: str, generation: int = 0) -> list[Command]:
+    def ready(self, node: str, generation: int = 0, *, address: str = "") -> list[Command]:
         door = CopyDoor(node=node, host=f"{node}.address", port=1, ticket=b"")
-        return self.say(node, RanksReady(generation=generation, num_ranks=2, port=1000 + NODES.index(node), door=door))
+        port = 1000 + NODES.index(node)
+        return self.say(node, RanksReady(generation=generation, num_ranks=2, port=port, address=address, door=door))
 
     def hold(self, node: str, *ranks: int, step: int = 5) -> list[Command]:
         """Report the parts of one state, which all six ranks have saved."""
@@ -195,6 +196,15 @@ def test_ranks_start_once_all_nodes_are_ready_with_the_port_that_the_first_one_k
         world.say(node, RanksStarted(generation=1, pids=(1, 2), is_warm=node != "b"))
     (runs,) = world.entries(GenerationRuns)
     assert runs.is_warm is False
+
+
+def test_ranks_meet_at_the_address_of_the_interface_that_a_node_is_reached_by():
+    world = World(num_nodes=2)
+    for node in ("a", "b"):
+        world.come(node)
+    world.ready("b", address="10.1.0.6")
+    orders = sent(world.ready("a", address="10.1.0.5"), StartRanks)
+    assert {order.master_address for order in orders.values()} == {"10.1.0.5"}
 
 
 def test_a_failed_rank_ends_the_others_and_the_next_generation_is_counted():

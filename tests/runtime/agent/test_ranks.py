@@ -86,6 +86,16 @@ async def test_ranks_that_are_forked_from_one_process_draw_other_numbers(directo
         assert len({made.printed(each) for each in range(3)}) == 3
 
 
+async def test_ranks_and_copies_reach_a_node_by_the_address_of_its_network_interface(
+    directory: AgentDir, tmp_path: Path
+) -> None:
+    async with node(directory, tmp_path, "", copies=1) as made:
+        assert [made.host.address_of(name) for name in ("lo", "node1", "")] == ["127.0.0.1", "node1", ""]
+        door = await made.host.open_door(made.run, made.host.address_of("lo"))
+        assert door is not None
+        assert door.host == "127.0.0.1"
+
+
 LEAVES_FILES_OPEN = """
 import os
 
