@@ -48,7 +48,6 @@ _WAIT_S = 20.0  # a side that neither sends nor reads for so long is gone
 _GREETING_S = 5.0
 _MOST_CALLERS = 64
 _MOST_TAKERS = 16
-_NUM_SLOTS = 2  # one that is whole, and one that is being received
 _LOWER_EFFORT = 0x04  # RFC 8622: switches that know it serve all other traffic first
 _BURST_S = 0.05
 
@@ -202,7 +201,7 @@ class CopyPort:
             return "it is being received already"
         self._receiving.add(stem)
         try:
-            slot = self._slot(stem, layout)
+            slot = scripts.slot_for(self._files, stem, layout, self._keeps())
             if slot is None:
                 return "it has no room beside what it keeps"
             if len(sums) != slot.sums_bytes:
@@ -249,14 +248,6 @@ class CopyPort:
         finally:
             wrong = self._mixer.end(mixture, note.rank) or wrong
         return wrong
-
-    def _slot(self, stem: str, layout: Layout) -> Slot | None:
-        memory = next(iter(self._files.all(stem)), None)
-        if memory is None or memory.layout != layout:
-            return self._files.create(stem, layout, num_slots=_NUM_SLOTS).next_slot()
-        kept = self._keeps()
-        slots = [slot for slot in memory.slots() if not any(slot.holds(name) for name in kept)]
-        return min(slots, key=lambda slot: slot.sequence if slot.is_valid else 0, default=None)
 
 
 def _proof(ticket: bytes, whose: bytes, nonces: bytes) -> bytes:

@@ -16,7 +16,6 @@ from oobleck.errors import CorruptCheckpoint
 from oobleck.storage import CHUNK_BYTES, Layout, MappedFiles, Slot, scripts
 from oobleck.wire import decode_json
 
-_NUM_SLOTS = 2  # one that is whole, and one that is being mixed
 _TOO_LATE = "a newer state is mixed there"
 _PIECE_BYTES = 256 << 10  # is XORed while it is in the processor's cache
 
@@ -165,12 +164,7 @@ class Mixer:
         return [(slot, sealed) for slot, sealed in noted if sealed is not None and sealed.name == note.name]
 
     def _slot(self, stem: str, layout: Layout) -> Slot:
-        memory = next(iter(self._files.all(stem)), None)
-        if memory is None or memory.layout != layout:
-            return self._files.create(stem, layout, num_slots=_NUM_SLOTS).next_slot()
-        kept = self._keeps()
-        slots = [slot for slot in memory.slots() if not any(slot.holds(name) for name in kept)]
-        slot = min(slots, key=lambda slot: slot.sequence if slot.is_valid else 0, default=None)
+        slot = scripts.slot_for(self._files, stem, layout, self._keeps())
         if slot is None:
             raise Refused("it has no room beside what it keeps")
         return slot

@@ -19,6 +19,7 @@ from .parity import (
     parity_stem,
     remove_copies,
     seal_parity,
+    slot_for,
 )
 from .part import (
     COPIES_VARIABLE,
@@ -100,6 +101,7 @@ __all__ = [
     "remove_old",
     "resharded",
     "seal_parity",
+    "slot_for",
     "sources",
     "start_name",
     "start_number",

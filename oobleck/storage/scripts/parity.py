@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from oobleck.errors import CorruptCheckpoint, PeerError
 from oobleck.storage.layer_file import write_file
 from oobleck.storage.layout import Layout, TensorSpec
-from oobleck.storage.memory import Slot
+from oobleck.storage.memory import FlashMemory, MappedFiles, Slot
 from oobleck.wire import decode_json, encode_json
 
 from .part import PARITY
 
 _HEAD = struct.Struct("<IIII")  # the rank, and the bytes of the note, the layout and the checksums
+
+_NUM_SLOTS = 2  # one that is whole, and one that is being received
 
 ANY_PARITY = f"{PARITY}*"
 
@@ -92,6 +94,28 @@ def head_of(slot: Slot, note: ParityNote, rank: int) -> PartHead:
         if of == rank:
             return PartHead(*fields)
     raise CorruptCheckpoint(f"{path}: rank {rank} is not among its parts")
+
+
+def slot_for(files: MappedFiles, stem: str, layout: Layout, kept: Collection[str]) -> Slot | None:
+    """Return where to store the next copy or parity, in a new file if the layout is; None if all states are kept.
+
+    O(size) for a new file. Raises OSError if memory is short.
+    """
+    newest, *older = files.all(stem) or (None,)
+    if newest is not None and newest.layout == layout:
+        slots = [slot for slot in newest.slots() if not any(slot.holds(name) for name in kept)]
+        return min(slots, key=lambda slot: slot.sequence if slot.is_valid else 0, default=None)
+    _remove_unneeded(older, kept)
+    made = files.create(stem, layout, num_slots=_NUM_SLOTS)
+    # It goes last, so that no other file ever has its name, by which its states are known.
+    _remove_unneeded([] if newest is None else [newest], kept)
+    return made.next_slot()
+
+
+def _remove_unneeded(files: Iterable[FlashMemory], kept: Collection[str]) -> None:
+    for file in files:
+        if not any(slot.holds(name) for slot in file.valid_slots() for name in kept):
+            remove_copies(file.path)
 
 
 def remove_copies(path: Path) -> None:

@@ -9,9 +9,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import trio
+from hypothesis import given
+from hypothesis import strategies as st
 
 from oobleck.control.protocol import CopyDoor
 from oobleck.errors import CorruptCheckpoint
@@ -20,6 +23,7 @@ from oobleck.storage import FlashMemory, Layout, MappedFiles, Slot, TensorSpec, 
 from oobleck.storage.memory import CHUNK_BYTES
 from oobleck.storage.scripts import PartNote, find_parts, state_name
 from oobleck.wire import encode_json
+from tests.examples import examples
 
 FAST = Pace(1e12)
 SIZE = CHUNK_BYTES + 1000
@@ -88,6 +92,27 @@ async def test_a_state_that_is_to_be_kept_is_not_overwritten(source: FlashMemory
             await send(save(source, step), door)
     steps = [part.note.step for part in find_parts(tmp_path / "target", tmp_path / "none")]
     assert sorted(steps) == [1, 3]
+
+
+@examples(20)
+@given(st.lists(st.sampled_from([SIZE, SIZE + 4096, 1000]), min_size=1, max_size=8), st.booleans())
+def test_copies_take_the_memory_of_two_files_however_often_sizes_change(sizes: list[int], keeps: bool) -> None:
+    kept: set[str] = set()
+
+    async def copy_all(directory: Path) -> None:
+        (directory / "target").mkdir()
+        async with opened(CopyPort(MappedFiles(directory / "target"), lambda: frozenset(kept))) as door:
+            for step, size in enumerate(sizes, 1):
+                await send(save(FlashMemory.create(directory / f"rank0.{step}", layout(size)), step), door)
+                assert len(list((directory / "target").iterdir())) <= 2
+                left = {part.note.step for part in find_parts(directory / "target", directory / "none")}
+                assert left >= {step, *(each for each in (step - 1,) if each and keeps)}
+                if keeps:
+                    kept.clear()
+                    kept.add(state_name(step, "s1-a"))
+
+    with TemporaryDirectory() as directory:
+        trio.run(copy_all, Path(directory))
 
 
 async def test_a_part_that_changed_in_memory_or_on_its_way_becomes_no_copy(source: FlashMemory, tmp_path: Path) -> None:

@@ -104,6 +104,19 @@ async def test_any_part_follows_from_the_parity_and_the_others(
     assert part.note == ranks[lost].note(3)
 
 
+async def test_parities_take_the_memory_of_two_files_however_often_sizes_change(
+    ranks: list[Rank], port: CopyPort, kept: set[str], tmp_path: Path
+) -> None:
+    async with opened(port) as door:
+        for step in range(1, 6):
+            mix = replace(PARITY, num_bytes=LARGEST + 4096 * step)
+            await mix_all([rank.save(step) for rank in ranks], door, mix)
+            assert parities(tmp_path / "target") == [each for each in (step - 1, step) if each]
+            kept.clear()
+            kept.add(state_name(step, "s1-a"))
+    assert len(list((tmp_path / "target").iterdir())) == 4, "two parities, and the heads of each"
+
+
 async def test_a_part_that_came_half_way_continues_there(ranks: list[Rank], port: CopyPort, tmp_path: Path) -> None:
     first, *others = (rank.save(1) for rank in ranks)
     async with opened(port) as door:
