@@ -9,6 +9,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from oobleck.control.protocol import Mix
@@ -17,6 +18,7 @@ from oobleck.storage import CHUNK_BYTES, Layout, MappedFiles, Slot, scripts
 from oobleck.wire import decode_json
 
 _TOO_LATE = "a newer state is mixed there"
+_NO_SEQUENCE = 0  # no slot has it: nothing that comes is mixed there
 _PIECE_BYTES = 256 << 10  # is XORed while it is in the processor's cache
 
 
@@ -115,7 +117,7 @@ class Mixer:
                 for parity, _ in self._parities(mixture.mix.ranks, mixture.note):
                     scripts.remove_copies(parity.memory.path)
                 slot.memory.unlink()
-                mixture.sequence = 0  # which no slot has: nothing that comes is mixed there
+                mixture.sequence = _NO_SEQUENCE
                 return f"rank {mixture.mix.missing}'s part does not follow from the others: one of them is damaged"
         slot.seal(head.note)
         return ""
@@ -130,11 +132,23 @@ class Mixer:
                 return found
             if found.note.age > note.age and not found.slot.is_valid:
                 raise Refused(_TOO_LATE)
-        self._mixtures[key] = made = self._parity(note, mix) if mix.missing is None else self._missing(note, mix)
+        stem = (
+            scripts.parity_stem(mix.ranks, note.start)
+            if mix.missing is None
+            else scripts.copy_stem(mix.missing, note.start)
+        )
+        rivals = [each for each in self._mixtures.values() if each.slot.memory.path.stem == stem]
+        with ExitStack() as stack:
+            # Their slot is begun again: a chunk of theirs is all in before that, or is refused after it.
+            for rival in rivals:
+                stack.enter_context(rival.lock)
+            made = self._parity(note, mix, stem) if mix.missing is None else self._missing(note, mix, stem)
+            for rival in rivals:
+                rival.sequence = _NO_SEQUENCE
+        self._mixtures[key] = made
         return made
 
-    def _parity(self, note: scripts.PartNote, mix: Mix) -> _Mixture:
-        stem = scripts.parity_stem(mix.ranks, note.start)
+    def _parity(self, note: scripts.PartNote, mix: Mix, stem: str) -> _Mixture:
         slot = self._slot(stem, scripts.parity_layout(mix.num_bytes))
         slot.begin()
         for start in range(0, len(slot.data), CHUNK_BYTES):
@@ -142,11 +156,11 @@ class Mixer:
             piece[:] = bytes(len(piece))
         return _Mixture(note, mix, slot, slot.sequence, head=None)
 
-    def _missing(self, note: scripts.PartNote, mix: Mix) -> _Mixture:
+    def _missing(self, note: scripts.PartNote, mix: Mix, stem: str) -> _Mixture:
         assert mix.missing is not None
         for parity, sealed in self._parities(mix.ranks, note):
             head = scripts.head_of(parity, sealed, mix.missing)
-            slot = self._slot(scripts.copy_stem(mix.missing, note.start), Layout.from_json(head.layout))
+            slot = self._slot(stem, Layout.from_json(head.layout))
             if decode_json(scripts.PartNote, head.note).name != note.name or len(head.sums) != slot.sums_bytes:
                 raise CorruptCheckpoint(f"{parity.memory.path}: its heads are of another state")
             slot.begin()

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import struct
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 import trio
 
 from oobleck.control.protocol import CopyDoor, Mix
 from oobleck.runtime.agent.copies import CopyPort, NotCopied, Pace, send_part
-from oobleck.storage import FlashMemory, Layout, MappedFiles, Slot, TensorSpec, memory_files
+from oobleck.runtime.agent.parity import Mixer
+from oobleck.storage import FlashMemory, Layout, MappedFiles, Slot, TensorSpec, find_slots, memory_files
 from oobleck.storage.memory import CHUNK_BYTES
-from oobleck.storage.scripts import ANY_PARITY, PartNote, find_parts, parity_note_of, remove_copies, state_name
+from oobleck.storage.scripts import (
+    ANY_PARITY,
+    PartHead,
+    PartNote,
+    find_parts,
+    parity_note_of,
+    remove_copies,
+    state_name,
+)
 from oobleck.wire import encode_json
 from tests.runtime.agent.test_copies import opened
 
@@ -115,6 +130,39 @@ async def test_parities_take_the_memory_of_two_files_however_often_sizes_change(
             kept.clear()
             kept.add(state_name(step, "s1-a"))
     assert len(list((tmp_path / "target").iterdir())) == 4, "two parities, and the heads of each"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_newer_state_takes_the_place_of_one_that_is_being_mixed(tmp_path: Path, seed: int) -> None:
+    """Its sender comes while a chunk of the older one is mixed, in a thread of its own."""
+    random = Random(seed)
+    mix = Mix(ranks=(0, 1), num_bytes=CHUNK_BYTES)
+    layout = Layout.of({0: [TensorSpec(name="weight", dtype="U8", shape=(CHUNK_BYTES,))]}, metadata={})
+    mixer = Mixer(MappedFiles(tmp_path), frozenset)
+    data = [random.randbytes(CHUNK_BYTES) for _ in range(2)]
+    expected = bytes(one ^ other for one, other in zip(*data, strict=True))
+
+    def begin(rank: int, step: int) -> Any:
+        note = PartNote(
+            name=state_name(step, "s1-a"), step=step, start="s1-a", rank=rank, world_size=2, number=step,
+            saved_at="", is_planned=False, shardings=(),
+        )  # fmt: skip
+        sums = struct.pack("<I", zlib.crc32(data[rank]))
+        return mixer.begin(note, PartHead(encode_json(note), layout.to_json(), sums), mix, CHUNK_BYTES)[0]
+
+    def add(mixture: Any, rank: int) -> str:
+        return mixer.take(mixture, rank, memoryview(data[rank])) or mixer.end(mixture, rank)
+
+    with ThreadPoolExecutor(1) as pool:
+        for step in range(1, 60, 2):
+            older = begin(0, step)
+            late = pool.submit(add, older, 0)
+            time.sleep(random.uniform(0.0, 0.004))
+            newer = begin(0, step + 1)
+            assert late.result() in ("", "a newer state is mixed there")
+            assert add(newer, 0) == add(begin(1, step + 1), 1) == ""
+            (slot, *_) = find_slots(tmp_path, ANY_PARITY)
+            assert bytes(slot.data[:CHUNK_BYTES]) == expected, f"the parity of step {step + 1}"
 
 
 async def test_a_part_that_came_half_way_continues_there(ranks: list[Rank], port: CopyPort, tmp_path: Path) -> None:
