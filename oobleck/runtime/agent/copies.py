@@ -44,12 +44,14 @@ _HAVE = struct.Struct("<Q")
 _MOST_HEAD_BYTES = 1 << 28
 _TEXT = struct.Struct("<H")  # bytes of a text
 _MOST_TEXT_BYTES = 1 << 12
+MOST_SENDERS = 4
 _WAIT_S = 20.0  # a side that neither sends nor reads for so long is gone
 _GREETING_S = 5.0
 _MOST_CALLERS = 64
 _MOST_TAKERS = 16
 _LOWER_EFFORT = 0x04  # RFC 8622: switches that know it serve all other traffic first
 _BURST_S = 0.05
+_SILENT_S = 4.0  # well below the time after which a side counts as gone
 
 
 class NotCopied(Exception):
@@ -67,6 +69,11 @@ class Pace:
         self._bytes_per_s = bytes_per_s
         self._lock = threading.Lock()
         self._free_s = 0.0
+
+    @property
+    def piece_bytes(self) -> int:
+        """How much to send at a time, so that no sender is silent for long while all others wait for their turns."""
+        return int(max(1, min(CHUNK_BYTES, self._bytes_per_s * _SILENT_S / MOST_SENDERS)))
 
     def wait(self, num_bytes: int) -> None:
         """Wait until so many more bytes may be sent; blocks the thread."""
@@ -97,8 +104,8 @@ def send_part(slot: Slot, door: CopyDoor, pace: Pace, mix: Mix | None = None) ->
             if refusal := _receive_text(sock):
                 raise NotCopied(refusal)
             (have,) = (0,) if mix is None else _HAVE.unpack(_receive(sock, _HAVE.size))
-            for start in range(slot.offset + have, slot.offset + len(slot.data), CHUNK_BYTES):
-                num_bytes = min(CHUNK_BYTES, slot.offset + len(slot.data) - start)
+            for start in range(slot.offset + have, slot.offset + len(slot.data), pace.piece_bytes):
+                num_bytes = min(pace.piece_bytes, slot.offset + len(slot.data) - start)
                 pace.wait(num_bytes)
                 sock.sendfile(file, start, num_bytes)
             problem = _receive_text(sock)

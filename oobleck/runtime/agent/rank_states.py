@@ -24,7 +24,7 @@ from oobleck.job.ranks import RanksSpec
 from oobleck.storage import MappedFiles, Slot, memory_files, scripts
 
 from .checkpoint_store import NodeCheckpoints
-from .copies import CopyPort, NotCopied, Pace, send_part
+from .copies import MOST_SENDERS, CopyPort, NotCopied, Pace, send_part
 
 _POLL_S = 0.02
 _POLL_FOR_FILES_S = 0.2
@@ -34,7 +34,6 @@ _ANY = "rank*"
 _REPORT_S = 0.02
 _REPORTS_PER_S = 2000  # of all nodes together, to one master
 _MOST_REPORTS = 10_000
-_MOST_SENDERS = 4
 
 _Report = protocol.StatesHeld | protocol.PartNotCopied | protocol.PartNotWritten
 
@@ -69,7 +68,7 @@ class RankStates:
         self._pace = Pace(math.inf)
         self._has_parity = False
         self._parity_notes: dict[tuple[Path, int], tuple[int, scripts.ParityNote | None]] = {}
-        self._senders = trio.CapacityLimiter(_MOST_SENDERS)
+        self._senders = trio.CapacityLimiter(MOST_SENDERS)
         self._reports, self._next_reports = trio.open_memory_channel[_Report](_MOST_REPORTS)
         self._num_reports = self._num_received = self._num_told = 0
         self._asked = trio.Event()  # for the next report, and so the last one was told

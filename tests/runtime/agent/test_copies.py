@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from oobleck.control.protocol import CopyDoor
 from oobleck.errors import CorruptCheckpoint
-from oobleck.runtime.agent.copies import CopyPort, NotCopied, Pace, send_part
+from oobleck.runtime.agent.copies import MOST_SENDERS, CopyPort, NotCopied, Pace, send_part
 from oobleck.storage import FlashMemory, Layout, MappedFiles, Slot, TensorSpec, find_slots
 from oobleck.storage.memory import CHUNK_BYTES
 from oobleck.storage.scripts import PartNote, find_parts, state_name
@@ -33,18 +33,18 @@ def layout(size: int) -> Layout:
     return Layout.of({0: [TensorSpec(name="weight", dtype="U8", shape=(size,))]}, metadata={})
 
 
-def note(step: int) -> PartNote:
+def note(step: int, rank: int = 3) -> PartNote:
     return PartNote(
-        name=state_name(step, "s1-a"), step=step, start="s1-a", rank=3, world_size=4, number=step, saved_at="",
+        name=state_name(step, "s1-a"), step=step, start="s1-a", rank=rank, world_size=4, number=step, saved_at="",
         is_planned=False, shardings=(),
     )  # fmt: skip
 
 
-def save(memory: FlashMemory, step: int) -> Slot:
+def save(memory: FlashMemory, step: int, *, rank: int = 3) -> Slot:
     slot = memory.next_slot()
     slot.begin()
     slot.data[:] = bytes([step]) * len(slot.data)
-    slot.seal(encode_json(note(step)))
+    slot.seal(encode_json(note(step, rank)))
     return slot
 
 
@@ -191,6 +191,28 @@ async def test_copies_keep_to_their_rate(source: FlashMemory, tmp_path: Path) ->
         for _ in range(3):
             await send(slot, door, pace)
     assert time.monotonic() - began_s >= 0.6, "one burst of 0.05 s is not counted"
+
+
+@examples(50)
+@given(st.floats(1e3, 1e13))
+def test_no_sender_is_silent_for_long_at_any_rate(bytes_per_s: float) -> None:
+    piece_bytes = Pace(bytes_per_s).piece_bytes
+    assert 0 < piece_bytes <= CHUNK_BYTES
+    assert MOST_SENDERS * piece_bytes / bytes_per_s < 5, "seconds until all others have had their turns"
+    assert piece_bytes == CHUNK_BYTES or bytes_per_s < 1e7, "large pieces are faster"
+
+
+@pytest.mark.slow
+async def test_copies_at_a_low_rate_arrive(tmp_path: Path) -> None:
+    """One piece of each sender would take longer than a receiver waits."""
+    (tmp_path / "target").mkdir()
+    pace, size = Pace(100e3), 700_000
+    async with receiving(tmp_path / "target") as door, trio.open_nursery() as nursery:
+        for rank in range(MOST_SENDERS):
+            slot = save(FlashMemory.create(tmp_path / f"rank{rank}.1", layout(size)), 1, rank=rank)
+            nursery.start_soon(send, slot, door, pace)
+    found = find_parts(tmp_path / "target", tmp_path / "none")
+    assert {part.note.rank for part in found} == set(range(MOST_SENDERS))
 
 
 async def test_a_state_that_is_not_wanted_takes_the_place_of_none_that_is_kept(
