@@ -37,6 +37,19 @@ def listen_at(path: Path, backlog: int) -> socket.socket:
     return listener
 
 
+async def listen_at_address(address: str, backlog: int) -> trio.SocketListener:
+    """Listen at a free port of an address or a host name of this machine. Raises OSError."""
+    family = (await trio.socket.getaddrinfo(address, None, type=socket.SOCK_STREAM))[0][0]
+    sock = trio.socket.socket(family, socket.SOCK_STREAM)
+    try:
+        await sock.bind((address, 0))
+        sock.listen(backlog)
+    except BaseException:
+        sock.close()
+        raise
+    return trio.SocketListener(sock)
+
+
 def address_of(name: str) -> str:
     """Return the address of a network interface of this machine; any other name is an address already.
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import socket
 import struct
 from operator import index
 
@@ -24,7 +23,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from oobleck.control.protocol import RelayOpen
 
 from .listening import accept as accept_client
-from .listening import address_of
+from .listening import address_of, listen_at_address
 
 _NONCE_BYTES = 16
 _TICKET_BYTES = 32
@@ -140,17 +139,9 @@ class RelaySockets:
 
     async def listen(self, address: str) -> _Listener:
         """Listen at an address, a host name or a network interface of this machine. Raises OSError."""
-        host = address_of(address)
-        family = (await trio.socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))[0][0]
-        sock = trio.socket.socket(family, socket.SOCK_STREAM)
-        try:
-            await sock.bind((host, 0))
-            sock.listen(_BACKLOG)
-        except BaseException:
-            sock.close()
-            raise
-        name = sock.getsockname()
-        return _Listener(trio.SocketListener(sock), name[0], name[1])
+        listener = await listen_at_address(address_of(address), _BACKLOG)
+        name = listener.socket.getsockname()
+        return _Listener(listener, name[0], name[1])
 
     async def dial(self, host: str, port: int, ticket: bytes) -> trio.abc.Stream:
         stream = await trio.open_tcp_stream(host, port)

@@ -31,7 +31,7 @@ import trio
 
 from oobleck.control.protocol import CopyDoor, Mix
 from oobleck.errors import CorruptCheckpoint, PeerError
-from oobleck.runtime.listening import accept
+from oobleck.runtime.listening import accept, listen_at_address
 from oobleck.storage import CHUNK_BYTES, Layout, MappedFiles, Slot, scripts
 from oobleck.wire import decode_json, encode_json
 
@@ -137,12 +137,8 @@ class CopyPort:
 
     async def listen(self, node: str, address: str) -> CopyDoor:
         """Listen at an address of this machine. Raises OSError."""
-        family = (await trio.socket.getaddrinfo(address, None, type=socket.SOCK_STREAM))[0][0]
-        sock = trio.socket.socket(family, socket.SOCK_STREAM)
-        await sock.bind((address, 0))
-        sock.listen(_MOST_CALLERS)
-        self._listener = trio.SocketListener(sock)
-        return CopyDoor(node=node, host=address, port=sock.getsockname()[1], ticket=self._ticket)
+        self._listener = listener = await listen_at_address(address, _MOST_CALLERS)
+        return CopyDoor(node=node, host=address, port=listener.socket.getsockname()[1], ticket=self._ticket)
 
     async def run(self) -> None:
         """Take in copies until cancelled."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import secrets
 import socket
 import time
@@ -173,6 +174,12 @@ async def test_only_the_run_can_bring_copies_and_junk_keeps_none_away(source: Fl
         await send(slot, door)
     (part,) = find_parts(tmp_path / "target", tmp_path / "none")
     assert part.note == note(1)
+
+
+async def test_an_address_of_another_machine_leaves_no_socket_open(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="Cannot assign requested address"):
+        await CopyPort(MappedFiles(tmp_path), frozenset).listen("node1", "192.0.2.1")
+    gc.collect()  # which warns of an open socket
 
 
 async def test_a_node_without_memory_refuses_before_the_first_byte(tmp_path: Path) -> None:
