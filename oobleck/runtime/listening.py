@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import socket
-import struct
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -18,7 +16,6 @@ _log = logging.getLogger("oobleck.listening")
 # pause and continue, but log one line instead of a traceback per attempt.
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _REST_S = 0.1
-_GET_INTERFACE_ADDRESS = 0x8915  # netdevice(7)
 
 
 def listen_at(path: Path, backlog: int) -> socket.socket:
@@ -48,19 +45,6 @@ async def listen_at_address(address: str, backlog: int) -> trio.SocketListener:
         sock.close()
         raise
     return trio.SocketListener(sock)
-
-
-def address_of(name: str) -> str:
-    """Return the address of a network interface of this machine; any other name is an address already.
-
-    Raises OSError for an interface without an IPv4 address.
-    """
-    if name not in {interface for _, interface in socket.if_nameindex()}:
-        return name
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # The kernel's `ifreq` holds a name of at most 15 bytes and a zero, then the family and port of the address.
-        request = struct.pack("256s", name.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _GET_INTERFACE_ADDRESS, request)[20:24])
 
 
 async def accept(listener: trio.SocketListener) -> trio.SocketStream:

@@ -21,9 +21,10 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from oobleck.control.protocol import RelayOpen
+from oobleck.host.interfaces import resolved_interface
 
 from .listening import accept as accept_client
-from .listening import address_of, listen_at_address
+from .listening import listen_at_address
 
 _NONCE_BYTES = 16
 _TICKET_BYTES = 32
@@ -139,7 +140,7 @@ class RelaySockets:
 
     async def listen(self, address: str) -> _Listener:
         """Listen at an address, a host name or a network interface of this machine. Raises OSError."""
-        listener = await listen_at_address(address_of(address), _BACKLOG)
+        listener = await listen_at_address(resolved_interface(address), _BACKLOG)
         name = listener.socket.getsockname()
         return _Listener(listener, name[0], name[1])
 

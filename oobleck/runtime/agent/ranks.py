@@ -17,10 +17,10 @@ import trio
 from oobleck.control import protocol
 from oobleck.control.node_ranks import RankSetup, rank_environment
 from oobleck.errors import BadStep, ConfigError, PeerError, StatesLost, WorkersUnavailable
+from oobleck.host.interfaces import resolved_interface
 from oobleck.host.machine import num_gpus
 from oobleck.job.ranks import RanksSpec
 from oobleck.runtime.files import AgentDir, stat_fields
-from oobleck.runtime.listening import address_of
 from oobleck.runtime.python_process import module_command
 from oobleck.runtime.script_command import check_command
 from oobleck.storage import scripts
@@ -255,7 +255,7 @@ class RankProcesses:
     def address_of(self, name: str) -> str:
         """Return the address of a network interface; any other name is an address already. Raises ConfigError."""
         try:
-            return address_of(name)
+            return resolved_interface(name)
         except OSError as error:
             raise ConfigError(
                 f"other nodes cannot reach this one by its network interface {name}: {error.strerror}; name another "
