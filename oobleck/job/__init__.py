@@ -28,6 +28,7 @@ from .spec import (
     ShardingChoice,
     Task,
     check_model_numbers,
+    check_tag,
 )
 
 __all__ = [
@@ -58,5 +59,6 @@ __all__ = [
     "Task",
     "check_kind_name",
     "check_model_numbers",
+    "check_tag",
     "relocated",
 ]

@@ -72,8 +72,6 @@ def evaluates_here(trainer: Any) -> bool:
 def _has_loss(trainer: Any) -> bool:
     """Return whether evaluations have a loss: transformers' have none of samples without the labels of the model."""
     loader = trainer.get_eval_dataloader()
-    if not len(loader.dataset):
-        return True  # which is an error of its own
     with blaming("Trainer(eval_dataset=…)"), drawing_alike(0):
         inputs = loader.collate_fn(items_of(loader.dataset, [0]))
     if trainer.label_names:
@@ -159,6 +157,11 @@ def _check_data(trainer: transformers.Trainer) -> None:
     if not is_stream(trainer.train_dataset) and not has_length(trainer.train_dataset):
         raise ConfigError(
             "Trainer(train_dataset=…): it has no length; give samples by number, or a torch.utils.data.IterableDataset"
+        )
+    samples = trainer.eval_dataset
+    if evaluates(trainer) and not isinstance(samples, Mapping) and has_length(samples) and not len(samples):
+        raise ConfigError(
+            "Trainer(eval_dataset=…): it has no samples; leave it out, or set TrainingArguments(eval_strategy='no')"
         )
 
 

@@ -7,6 +7,7 @@ and which optimizer and schedule are used.
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import re
 import sys
@@ -18,13 +19,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import TrainerState
+from transformers import TrainerState, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import SaveStrategy
 
 from oobleck.errors import ConfigError, UncutModel
 from oobleck.host.script import GATHERS, SCRIPT_WAITS, Job
-from oobleck.job import JobSpec, LossCounting, OptimizerSpec
+from oobleck.job import JobSpec, LossCounting, OptimizerSpec, check_tag
 from oobleck.training.assembly import try_sharing
 from oobleck.training.data import items_of, try_collator, try_repeats
 from oobleck.training.flow import Flow
@@ -59,6 +60,7 @@ class TrainerJob(Job):
     def __init__(self, trainer: Any, *, tag: str) -> None:
         """`tag` names the run where the arguments do not. Raises ConfigError for a trainer that cannot be trained."""
         self._trainer = trainer
+        _check_counts(trainer.args)
         self._loader, self.batch_size = training_loader(trainer)  # now: its order depends on the seed of this moment
         self.epochs: Epochs
         if is_stream(self._loader.dataset):
@@ -302,6 +304,33 @@ def epochs_of(trainer: Any, loader: Any) -> Epochs:
     return Epochs(num_batches=num_batches, batches_per_step=trainer.args.gradient_accumulation_steps)
 
 
+def _check_counts(args: TrainingArguments) -> None:
+    """Raise ConfigError for arguments by which no step has a sample, or there is no step."""
+    if args.gradient_accumulation_steps < 1:
+        accumulated = args.gradient_accumulation_steps
+        raise ConfigError(f"TrainingArguments(gradient_accumulation_steps={accumulated}): it must be at least 1")
+    if args.max_steps < 1 and args.num_train_epochs <= 0:
+        raise ConfigError(
+            f"TrainingArguments(num_train_epochs={args.num_train_epochs}): there would be no step to train; raise it, "
+            "or set max_steps"
+        )
+
+
+def _tag(run_name: str | None, script: str) -> str:
+    """Return the run's name: the one that is asked for, as far as a directory can have it, or else the script's."""
+    if not run_name:
+        return re.sub(r"[^A-Za-z0-9._-]", "-", script).strip(".-_") or "trainer"
+    try:
+        check_tag(run_name)
+    except ConfigError:
+        # The digest keeps names apart that differ in nothing else.
+        digest = hashlib.sha256(run_name.encode()).hexdigest()[:8]
+        tag = f"{re.sub(r'[^A-Za-z0-9._-]', '-', run_name)[:24].strip('.-')}-{digest}".lstrip("-")
+        warnings.warn(f"TrainingArguments(run_name={run_name!r}): the run is called {tag}", stacklevel=2)
+        return tag
+    return run_name
+
+
 def _settings(
     trainer: Any,
     epochs: Epochs,
@@ -321,7 +350,7 @@ def _settings(
     asked = (getattr(args, name, None) for name in ("activation_checkpointing", "gradient_checkpointing"))
     recomputes = any(asked) or any(getattr(each, "gradient_checkpointing", False) for each in trainer.model.modules())
     settings = {
-        "tag": args.run_name or re.sub(r"[^A-Za-z0-9._-]", "-", tag).strip(".-_") or "trainer",
+        "tag": _tag(args.run_name, tag),
         "model": {"type": "script", **({"whole_loss": counting} if counting else {})},
         "data": {
             "sequence_length": length,
@@ -331,7 +360,7 @@ def _settings(
         "optimizer": {
             **({"learning_rate": peak} if peak > 0 else {}),
             "weight_decay": args.weight_decay if brought is None else brought.weight_decay,
-            "max_grad_norm": args.max_grad_norm or _NO_CLIPPING,
+            "max_grad_norm": max(args.max_grad_norm or 0.0, _NO_CLIPPING),
         },
         "max_steps": max_steps,
         "global_batch_size": sizes.batch * args.gradient_accumulation_steps,
@@ -416,7 +445,7 @@ def _checkpoints(trainer: Any, state: TrainerState, epochs: Epochs, *, eval_step
     return {
         # As transformers, which writes each of them before the next step.
         **({"save_steps": steps, "waits_for_disk": every is not None} if steps else {}),
-        **({"save_total_limit": limit} if limit else {}),
+        **({"save_total_limit": limit} if limit and limit > 0 else {}),
     }
 
 

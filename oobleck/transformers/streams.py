@@ -163,10 +163,11 @@ class StreamEpochs(Epochs):
     """Epochs of unknown length, which transformers takes for as long as the run, unless the stream has a length."""
 
     order: StreamOrder
+    has_length: bool
 
     def num_epochs(self, max_steps: int) -> int:
-        """Return what transformers does: as many as it takes."""
-        return sys.maxsize
+        """Return what transformers does: without a length, as many as it takes."""
+        return super(StreamEpochs, self).num_epochs(max_steps) if self.has_length else sys.maxsize
 
     def epoch_of(self, step: int) -> tuple[int, int]:
         return self.order.epoch_of(step)
@@ -193,7 +194,8 @@ def opened_stream(loader: Any, args: TrainingArguments, size: int) -> tuple[Stre
             )
     stream = NumberedStream(loader, samples_per_step=size * accumulated)
     order = StreamOrder(stream, batch_size=size, batches_per_step=accumulated)
+    has_batches = num_batches is not None
     num_batches = args.max_steps * accumulated if num_batches is None else num_batches
     return StreamLoader(stream, loader.collate_fn), StreamEpochs(
-        num_batches=num_batches, batches_per_step=accumulated, order=order
+        num_batches=num_batches, batches_per_step=accumulated, order=order, has_length=has_batches
     )

@@ -111,7 +111,7 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     "disable_tqdm": _honoured("progress goes to `script.log` in the run's directory"),
     "include_num_input_tokens_seen": _honoured("the script's own process reads the batches, too, to count"),
     "report_to": _honoured(),
-    "run_name": _mapped("`tag`, if it is given; else the script's name is"),
+    "run_name": _mapped("`tag`, with `-` for what a tag cannot have; without it, the script's name is"),
     **dict.fromkeys(("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), _honoured()),
     "skip_memory_metrics": _refused("leave it out: the profile says how much memory workers need"),
     "debug": _refused("leave it out: set `log_level: debug` in the job"),

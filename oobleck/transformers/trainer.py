@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Iterable, MutableMapping
@@ -62,13 +63,15 @@ class Trainer(transformers.Trainer):
         if is_in_worker():
             args.push_to_hub = False  # the script's own process does
         self._default = default_arguments(args)  # before the trainer, as arguments set devices up
+        # A worker computes on one GPU, as a rank of torchrun does. Otherwise a batch would be for all of a machine's.
+        args._n_gpu = min(args.n_gpu, 1)
         # By name where that is possible: in some subclasses, others come before it.
         named |= {} if others else {"args": args}
         super().__init__(model, *((args, *others) if others else ()), **named)
 
     def train(
         self,
-        resume_from_checkpoint: str | bool | None = None,
+        resume_from_checkpoint: str | os.PathLike[str] | bool | None = None,
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
@@ -84,6 +87,8 @@ class Trainer(transformers.Trainer):
             raise UsageError(f"Trainer.train() is called twice: {TRAINS_ONCE}")
         self._has_trained = True
         self._script_name = Path(sys.argv[0]).stem
+        if isinstance(resume_from_checkpoint, os.PathLike):
+            resume_from_checkpoint = os.fspath(resume_from_checkpoint)
         self._resumes_from = resume_from_checkpoint or None
         self.ignored_keys = ignore_keys_for_eval
         # A run trains once, because workers run the script up to its first `train()`: a second one is refused now, and

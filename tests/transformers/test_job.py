@@ -21,11 +21,13 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from oobleck.cli.inputs import load_job
 from oobleck.errors import ConfigError
+from oobleck.host.handover import receiving
 from oobleck.job import JobSpec
 from oobleck.training.model import unwrapped
+from oobleck.transformers import Trainer
 from oobleck.transformers.job import longest_row, microbatch_size_of
 
-from .trainers import VOCAB_SIZE, collate, model, rows, trainer
+from .trainers import VOCAB_SIZE, arguments, collate, model, rows, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:'pin_memory' argument:UserWarning")
 
@@ -269,6 +271,43 @@ def test_settings_say_what_the_arguments_say(tmp_path: Path):
     assert found["data"] == {"sequence_length": 8, "vocab_size": VOCAB_SIZE}
     assert (found["dtype"], found["seed"], found["recompute"]) == ("bfloat16", 7, "all")
     assert (found["optimizer"]["max_grad_norm"], found["optimizer"]["weight_decay"]) == (0.5, 0.2)
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1, 4])
+def test_a_batch_is_that_of_one_gpu_however_many_the_machine_has(tmp_path: Path, num_gpus: int):
+    values = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "per_device_eval_batch_size": 3}
+    given = arguments(tmp_path, num_train_epochs=1, **values)
+    given._n_gpu = num_gpus  # as where transformers finds as many
+    made = Trainer(model=model(), args=given, data_collator=collate, train_dataset=rows(16), eval_dataset=rows(6))
+    job = made.job()
+    assert (job.settings["global_batch_size"], job.settings["max_steps"]) == (4, 4)
+    assert sorted(number for step in range(1, 5) for number in job.made["order"]()(step)) == list(range(16))
+    assert made.get_eval_dataloader().batch_sampler.batch_size == 3
+
+
+def test_names_and_limits_that_transformers_takes_are_taken(tmp_path: Path):
+    with pytest.warns(UserWarning, match=r"run_name='exp/lr 1e-4'\): the run is called exp-lr-1e-4-[0-9a-f]{8}"):
+        named = settings(tmp_path, run_name="exp/lr 1e-4", save_total_limit=-1, max_grad_norm=-1.0)
+    assert "save_total_limit" not in named["checkpoint"]
+    assert named["optimizer"]["max_grad_norm"] == 0.0
+    with pytest.warns(UserWarning, match="the run is called"):
+        tags = [settings(tmp_path, run_name="a" * 60 + end)["tag"] for end in ("1", "2")]
+    assert tags[0] != tags[1]
+    for tag in (named["tag"], *tags):
+        assert load_job(json.dumps({"tag": tag}), source="job.json").tag == tag
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"gradient_accumulation_steps": 0}, r"gradient_accumulation_steps=0\): it must be at least 1"),
+        ({"num_train_epochs": 0}, r"num_train_epochs=0\): there would be no step to train"),
+        ({"eval_dataset": [], "eval_strategy": "epoch"}, r"Trainer\(eval_dataset=…\): it has no samples; leave it out"),
+    ],
+)
+def test_counts_that_leave_nothing_to_do_are_refused_by_name(tmp_path: Path, values: dict[str, Any], words: str):
+    with receiving(lambda reached: reached.job()), pytest.raises(ConfigError, match=words):
+        trainer(tmp_path, **values).train()
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,13 @@ def test_arguments_that_have_changed_are_named_as_by_transformers(tmp_path: Path
     assert "save_steps: 3 (from args) != 2 (from trainer_state.json)" in log.out
 
 
+def test_a_checkpoint_may_be_named_by_a_path(tmp_path: Path, checkpoint: str) -> None:
+    made = trainer(tmp_path, max_steps=8, **SAVED)
+    with receiving(lambda reached: reached):
+        made.train(resume_from_checkpoint=Path(checkpoint))
+    assert Path(str(made.resume(made.job()))).name.startswith("step-")
+
+
 def test_true_is_the_newest_of_transformers_in_output_dir_or_else_of_the_run(tmp_path: Path, checkpoint: str) -> None:
     made = trainer(tmp_path, max_steps=8, **SAVED)
     with receiving(lambda reached: reached):

@@ -65,6 +65,7 @@ def test_steps_have_the_samples_of_transformers_loop(tmp_path: Path, stream: Any
     steps = range(1, len(theirs.taken) + 1)
     assert [rows_of(step) for step in steps] == theirs.taken
     assert [made.epochs.progress(step) for step in steps][:-1] == pytest.approx(theirs.progress[1:])
+    assert made.epochs.num_epochs(made.max_steps) == theirs.state.num_train_epochs
     # A worker that comes later, or goes back, reads the same.
     late = job(tmp_path, stream(), **values)
     order, (samples, _, _) = late.made["order"](), late.made["data"]()
