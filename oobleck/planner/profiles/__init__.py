@@ -26,11 +26,12 @@ from .profile import (
     profile_to_json,
     with_speed,
 )
-from .shapes import KNOWN_MODELS, ModelShape, model_shape, shape_from_config, shape_of_size, training_flops
+from .shapes import CONFIG_KEYS, KNOWN_MODELS, ModelShape, model_shape, shape_from_config, shape_of_size, training_flops
 from .together import typical_profile
 
 __all__ = [
     "ASSUMED_COMMUNICATION_BYTES",
+    "CONFIG_KEYS",
     "KNOWN_DEVICES",
     "KNOWN_MODELS",
     "LEVELS",

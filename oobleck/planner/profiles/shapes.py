@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from itertools import chain
 
 from oobleck.errors import ConfigError
 from oobleck.job import Scalar, check_model_numbers
@@ -160,6 +161,8 @@ _ALIASES = {
     "num_shared": ("n_shared_experts",),
     "shared_size": ("shared_expert_intermediate_size",),
 }
+CONFIG_KEYS = (*chain(*_ALIASES.values()), "hidden_act", "tie_word_embeddings", *_ON_LOGITS)
+"""What a shape is read from, with `model_type`; a configuration may have several names for one value."""
 _LEARNED_POSITIONS = ("gpt2", "gpt_neo", "opt", "bert", "roberta", "electra")
 
 

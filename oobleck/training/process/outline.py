@@ -14,32 +14,12 @@ from typing import TYPE_CHECKING
 
 from oobleck.host.streams import answer_with
 from oobleck.job import JobSpec
+from oobleck.planner.profiles import CONFIG_KEYS
 from oobleck.training.forking import quick_imports
 from oobleck.wire import decode_json
 
 if TYPE_CHECKING:
     from oobleck.training.model import ModelStructure
-
-_SHAPE_KEYS = (
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "n_inner",
-    "ffn_dim",
-    "vocab_size",
-    "max_position_embeddings",
-    "hidden_act",
-    "tie_word_embeddings",
-    "head_dim",
-    "num_local_experts",
-    "num_experts",
-    "n_routed_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "n_shared_experts",
-    "shared_expert_intermediate_size",
-)
-"""What an estimate needs; configurations translate these names into their own."""
 
 
 def main() -> int:
@@ -57,7 +37,7 @@ def outline_of_job(job: JobSpec) -> dict[str, object]:
         from oobleck.training.assembly import try_out
 
     structure = try_out(job)
-    values = {key: getattr(structure.config, key, None) for key in _SHAPE_KEYS}
+    values = {key: getattr(structure.config, key, None) for key in CONFIG_KEYS}
     config = {key: value for key, value in values.items() if isinstance(value, bool | int | float | str)}
     return {
         "config": {
