@@ -270,18 +270,18 @@ def _line_of(tree: YamlValue, path: tuple[str, ...]) -> int:
 def _unknown_key(key: str, cls: type, path: tuple[str, ...]) -> str:
     place = f" in {'.'.join(path)}" if path else ""
     own = [field.name for field in fields(cls) if field.name not in NOT_IN_FILES]
-    elsewhere = {known.rpartition(".")[2]: known for known in _all_keys(JobSpec)}
+    elsewhere = {known.rpartition(".")[2]: known for known in all_keys(JobSpec)}
     suggestion = elsewhere.get(key) or nearest(key, own) or elsewhere.get(nearest(key, elsewhere) or "")
     return f"unknown key {key!r}{place}; " + (f"did you mean {suggestion}?" if suggestion else did_you_mean(key, own))
 
 
-def _all_keys(cls: type, prefix: str = "") -> Iterator[str]:
+def all_keys(cls: type, prefix: str = "") -> Iterator[str]:
     """Yield all keys of a job and of its sections, outer ones last."""
     for name, annotation in get_type_hints(cls).items():
         if name in NOT_IN_FILES:
             continue
         if isinstance(annotation, type) and is_dataclass(annotation):
-            yield from _all_keys(annotation, f"{prefix}{name}.")
+            yield from all_keys(annotation, f"{prefix}{name}.")
         yield prefix + name
 
 

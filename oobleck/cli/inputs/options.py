@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, cast, get_args, get_type_hints
+from typing import ClassVar, cast, get_args
 
 from oobleck.cli.option_fields import flag, one_of, option
 from oobleck.errors import UsageError
@@ -14,6 +13,7 @@ from oobleck.job import MAX_CHUNKS, MAX_DEVICES, MAX_NODES, DataSpec, JobSpec, S
 from oobleck.job.bounds import bounds_of
 from oobleck.runtime.files import read_input
 
+from .job_file import all_keys
 from .kinds_option import KindCount
 from .values import duration_s, whole
 
@@ -31,16 +31,9 @@ SLOW_FACTOR = 1.5
 
 def complete_keys(incomplete: str) -> list[str]:
     """Return the keys of a job that begin like this, each with its `=`, for a shell."""
-    return [f"{key}=" for key in _keys(JobSpec) if f"{key}=".startswith(incomplete)]
-
-
-def _keys(spec: type, prefix: str = "") -> Iterator[str]:
-    hints = get_type_hints(spec)
-    for part in fields(spec):
-        if is_dataclass(hint := hints[part.name]):
-            yield from _keys(hint, f"{prefix}{part.name}.")  # type: ignore[arg-type]  # a type, for it is a hint
-        elif part.init:
-            yield f"{prefix}{part.name}"
+    keys = list(all_keys(JobSpec))
+    leaves = (key for key in keys if not any(other.startswith(f"{key}.") for other in keys))
+    return [f"{key}=" for key in leaves if f"{key}=".startswith(incomplete)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from oobleck.cli.inputs.job_file import apply_overrides, default_job, load_job
+from oobleck.cli.inputs.options import complete_keys
 from oobleck.errors import ConfigError, UsageError
-from oobleck.job import ControlSpec, DataSpec, JobSpec, ModelSpec, OptimizerSpec
+from oobleck.job import ControlSpec, DataSpec, JobSpec, LoraSpec, ModelSpec, OptimizerSpec
 from tests.examples import examples
 from tests.wire.strategies import job_specs
 
@@ -397,6 +398,18 @@ def test_any_override_gives_a_job_or_a_usage_error(text):
         assert isinstance(job, JobSpec)
         return
     assert said.startswith(f"--set {text}: ")
+
+
+@pytest.mark.parametrize("offered", complete_keys(""))
+def test_a_shell_offers_keys_that_can_be_set(offered: str) -> None:
+    # No key takes such a value, and one that is unknown is refused before its value is.
+    with pytest.raises(UsageError) as error:
+        change(f"{offered}[[]]")
+    assert "unknown key" not in str(error.value)
+
+
+def test_a_shell_offers_the_keys_of_sections_rather_than_sections() -> None:
+    assert complete_keys("model.l") == [f"model.lora.{part.name}=" for part in fields(LoraSpec)]
 
 
 def test_the_example_spells_the_default_job_out():
