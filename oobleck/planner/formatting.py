@@ -8,8 +8,8 @@ _MOST_NAMES = 8
 
 
 def counted(number: int, noun: str) -> str:
-    """Return the number with its noun: "1 node", "3 nodes"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """Return the number with its noun: "1 node", "3 nodes", "1,024 nodes"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def size_text(num_bytes: float) -> str:

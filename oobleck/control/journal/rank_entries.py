@@ -9,6 +9,7 @@ from oobleck.control.protocol import ProcessEnd, RankError, end_text
 from oobleck.job import NodeSpec
 from oobleck.job.ranks import RanksSpec
 from oobleck.planner import WorkerId
+from oobleck.planner.formatting import counted
 
 from .entry import Entry, Worded
 
@@ -43,7 +44,7 @@ class ScriptStarted(Entry):
 
     @property
     def sentence(self) -> str:
-        return f"{self.run.kinds} starts on {_counted(len(self.nodes), 'node')}"
+        return f"{self.run.kinds} starts on {counted(len(self.nodes), 'node')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class GenerationFormed(Entry):
     @property
     def sentence(self) -> str:
         names = ", ".join(each.node for each in self.nodes)
-        return f"generation {self.generation}: {_counted(self.world_size, 'rank')} on {names}"
+        return f"generation {self.generation}: {counted(self.world_size, 'rank')} on {names}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,7 @@ class GenerationRuns(Entry):
     @property
     def sentence(self) -> str:
         how = "warm" if self.is_warm else "cold: nothing was imported ahead"
-        kept = f"; {_counted(self.num_kept, 'rank')} in processes that were there" if self.num_kept else ""
+        kept = f"; {counted(self.num_kept, 'rank')} in processes that were there" if self.num_kept else ""
         return f"generation {self.generation} runs, {self.away_s:.2f} s later ({how}{kept})"
 
 
@@ -201,7 +202,7 @@ class StatesProtected(Entry):
         if self.newest is None:
             return "saved states: none"
         if self.protected is None:
-            missing = f": {_counted(self.num_missing, 'part')} without a copy" if self.num_missing else ""
+            missing = f": {counted(self.num_missing, 'part')} without a copy" if self.num_missing else ""
             return f"saved states: step {self.newest}; none outlives the loss of a node{missing}"
         if self.protected == self.newest:
             return f"saved states: step {self.newest}, which outlives the loss of a node"
@@ -286,7 +287,3 @@ RankEntry = (
     | StepsSaved
     | GenerationEnded
 )
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

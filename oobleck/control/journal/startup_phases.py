@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from oobleck.planner.formatting import counted
+
 from .entries import JournalEntry
 from .entry import Worded
 from .node_entries import NodeConnected, WorkerUp
@@ -92,8 +94,8 @@ class StartupPhases:
         return PhaseView(
             name=phase.value,
             text=phase.template.format(
-                nodes=_counted(self._num_nodes, "node"),
-                ranks=_counted(self._num_workers, "rank"),
+                nodes=counted(self._num_nodes, "node"),
+                ranks=counted(self._num_workers, "rank"),
                 steps=self._num_steps,
             ),
             num_done=done,
@@ -117,7 +119,3 @@ class StartupPhases:
     def _enter(self, phase: Phase, now_s: float) -> None:
         if phase is not self.phase:
             self.phase, self._since_s = phase, now_s
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
