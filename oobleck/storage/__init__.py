@@ -9,18 +9,17 @@ as torch's tensors (`oobleck.training.checkpoint.state`).
 
 from __future__ import annotations
 
-from oobleck.control.protocol import MANIFEST_VERSION, Manifest, SavedState, Shard, checkpoint_name, run_digest, run_of
+from oobleck.control.protocol import MANIFEST_VERSION, Manifest, SavedState, Shard, checkpoint_name, run_of
 
 from .directory import CheckpointDirectory, FileFault, FoundManifest
-from .layer_file import read_layer_file, write_layer_file
-from .layout import Entry, Layout, TensorSpec
+from .layer_file import read_layer_file
+from .layout import Layout, TensorSpec
 from .memory import CHUNK_BYTES, FlashMemory, MappedFiles, Slot, find_slots, memory_files, next_memory_file
 
 __all__ = [
     "CHUNK_BYTES",
     "MANIFEST_VERSION",
     "CheckpointDirectory",
-    "Entry",
     "FileFault",
     "FlashMemory",
     "FoundManifest",
@@ -36,7 +35,5 @@ __all__ = [
     "memory_files",
     "next_memory_file",
     "read_layer_file",
-    "run_digest",
     "run_of",
-    "write_layer_file",
 ]

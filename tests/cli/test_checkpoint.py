@@ -12,7 +12,8 @@ from oobleck.control.journal import JobStarted
 from oobleck.errors import ExitCode
 from oobleck.job import CheckpointSpec, JobSpec
 from oobleck.runtime.journals import JournalWriter
-from oobleck.storage import CheckpointDirectory, Layout, Manifest, Shard, TensorSpec, write_layer_file
+from oobleck.storage import CheckpointDirectory, Layout, Manifest, Shard, TensorSpec
+from oobleck.storage.layer_file import write_layer_file
 
 
 @pytest.fixture(name="base_dir")

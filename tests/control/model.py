@@ -76,7 +76,8 @@ from oobleck.control.protocol import (
 from oobleck.control.recovery import Phase
 from oobleck.control.training.coordinator import Coordinator
 from oobleck.errors import ExitCode
-from oobleck.job import CheckpointSpec, ControlSpec, DataSpec, JobSpec, NodeSpec, ScheduleName, ShardingChoice
+from oobleck.job import CheckpointSpec, ControlSpec, DataSpec, JobSpec, NodeSpec, ScheduleName
+from oobleck.job.spec import ShardingChoice
 from oobleck.planner import DeviceProfile, LayerProfile, NetworkProfile, Profile, WorkerId, profile_to_json
 from oobleck.sim.cluster.fabric import Fabric, Violation
 from oobleck.sim.cluster.layers import Version

@@ -12,7 +12,6 @@ from oobleck.control.journal import (
     Failure,
     ForkServerDown,
     LossCause,
-    Measure,
     NodeLost,
     PlanAdopted,
     RecoveryDone,
@@ -21,6 +20,7 @@ from oobleck.control.journal import (
     WorkerDown,
     diagnose,
 )
+from oobleck.control.journal.incidents import Measure
 from oobleck.control.protocol import (
     AgentStopped,
     CheckpointsFound,

@@ -21,8 +21,8 @@ from oobleck.sim.trace import (
     Thawed,
     Trace,
     TraceEvent,
-    event_types,
 )
+from oobleck.sim.trace.events import event_types
 
 _ANY = tuple(event_types().values())
 

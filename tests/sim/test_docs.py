@@ -9,8 +9,9 @@ import pytest
 from oobleck.cli.main import main
 from oobleck.sim.costs.model import Costs
 from oobleck.sim.policies.registry import POLICIES
-from oobleck.sim.trace import event_types, trace_from_json
+from oobleck.sim.trace import trace_from_json
 from oobleck.sim.trace.convert import FORMATS
+from oobleck.sim.trace.events import event_types
 from oobleck.sim.trace.generate import PRESETS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "simulation.md").read_text()

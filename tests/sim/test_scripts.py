@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from oobleck.control import journal
 from oobleck.job import ControlSpec
 from oobleck.job.ranks import RanksSpec
-from oobleck.sim.cluster import VirtualScript, run_scripts
+from oobleck.sim.cluster import run_scripts
+from oobleck.sim.cluster.ranks import VirtualScript
 from oobleck.sim.cluster.run import ScriptsRun, journal_digest
 from oobleck.sim.trace import (
     AgentCrashed,

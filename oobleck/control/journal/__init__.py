@@ -8,7 +8,7 @@ from .entries import JournalEntry
 from .failures import Failure, failure_of_end
 from .goodput import TimeSplit
 from .history import History, HistoryAccount
-from .incidents import Finding, Incident, Measure
+from .incidents import Finding, Incident
 from .losses import (
     AgentLeft,
     AgentLost,
@@ -86,7 +86,6 @@ from .snapshot import (
     RunSnapshot,
     RunState,
     StageView,
-    UseView,
     WorkState,
     state_at_end,
 )
@@ -144,7 +143,6 @@ __all__ = [
     "LossCause",
     "LossTally",
     "MasterResumed",
-    "Measure",
     "Measured",
     "MeasurementBegun",
     "MetricSample",
@@ -207,7 +205,6 @@ __all__ = [
     "TimeSplit",
     "Unfit",
     "Unreachable",
-    "UseView",
     "WorkState",
     "WorkerDown",
     "WorkerEnded",

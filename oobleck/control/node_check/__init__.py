@@ -5,7 +5,6 @@ from __future__ import annotations
 from .gpus import (
     ClockLimit,
     GpuFacts,
-    GpuProblem,
     GpuReading,
     NvmlState,
     fault_of,
@@ -33,7 +32,6 @@ __all__ = [
     "CheckedNode",
     "ClockLimit",
     "GpuFacts",
-    "GpuProblem",
     "GpuReading",
     "Health",
     "MeasureAlone",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .coordinator import BaseCoordinator
 from .likeness import Alike, EpochLikeness, difference, version_of
-from .machines import Share
 from .membership import Member, Membership, MemberState
 from .node_lifecycle import NodeLifecycle
 from .program import Program, WorkerProgram
@@ -21,7 +20,6 @@ __all__ = [
     "Membership",
     "NodeLifecycle",
     "Program",
-    "Share",
     "WorkerLifecycle",
     "WorkerProgram",
     "adopting_s",

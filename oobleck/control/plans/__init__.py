@@ -6,7 +6,7 @@ It also has the key of the profile that a plan was made for.
 from __future__ import annotations
 
 from .orders import orders_of, update_of
-from .plan_delta import WrongBase, apply_change, change_between, difference, rebuild
+from .plan_delta import WrongBase, apply_change, change_between
 from .profile_key import profile_key
 from .sections import PARTIAL_COMMIT_COPIES, apportion, committed_after, num_sections_of, sections_wanted, shares_of
 
@@ -17,11 +17,9 @@ __all__ = [
     "apportion",
     "change_between",
     "committed_after",
-    "difference",
     "num_sections_of",
     "orders_of",
     "profile_key",
-    "rebuild",
     "sections_wanted",
     "shares_of",
     "update_of",

@@ -168,7 +168,7 @@ from .relay_messages import (
     UseRelay,
     news_in,
 )
-from .runs import Names, Runs, named, names_in, numbers_in, runs_of
+from .runs import Runs, named, names_in, numbers_in, runs_of
 from .shard_messages import (
     RecordRun,
     RecordsFailed,
@@ -273,7 +273,6 @@ __all__ = [
     "Manifest",
     "MasterMessage",
     "Mix",
-    "Names",
     "NewPipeline",
     "NodeUse",
     "NotStarted",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from .correction import CLOSE, corrected
+from .correction import corrected
 from .link_timing import LINK_KEYS, LinkTiming
 from .slow_node_retry import SlowNodeRetry
 from .speed_tracker import REPORTS_NEEDED, PaceMeter, SpeedTracker, found_out_s, is_split, microbatch_s
 
 __all__ = [
-    "CLOSE",
     "LINK_KEYS",
     "REPORTS_NEEDED",
     "LinkTiming",

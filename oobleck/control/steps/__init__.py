@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .agreement import Agreements, Letter
 from .commit_state import CommitState, Interrupted, PeerLost
-from .commit_tree import Neighbours, commit_tree, hops_up
+from .commit_tree import hops_up
 from .follower import Follower
 from .groups import Committee, GroupKey, PlaceInPlan, regrouped, transfer_key
 from .hangs import cut_off_nodes, is_network_down, stuck_workers
@@ -91,7 +91,6 @@ __all__ = [
     "Interrupted",
     "KeepGroups",
     "Letter",
-    "Neighbours",
     "PartialCommit",
     "PeerLost",
     "PlaceInPlan",
@@ -118,7 +117,6 @@ __all__ = [
     "WorkerEffect",
     "WorkerEffects",
     "broken_pipelines",
-    "commit_tree",
     "cut_off_nodes",
     "distinct",
     "drive",

@@ -5,6 +5,5 @@ from __future__ import annotations
 from .catalog import MixedCatalog
 from .choice import Chooser
 from .moves import propose_moves
-from .search import MixedSearch
 
-__all__ = ["Chooser", "MixedCatalog", "MixedSearch", "propose_moves"]
+__all__ = ["Chooser", "MixedCatalog", "propose_moves"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .determinism import VirtualTime
 from .gate import Gate
-from .ranks import VirtualScript
 from .run import ClusterRun, run_cluster, run_scripts
 from .tempo import Delays, Tempo
 from .workers import VirtualWorkerHost, WorkerProcess
@@ -15,7 +14,6 @@ __all__ = [
     "Delays",
     "Gate",
     "Tempo",
-    "VirtualScript",
     "VirtualTime",
     "VirtualWorkerHost",
     "WorkerProcess",

@@ -21,7 +21,6 @@ from .events import (
     Thawed,
     TraceEvent,
     WorkerCrashed,
-    event_types,
 )
 from .facts import facts_of
 from .generate import PRESETS, FailSlow, FailureModel, generate
@@ -58,7 +57,6 @@ __all__ = [
     "WorkerCrashed",
     "convert",
     "detect_format",
-    "event_types",
     "facts_of",
     "generate",
     "model_of",

@@ -7,7 +7,7 @@ ones. Nothing here loads torch.
 from __future__ import annotations
 
 from .choice import Chosen, Holding, LostState, Source, choose, sources
-from .identity import SCRIPT_VARIABLE, ScriptIdentity, identity_of
+from .identity import ScriptIdentity, identity_of
 from .kept import SLOTS_TO_COPY, Kept, bad_in, kept_in, note_bad, note_kept
 from .parity import (
     ANY_PARITY,
@@ -32,7 +32,6 @@ from .part import (
     TREE,
     Part,
     PartNote,
-    Tensors,
     copy_start,
     copy_stem,
     find_parts,
@@ -47,7 +46,7 @@ from .part import (
     state_name,
     write_part,
 )
-from .shards import Box, Sharding, is_covered, overlap, resharded
+from .shards import Sharding, overlap, resharded
 from .values import TreeNode, from_tree, to_tree
 
 __all__ = [
@@ -58,11 +57,9 @@ __all__ = [
     "LOCAL_RANK_VARIABLE",
     "MEMORY_VARIABLE",
     "SAVED_VARIABLE",
-    "SCRIPT_VARIABLE",
     "SLOTS_TO_COPY",
     "START_VARIABLE",
     "TREE",
-    "Box",
     "Chosen",
     "Holding",
     "Kept",
@@ -74,7 +71,6 @@ __all__ = [
     "ScriptIdentity",
     "Sharding",
     "Source",
-    "Tensors",
     "TreeNode",
     "bad_in",
     "choose",
@@ -84,7 +80,6 @@ __all__ = [
     "from_tree",
     "head_of",
     "identity_of",
-    "is_covered",
     "is_taken",
     "kept_in",
     "make_room_for_taken",

@@ -14,11 +14,10 @@ from .live_model import LiveModel
 from .loss_trial import BatchSizes, CapturedHead, made_up_weights, with_tried_loss
 from .models import StageModel
 from .structure import LossOfInputs, ModelStructure
-from .tensor_parallel import AllReduce, Share, initialize_share, install, share_for
+from .tensor_parallel import Share, initialize_share, install, share_for
 
 __all__ = [
     "Adapters",
-    "AllReduce",
     "BatchSizes",
     "CapturedHead",
     "ContextShare",

@@ -7,7 +7,6 @@ none of the code that splits models, divides losses and sums gradients.
 from __future__ import annotations
 
 from .host import serve
-from .job_loop import train_job
 from .recorder import Recorder, gradient_norm
 
-__all__ = ["Recorder", "gradient_norm", "serve", "train_job"]
+__all__ = ["Recorder", "gradient_norm", "serve"]

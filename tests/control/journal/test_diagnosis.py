@@ -20,7 +20,6 @@ from oobleck.control.journal import (
     JournalEntry,
     Loss,
     MasterResumed,
-    Measure,
     NodeLost,
     NodeUnfit,
     Notice,
@@ -39,6 +38,7 @@ from oobleck.control.journal import (
     failure_of_end,
 )
 from oobleck.control.journal.failures import Remedy
+from oobleck.control.journal.incidents import Measure
 from oobleck.control.protocol import ErrorKind, Exited, Killed, Raised, Unseen, WorkerEnd
 from oobleck.planner import WorkerId
 from tests.control.journals import adopted, committed, plan, recovered, run_with_a_loss

@@ -15,7 +15,6 @@ from oobleck.control.journal import (
     JournalEntry,
     Loss,
     LossCause,
-    Measure,
     NodeLost,
     NodeUnfit,
     NoWorkerStarts,
@@ -28,7 +27,7 @@ from oobleck.control.journal import (
     failure_of_end,
 )
 from oobleck.control.journal.failures import Remedy
-from oobleck.control.journal.incidents import Response
+from oobleck.control.journal.incidents import Measure, Response
 from oobleck.control.protocol import (
     ErrorKind,
     Exited,

@@ -13,12 +13,11 @@ from oobleck.control.plans import (
     WrongBase,
     apply_change,
     change_between,
-    difference,
     orders_of,
-    rebuild,
     shares_of,
     update_of,
 )
+from oobleck.control.plans.plan_delta import difference, rebuild
 from oobleck.control.protocol import (
     NOTHING,
     OrderedPlan,

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.control.protocol import Names, named, names_in, numbers_in, runs_of
+from oobleck.control.protocol import named, names_in, numbers_in, runs_of
+from oobleck.control.protocol.runs import Names
 
 
 @given(st.lists(st.integers(0, 30)))

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from oobleck.control.protocol import Pace
-from oobleck.control.speed import CLOSE, REPORTS_NEEDED, SpeedTracker, corrected, microbatch_s
+from oobleck.control.speed import REPORTS_NEEDED, SpeedTracker, corrected, microbatch_s
+from oobleck.control.speed.correction import CLOSE
 from oobleck.plan import ScheduleKind
 from oobleck.planner import ExecutionPlan, NodeKind, Planner, PlannerSettings, Profile, SplitBackward, with_speed
 from tests.control.model import Shape

@@ -12,7 +12,7 @@ from oobleck.errors import PlanningError
 from oobleck.planner import NodeKind, PlannerSettings
 from oobleck.planner.costs import StageCosts
 from oobleck.planner.kinds import KindCosts
-from oobleck.planner.mixed import MixedSearch
+from oobleck.planner.mixed.search import MixedSearch
 from oobleck.planner.templates import find_templates
 from tests.examples import examples
 from tests.planner.drawing import make_layer, make_profile, profiles, uniform_profile

@@ -8,7 +8,8 @@ import pytest
 
 from oobleck.errors import UsageError
 from oobleck.job.ranks import RanksSpec
-from oobleck.storage.scripts import SCRIPT_VARIABLE, PartNote, ScriptIdentity, identity_of, state_name
+from oobleck.storage.scripts import PartNote, ScriptIdentity, identity_of, state_name
+from oobleck.storage.scripts.identity import SCRIPT_VARIABLE
 
 RUN = RanksSpec(tag="train", entry="script", command=("train.py", "--lr", "1"), directory="/a", is_tag_given=False)
 

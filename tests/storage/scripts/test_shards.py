@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.errors import UsageError
-from oobleck.storage.scripts import Box, Sharding, is_covered, overlap, resharded
+from oobleck.storage.scripts import Sharding, overlap, resharded
+from oobleck.storage.scripts.shards import Box, is_covered
 
 
 def sharding(mesh: tuple[int, ...], cut: tuple[int, ...]) -> Sharding:

@@ -13,7 +13,6 @@ from oobleck.control.node_check import (
     CheckReport,
     ClockLimit,
     GpuFacts,
-    GpuProblem,
     GpuReading,
     Health,
     NodeVerdict,
@@ -22,6 +21,7 @@ from oobleck.control.node_check import (
     SoloDone,
     findings_about,
 )
+from oobleck.control.node_check.gpus import GpuProblem
 from oobleck.json_table import to_json
 from oobleck.training.process.gpu_probe import GpuReader, GpuSpeed, measure_gpu, open_nvml
 from oobleck.wire import FrameDecoder, encode_frame
