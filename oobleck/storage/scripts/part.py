@@ -11,7 +11,6 @@ whatever their nodes' clocks show.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -23,7 +22,6 @@ from pathlib import Path
 from typing import Literal
 
 from oobleck.errors import CorruptCheckpoint, PeerError
-from oobleck.json_table import load_json
 from oobleck.storage.directory import CheckpointDirectory
 from oobleck.storage.layer_file import file_digest, read_layer_file, write_file, write_layer_file
 from oobleck.storage.layout import Layout, TensorSpec
@@ -51,7 +49,6 @@ _ANY = "rank*"
 _COPY = "rankcopy"
 PARITY = "parity"
 _TAKEN = struct.Struct("<Q")
-_NEWER = {"script": "", "arguments": "", "from_step": 0, "worked_s": 0.0, "loss": "", "recent_losses": []}
 _KEPT_PLANNED = 3
 _KEPT_OTHERS = 2
 _WRITES = 10
@@ -183,7 +180,7 @@ def find_parts(
     for name in CheckpointDirectory(directory).names():
         for path in sorted((directory / name).glob("rank-*.json")):
             try:
-                part = _read_note(path.read_bytes())
+                part = decode_json(_PartFile, path.read_bytes())
                 file = path.with_suffix(".safetensors")
                 size_bytes = file.stat().st_size
             except FileNotFoundError:
@@ -195,22 +192,6 @@ def find_parts(
                 yield Part(part.note, "disk", file, digest=part.sha256)
             else:
                 tell(f"{file}: {size_bytes} bytes, and its note says {part.size_bytes}")
-
-
-def _read_note(raw: bytes) -> _PartFile:
-    """Raises PeerError."""
-    try:
-        part = load_json(raw)
-        if isinstance(part, dict) and isinstance(part.get("note"), dict):
-            # Parts that older versions saved lack these fields, and the decoder requires all of them.
-            part["note"] = note = {**_NEWER, **part["note"]}
-            shardings = note.get("shardings")
-            if isinstance(shardings, list):
-                note["shardings"] = [{"is_late": [], **each} if isinstance(each, dict) else each for each in shardings]
-        text = json.dumps(part)
-    except ValueError as error:
-        raise PeerError(f"it is not JSON: {error}") from error
-    return decode_json(_PartFile, text)
 
 
 # --- from memory to disk ---------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -65,16 +64,6 @@ def test_a_file_without_its_note_is_no_part_and_a_changed_one_is_refused(tmp_pat
     written(tmp_path, 7)
     said.unlink()
     assert list(find_parts(None, tmp_path)) == []
-
-
-def test_a_note_of_a_version_that_knew_no_scripts_is_read(tmp_path: Path) -> None:
-    written(tmp_path, 7)
-    (path,) = tmp_path.rglob("*.json")
-    said = json.loads(path.read_text())
-    assert (said["note"].pop("script"), said["note"].pop("arguments")) == ("", "")
-    path.write_text(json.dumps(said))
-    (part,) = find_parts(None, tmp_path)
-    assert part.note == note(7)
 
 
 def test_a_slot_that_is_being_written_is_no_part_and_the_one_before_is(tmp_path: Path) -> None:

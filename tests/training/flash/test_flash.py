@@ -203,7 +203,7 @@ def test_a_damaged_note_is_named_and_never_a_beginning_from_nothing(tmp_path: Pa
     for note in tmp_path.rglob("*.json"):
         note.write_text("{")
     (said,) = run(ONE, 1, fails=True, **where)
-    found = r"StatesLost: no saved state can be read: /.*/rank-00000\.json: not the note of a part: it is not JSON"
+    found = r"StatesLost: no saved state can be read: /.*/rank-00000\.json: not the note of a part: a line that is not"
     assert re.search(found, said)
 
 
