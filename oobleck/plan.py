@@ -325,12 +325,9 @@ class ExecutionPlan:
 _STAGE_FIELDS = tuple(part.name for part in fields(StageTemplate))
 
 
-_LATER_STAGE_FIELDS = ("num_selective", "num_recomputed")  # plans of earlier versions lack them
-
-
 def _stage_from(table: JsonTable) -> StageTemplate:
-    table.check_keys([name for name in _STAGE_FIELDS if name not in _LATER_STAGE_FIELDS], _LATER_STAGE_FIELDS)
-    return StageTemplate(**{name: table.integer(name) for name in _STAGE_FIELDS if name in table.items})
+    table.check_keys(_STAGE_FIELDS)
+    return StageTemplate(**{name: table.integer(name) for name in _STAGE_FIELDS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
