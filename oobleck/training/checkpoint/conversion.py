@@ -78,14 +78,13 @@ def export_model(checkpoint: Path, target: Path, *, adapters_alone: bool = False
         build = partial(models.build_model, task=cast("Task", task), dtype=dtype)
     model = build(config)
     tuner = None if adapters is None else models.add_adapters(model, adapters)
-    if "tied" in metadata:  # an earlier version did not write it
-        tied = json.loads(metadata["tied"])
-        # The script may have tied or untied weights, whatever its configuration says.
-        if models.tied_parameters(model) != tied:
-            config.tie_word_embeddings = not config.tie_word_embeddings
-            model = build(config)
-            tuner = None if adapters is None else models.add_adapters(model, adapters)
-        weights = _tied_as_trained(checkpoint, model, weights, tied) | _buffers(model, weights, metadata)
+    tied = json.loads(metadata["tied"])
+    # The script may have tied or untied weights, whatever its configuration says.
+    if models.tied_parameters(model) != tied:
+        config.tie_word_embeddings = not config.tie_word_embeddings
+        model = build(config)
+        tuner = None if adapters is None else models.add_adapters(model, adapters)
+    weights = _tied_as_trained(checkpoint, model, weights, tied) | _buffers(model, weights, metadata)
     aliases = models.tied_parameters(model).keys()
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     if unexpected or set(missing) - aliases:

@@ -49,7 +49,7 @@ def export_state(checkpoint: Path, target: Path) -> None:
     """
     manifest, metadata, weights, states = read_state(checkpoint)
     state: dict[str, torch.Tensor] = {f"{_MODEL}{name}": tensor for name, tensor in weights.items()}
-    for alias, home in json.loads(metadata.get("tied", "{}")).items():
+    for alias, home in json.loads(metadata["tied"]).items():
         state[f"{_MODEL}{alias}"] = weights[home]
     for name, kinds in states.items():
         missed = int(kinds.get(MISSED, torch.zeros(())))

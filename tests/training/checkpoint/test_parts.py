@@ -13,7 +13,7 @@ from oobleck.control.protocol import StateNotSaved, StateSaved
 from oobleck.errors import CorruptCheckpoint
 from oobleck.storage import MANIFEST_VERSION, CheckpointDirectory, Manifest, Shard, checkpoint_name, find_slots
 from oobleck.training.checkpoint.conversion import export_model
-from oobleck.training.checkpoint.parts import cut_state, join_parts, part_metadata, part_to_save
+from oobleck.training.checkpoint.parts import cut_state, join_parts, model_metadata, part_metadata, part_to_save
 from oobleck.training.checkpoint.state import FlashSaver, StateReader
 from oobleck.training.model.structure import ModelStructure
 from oobleck.training.model.tensor_parallel import Share, share_of
@@ -72,7 +72,7 @@ def saved(tmp_path: Path, structure: ModelStructure) -> CheckpointDirectory:
     shards: list[Shard] = []
     for share in shares(structure):
         reports: queue.SimpleQueue[StateSaved | StateNotSaved] = queue.SimpleQueue()
-        metadata = {"config": structure.config.to_json_string(use_diff=False), **part_metadata(share)}
+        metadata = {**model_metadata(structure), **part_metadata(share)}
         stem = f"device{share.rank}"
         saver = FlashSaver(tmp_path / "memory", stem, metadata=metadata, report=reports.put)
         layers = {
