@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oobleck.control.journal import Action
+from oobleck.control.protocol import runs_of
 from oobleck.planner import Decision, PipelineTemplate, Profile, StageTemplate
 from oobleck.planner.what_if import LossCase, LossReport, moved_bytes, transfer_s
 from oobleck.schedule import ScheduleKind
@@ -251,13 +252,7 @@ def _prices(report: PlanReport) -> Table:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Write ascending numbers with runs as `0-3, 7`."""
-    runs: list[tuple[int, int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1] = runs[-1][0], number
-        else:
-            runs.append((number, number))
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return chunks_text((first, first + count) for first, count in runs_of(numbers))
 
 
 def _stages(report: PlanReport, forecast: Forecast) -> RenderableType:

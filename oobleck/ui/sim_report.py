@@ -12,6 +12,7 @@ from oobleck.sim import Repeated
 
 from .formatting import count_text, duration_text, percent_text
 from .run_panels import RunPanel, column_means
+from .summary_table import facts_table
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _EIGHTHS = len(_BLOCKS) - 1
@@ -59,13 +60,8 @@ def trace_report(
     name: str, facts: Mapping[str, object], counts: Sequence[tuple[float, int]], duration_s: float, *, width: int
 ) -> RenderableType:
     """Draw what a trace holds. `facts` are those of `TraceFacts.to_dict`, `counts` the nodes by time."""
-    table = Table(title=name, show_header=False)
-    table.add_column("what", style="dim", no_wrap=True)
-    table.add_column("value")
-    for label, value in _rows(facts):
-        table.add_row(label, value)
     chart = step_chart([(t_s, float(count)) for t_s, count in counts], duration_s, width=min(width, 100), unit="nodes")
-    return Group(table, *chart)
+    return Group(facts_table(name, _rows(facts)), *chart)
 
 
 def _rows(facts: Mapping[str, object]) -> Iterator[tuple[str, str]]:

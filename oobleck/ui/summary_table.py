@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -18,14 +18,19 @@ _MAX_RECOVERIES = 20
 
 def summary_table(summary: Summary) -> RenderableType:
     """Draw a summary: progress, speed, goodput, and the newest 20 recoveries."""
-    facts = Table(title=f"{summary.tag}: {summary.reason}" if summary.reason else summary.tag, show_header=False)
-    facts.add_column("what", style="dim", no_wrap=True)
-    facts.add_column("value")
-    for label, value in _facts(summary):
-        facts.add_row(label, value)
+    facts = facts_table(f"{summary.tag}: {summary.reason}" if summary.reason else summary.tag, _facts(summary))
     if not summary.recoveries:
         return facts
     return Group(facts, _recoveries(summary.recoveries))
+
+
+def facts_table(title: str, facts: Iterable[tuple[str, RenderableType]]) -> Table:
+    table = Table(title=title, show_header=False)
+    table.add_column("what", style="dim", no_wrap=True)
+    table.add_column("value")
+    for label, value in facts:
+        table.add_row(label, value)
+    return table
 
 
 def _facts(summary: Summary) -> Iterator[tuple[str, RenderableType]]:
