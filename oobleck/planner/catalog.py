@@ -37,6 +37,11 @@ class Catalog(ABC):
         self._fewest: dict[Counts, int] = {}
         self._orders: dict[tuple[object, ...], tuple[int, ...] | None] = {}
 
+    @property
+    def most_stages(self) -> int:
+        """The most stages that a pipeline can have, since every stage needs a layer."""
+        return min(self.costs.num_layers, self.settings.num_stages or self.costs.num_layers)
+
     @abstractmethod
     def kind(self, node: str) -> int:
         """Return the index of a node's kind. Raises PlanningError where it has none, or one without a profile."""

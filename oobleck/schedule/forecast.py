@@ -109,10 +109,8 @@ def forecast(
         alike = pipeline.template.stages, tuple(map(id, own)), pipeline.num_microbatches
         groups.setdefault(alike, (own, []))[1].append(index)
     # All nodes reduce at the same time, so the one with the most parameters decides.
-    reduced_bytes = max(
-        max(_trained_bytes(profile, plan.pipelines[indices[0]].template)) for _, indices in groups.values()
-    )
-    reduce_s = reduction_s(profile.network, reduced_bytes, len(plan.pipelines))
+    most_bytes = max(reduced_bytes(profile, plan.pipelines[indices[0]].template) for _, indices in groups.values())
+    reduce_s = reduction_s(profile.network, most_bytes, len(plan.pipelines))
     forecasts = []
     for profiles, indices in groups.values():
         template, share = plan.pipelines[indices[0]].template, plan.pipelines[indices[0]].num_microbatches
@@ -141,9 +139,9 @@ def forecast(
     return Forecast(plan=plan, pipelines=tuple(forecasts), reduce_s=reduce_s)
 
 
-def _trained_bytes(profile: Profile, template: PipelineTemplate) -> list[int]:
-    """Return for each node the bytes of the trained parameters of all its stages."""
+def reduced_bytes(profile: Profile, template: PipelineTemplate) -> int:
+    """Return the most gradient bytes that a node of a pipeline reduces."""
     nodes = [0] * template.num_nodes
     for stage in template.stages:
         nodes[stage.node_index] += sum(profile.layers[layer].trained_bytes for layer in stage.layers)
-    return nodes
+    return max(nodes)

@@ -197,15 +197,11 @@ class MixedCatalog(Catalog):
         most_bytes = max(self.reduced_bytes(form, 0) for form in distinct.values())
         return slowest_s + reduction_s(self.costs.network, most_bytes, len(forms))
 
-    @property
-    def _most_stages(self) -> int:
-        return min(self.costs.num_layers, self.costs.settings.num_stages or self.costs.num_layers)
-
     def _reach(self, nodes: Counts) -> _Reach:
         """Return what pipelines of a plan of these nodes may be."""
         # Powers of two, so that a few more nodes need no new search.
         most = tuple(
-            min(self._most_stages // devices, 1 << (max(number, _FEWEST) - 1).bit_length()) if number else 0
+            min(self.most_stages // devices, 1 << (max(number, _FEWEST) - 1).bit_length()) if number else 0
             for number, devices in zip(nodes, self.costs.devices, strict=True)
         )
         # With a microbatch for each device, some pipeline takes as many as it has stages, so none need be short.
@@ -236,7 +232,7 @@ class MixedCatalog(Catalog):
             for search in searches
             for counts in search.counts()
             # The limit is on each kind, and not on all of them together.
-            if self._num_stages(counts) <= self._most_stages
+            if self._num_stages(counts) <= self.most_stages
         }
 
     def _find_short(self, most: Counts, whole: Mapping[Counts, MixedSearch]) -> dict[Counts, MixedSearch]:
@@ -267,9 +263,9 @@ class MixedCatalog(Catalog):
                 f"{there} have no memory for a step's {self.settings.num_microbatches} microbatches; add nodes, or "
                 "take fewer or smaller microbatches"
             )
-        if self._most_stages < min(self.costs.devices):
+        if self.most_stages < min(self.costs.devices):
             return (
-                f"{there}: {counted(self._most_stages, 'stage')} cannot be spread over so many devices of a node; name "
+                f"{there}: {counted(self.most_stages, 'stage')} cannot be spread over so many devices of a node; name "
                 "each device as a node of its own, by a line `HOST devices=NUMBER` of the hostfile"
             )
         return f"{there} cannot hold the model; add nodes, or take smaller microbatches"

@@ -195,11 +195,7 @@ class OneKindCatalog(Catalog):
     @property
     def most_nodes(self) -> int:
         """The most nodes that a pipeline can have, since every stage needs a layer."""
-        return self._most_stages * self._costs.device_counts[-1] // self.settings.devices_per_node
-
-    @property
-    def _most_stages(self) -> int:
-        return min(self._costs.num_layers, self.settings.num_stages or self._costs.num_layers)
+        return self.most_stages * self._costs.device_counts[-1] // self.settings.devices_per_node
 
     def options(self, num_nodes: int, num_microbatches: int | None = None) -> Mapping[int, instantiation.SizeOption]:
         """Return the sizes of pipelines that hold the model, up to `num_nodes` nodes, smallest first.
@@ -428,7 +424,7 @@ class OneKindCatalog(Catalog):
                     f"{each}; {_LESS_MEMORY}"
                 )
         if self.most_nodes < 1:
-            what = counted(self._most_stages, "stage" if self.settings.num_stages else "layer")
+            what = counted(self.most_stages, "stage" if self.settings.num_stages else "layer")
             return (
                 f"{what} cannot be spread over the {self.settings.devices_per_node} devices of a node with at most "
                 f"{largest} a stage; name each device as a node of its own, by a line `HOST devices=NUMBER` of the "

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 
 from oobleck.planner import ExecutionPlan, Pipeline, PipelineTemplate, Profile
-from oobleck.planner.costs import GRADIENT_COPIES
 from oobleck.planner.instantiation import reduction_s
 from oobleck.planner.makespan import stage_ends_s
 from oobleck.schedule import ScheduleKind, StageCost, compile_schedule, timeline
 from oobleck.schedule.choice import kind_for
 from oobleck.schedule.costs_of_stages import stage_costs
+from oobleck.schedule.forecast import reduced_bytes
 
 # Programs of up to this many microbatches times stages are evaluated whole. A longer one has met its bottleneck, and
 # repeats itself with a period of as many microbatches as stages. After 3 microbatches a stage that is not certain: the
@@ -83,10 +83,7 @@ class StepTimes:
         """Return the most gradient bytes that a node of a pipeline reduces."""
         key = template
         if key not in self._reduced_bytes:
-            nodes = [0] * template.num_nodes
-            for stage in template.stages:
-                nodes[stage.node_index] += sum(self._profile.layers[layer].trained_bytes for layer in stage.layers)
-            self._reduced_bytes[key] = GRADIENT_COPIES * max(nodes)
+            self._reduced_bytes[key] = reduced_bytes(self._profile, template)
         return self._reduced_bytes[key]
 
     def _compute_s(
