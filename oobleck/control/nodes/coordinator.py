@@ -119,7 +119,7 @@ class BaseCoordinator(Program):
             return turn.commands
         self._silence.note_call(now_s)
         try:
-            held_up_s = self._silence.forgive(now_s, late_s)
+            held_up_s = self._silence.forgive(late_s)
             if held_up_s:  # what nodes have sent meanwhile waits to be read, so no lease may lapse before
                 self._members.forgive(now_s)
             self.act(turn, held_up_s)

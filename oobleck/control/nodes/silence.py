@@ -68,7 +68,7 @@ class Silence:
             self._unheard_s = now_s - self._called_s
         self._called_s = now_s
 
-    def forgive(self, now_s: float, late_s: float) -> float:
+    def forgive(self, late_s: float) -> float:
         """Return how long this master was held up, if it acts `late_s` after it should have; else 0."""
         unheard_s, self._unheard_s = self._unheard_s, 0.0
         if late_s <= self._control.heartbeat_interval_s:  # leases have room for that

@@ -155,7 +155,7 @@ class _Run:
     def __init__(self, stages: _Stages, bounds: Floats, combine: np.ufunc = np.add) -> None:
         costs, depth = stages.costs, stages.depth
         self._costs, self._depth, self._tables, self._least = costs, depth, stages.tables, stages.least
-        self._bounds, self._limits, self._combine = bounds, bounds * (1 + _EQUAL), combine
+        self._limits, self._combine = bounds * (1 + _EQUAL), combine
         size, shape = costs.num_layers, depth.shape
         modes = [_FULL, *((kind, j) for kind, number in enumerate(costs.devices) for j in range(1, number))]
         self.suffixes = {mode: np.full((size + 1, len(bounds), *shape), np.inf) for mode in modes}

@@ -121,7 +121,7 @@ class _Search:
         self, catalog: Catalog, propose: Propose, living: LivingNodes, domains: Domains, horizon_s: float
     ) -> None:
         self._catalog, self._propose, self._living = catalog, propose, living
-        self._domains, self._horizon_s = domains, horizon_s
+        self._horizon_s = horizon_s
         self._slow = living.slow
         self._total = catalog.count(living.holdings)
         self._templates = {pipeline.nodes: pipeline.template for pipeline in living.plan.pipelines}

@@ -149,7 +149,7 @@ class _Search:
         num_microbatches: int,
         moved: Sequence[Floats] | None,
     ) -> None:
-        self._template, self._sorts, self._levels = template, sorts, levels
+        self._template, self._levels = template, levels
         self._num_microbatches = num_microbatches
         stages = template.stages
         self._at = [
