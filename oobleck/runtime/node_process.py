@@ -8,7 +8,6 @@ SIGTERM is their notice: they hand over their state, and it ends once they have 
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import random
 import secrets
@@ -29,8 +28,6 @@ from .files import stat_fields
 from .launchers import INTRODUCTION, Introduction, read_pass
 from .patient_clock import PatientClock
 from .ssh import CommandProcesses, Farewell, dial_in, open_ssh_loop
-
-_log = logging.getLogger("oobleck.node")
 
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 2.0

@@ -31,14 +31,12 @@ from oobleck.host.user_path import expand_user
 from oobleck.job import NodeSpec
 from oobleck.job.ranks import RanksSpec
 from oobleck.job.secrets import Hiding
-from oobleck.roles.master import Master, RunClock
 from oobleck.roles.master_ports import LiveCluster
 from oobleck.runtime.descriptors import raise_descriptor_limit, require_descriptors
 from oobleck.runtime.files import RunDirectory
 from oobleck.runtime.journals import JournalWriter, set_aside
 from oobleck.runtime.launchers import Launcher
 from oobleck.runtime.patient_clock import PatientClock
-from oobleck.runtime.profile_files import ProfileFiles
 from oobleck.runtime.workdir import Workdir
 from oobleck.storage.scripts import DIRECTORY_VARIABLE, find_parts, identity_of
 from oobleck.ui.live import say
@@ -127,9 +125,7 @@ def _open(
     )
 
 
-async def _find_past(
-    run: RanksRun, directory: RunDirectory, cluster: LiveCluster, launcher: Launcher, books: RunBooks
-) -> ReplayedRanks | None:
+async def _find_past(run: RanksRun, cluster: LiveCluster, launcher: Launcher, books: RunBooks) -> ReplayedRanks | None:
     """Return a run that continues without its master. Raises UsageError for one of another command."""
     trained = books.finish()
     await wiring.refuse_to_end(cluster, launcher, None if trained is None else trained.members, run.spec.tag, "up")
@@ -169,7 +165,7 @@ async def _run(
 
     async with _open(run, directory, tell) as nodes, trio.open_nursery() as nursery:
         launcher, cluster = nodes.launcher, nodes.cluster
-        replayed = await _find_past(run, directory, cluster, launcher, books)
+        replayed = await _find_past(run, cluster, launcher, books)
         # A command that is refused must not be taken for that of the run that lives here: `oobleck resume` gives it.
         directory.note_command(["oobleck", *sys.argv[1:]], run.spec.command[1:])
         is_new = replayed is None
@@ -189,15 +185,15 @@ async def _run(
                 python_version=platform.python_version(),
                 replayed=replayed,
             )
-            master = Master(
+            master = wiring.make_master(
                 coordinator,
                 spec,
+                directory=directory,
                 cluster=cluster,
                 journal=journal,
-                profiles=ProfileFiles(directory.profile),
-                clock=_clock(replayed, clock),
+                clock=clock,
                 hide=hide,
-                known=[] if replayed is None else [member.spec for member in replayed.members.all],
+                replayed=replayed,
             )
             is_replaced = isinstance(run.source, DialIn) and run.source.pods is not None
             session = wiring.Session(master, cluster, launcher, nursery, kills=(), past=books, is_replaced=is_replaced)
@@ -214,11 +210,6 @@ async def _run(
                 await wiring.give_memory_back(cluster, [*master.nodes, *left], keeps_only_copies=True)
         nursery.cancel_scope.cancel()
     return end
-
-
-def _clock(replayed: ReplayedRanks | None, clock: PatientClock) -> RunClock:
-    past_s = 0.0 if replayed is None else wiring.elapsed_s(replayed.started.started_at, replayed.last_s)
-    return RunClock(elapsed_s=past_s, held_up_s=lambda: clock.held_up_s)
 
 
 class _Screen:

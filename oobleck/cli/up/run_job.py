@@ -5,11 +5,10 @@ This is the composition root of `oobleck up`: the only place that knows both the
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -32,7 +31,7 @@ from oobleck.host.streams import Output, lasting
 from oobleck.host.writing import write_in_place
 from oobleck.job import JobSpec, NodeSpec
 from oobleck.job.secrets import Hiding, public_job
-from oobleck.roles.master import Master, RunClock
+from oobleck.roles.master import Master
 from oobleck.roles.master_ports import LiveCluster
 from oobleck.runtime.control_socket import serve_control
 from oobleck.runtime.descriptors import raise_descriptor_limit, require_descriptors
@@ -42,7 +41,6 @@ from oobleck.runtime.launchers import Launcher
 from oobleck.runtime.metrics_output import MetricsAddress, MetricsOutput, serve_metrics
 from oobleck.runtime.patient_clock import PatientClock
 from oobleck.runtime.processes import CallbackProcess, TrainerProcess
-from oobleck.runtime.profile_files import ProfileFiles
 from oobleck.runtime.traces import open_traces
 from oobleck.runtime.webhook import Webhook
 from oobleck.runtime.workdir import VARIABLE, Workdir
@@ -52,8 +50,6 @@ from oobleck.ui.summary_table import summary_table
 
 from .detached import take_output
 from .options import UpOptions
-
-_log = logging.getLogger("oobleck.up")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +213,7 @@ async def _run(
         )
         # `session` exists before the first entry is written, and so before any gap.
         with JournalWriter(directory.journal, tell=lambda gap: session.tell_of_gap(gap)) as journal:
-            master = _make_master(run, directory, cluster, journal, past, chosen, held_up_s=lambda: clock.held_up_s)
+            master = _make_master(run, directory, cluster, journal, past, chosen, clock)
             is_replaced = isinstance(run.source, DialIn) and run.source.pods is not None
             session = wiring.Session(
                 master, cluster, launcher, nursery, kills=run.kills, past=past.books, is_replaced=is_replaced
@@ -298,12 +294,6 @@ class _Past:
     replayed: ReplayedRun | None = None
     remark: str | None = None
 
-    @property
-    def elapsed_s(self) -> float:
-        if self.replayed is None:
-            return 0.0
-        return wiring.elapsed_s(self.replayed.started.started_at, self.replayed.last_s)
-
 
 async def _find_past(run: Run, directory: RunDirectory, cluster: LiveCluster, launcher: Launcher, past: _Past) -> _Past:
     """Look for a run that continues without its master, and set the journal of any other run aside.
@@ -359,8 +349,7 @@ def _make_master(
     journal: JournalWriter,
     past: _Past,
     known: tuple[NodeSpec, ...],
-    *,
-    held_up_s: Callable[[], float],
+    clock: PatientClock,
 ) -> Master:
     coordinator = Coordinator(
         run.job,
@@ -370,15 +359,15 @@ def _make_master(
         replayed=past.replayed,
         resume=run.resume,
     )
-    return Master(
+    return wiring.make_master(
         coordinator,
         run.job,
+        directory=directory,
         cluster=cluster,
         journal=journal,
-        profiles=ProfileFiles(directory.profile),
-        clock=RunClock(elapsed_s=past.elapsed_s, held_up_s=held_up_s),
+        clock=clock,
         hide=Hiding(run.job, os.environ),
-        known=[] if past.replayed is None else [member.spec for member in past.replayed.members.all],
+        replayed=past.replayed,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .launching import open_launcher
 from .log_output import background_logging
-from .past import elapsed_s, end_left, is_any_alive, keep_image, read_past, refuse_to_end
+from .past import end_left, is_any_alive, keep_image, make_master, read_past, refuse_to_end
 from .places import ENDS_WELL, RunNodes, complain, give_memory_back, open_nodes
 from .run_dir_watch import watch_run_directory
 from .session import MasterLeaves, Session
@@ -19,11 +19,11 @@ __all__ = [
     "Session",
     "background_logging",
     "complain",
-    "elapsed_s",
     "end_left",
     "give_memory_back",
     "is_any_alive",
     "keep_image",
+    "make_master",
     "open_launcher",
     "open_nodes",
     "read_past",

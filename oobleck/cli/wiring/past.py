@@ -1,5 +1,7 @@
 """Finds what a previous master has left: agents, and a journal, which takes seconds to read however long its run is.
 
+Makes the master that goes on from there.
+
 Reading starts from the journal's image (`runtime/journals/journal_image.py`), which is renewed as the journal grows.
 """
 
@@ -17,11 +19,19 @@ import trio
 from oobleck.control.journal import JobStarted, NodeAdded, ScriptStarted
 from oobleck.control.nodes import Membership
 from oobleck.control.replay import BooksImage, RunBooks
+from oobleck.control.scripts import ReplayedRanks
+from oobleck.control.training import ReplayedRun
 from oobleck.errors import ConfigError, OobleckError, UsageError
-from oobleck.job import NodeSpec
-from oobleck.roles.master_ports import LiveCluster
-from oobleck.runtime.journals import has_end, read_entries, read_image, read_journal, write_image
+from oobleck.job import JobSpec, NodeSpec
+from oobleck.job.ranks import RanksSpec
+from oobleck.job.secrets import Hiding
+from oobleck.roles.master import Master, RunClock
+from oobleck.roles.master_ports import Decisions, LiveCluster
+from oobleck.runtime.files import RunDirectory
+from oobleck.runtime.journals import JournalWriter, has_end, read_entries, read_image, read_journal, write_image
 from oobleck.runtime.launchers import Launcher
+from oobleck.runtime.patient_clock import PatientClock
+from oobleck.runtime.profile_files import ProfileFiles
 
 _log = logging.getLogger("oobleck.up")
 
@@ -103,10 +113,33 @@ async def keep_image(
             due = size_bytes() + least_bytes
 
 
-def elapsed_s(started_at: str, last_s: float) -> float:
-    """Return how long ago a run began whose journal's last entry is of `last_s`."""
-    # The wall clock may have been set back, but a run's time never goes backwards.
-    return max(last_s, (datetime.now(UTC) - datetime.fromisoformat(started_at)).total_seconds())
+def make_master(
+    coordinator: Decisions,
+    job: JobSpec | RanksSpec,
+    *,
+    directory: RunDirectory,
+    cluster: LiveCluster,
+    journal: JournalWriter,
+    clock: PatientClock,
+    hide: Hiding,
+    replayed: ReplayedRun | ReplayedRanks | None,
+) -> Master:
+    """Make the master of a run that begins, or that another master has left, as `replayed` from its journal."""
+    past_s = 0.0
+    if replayed is not None:
+        # The wall clock may have been set back, but a run's time never goes backwards.
+        began = datetime.fromisoformat(replayed.started.started_at)
+        past_s = max(replayed.last_s, (datetime.now(UTC) - began).total_seconds())
+    return Master(
+        coordinator,
+        job,
+        cluster=cluster,
+        journal=journal,
+        profiles=ProfileFiles(directory.profile),
+        clock=RunClock(elapsed_s=past_s, held_up_s=lambda: clock.held_up_s),
+        hide=hide,
+        known=[] if replayed is None else [member.spec for member in replayed.members.all],
+    )
 
 
 async def refuse_to_end(cluster: LiveCluster, launcher: Launcher, left: Membership | None, tag: str, kind: str) -> None:
