@@ -219,7 +219,7 @@ class RankKeeper:
         """Wait for a rank's end. If it failed, end the others at once, which could only wait for it."""
         end = await rank.handle.wait()
         if end is None:
-            await self._keep(generation, rank, nursery)
+            await self._keep(generation, rank)
             return
         has_failed = end != protocol.Exited(exit_code=0) and not generation.is_ending
         if has_failed:
@@ -259,7 +259,7 @@ class RankKeeper:
 
     # --- ranks that stay ---------------------------------------------------------------------------------------------
 
-    async def _keep(self, generation: _Generation, rank: _Rank, nursery: trio.Nursery) -> None:
+    async def _keep(self, generation: _Generation, rank: _Rank) -> None:
         """Note that a rank has left its attempt, and waits."""
         rank.has_left = True
         if generation.keeps:
