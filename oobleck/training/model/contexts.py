@@ -39,8 +39,6 @@ _ROTARY = ("dynamic", "longrope")
 _PARTS, _TOKENS = 2, 3
 _TOLERANCE = 1e-4
 _KEY = MicrobatchKey(seed=0, step=1, microbatch=0)
-# What a model's own code may raise where it meets other arguments than it is used to.
-_MISFITS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
 class _Attention(Protocol):
@@ -124,7 +122,7 @@ def require_shared_contexts(structure: ModelStructure, *, degree: int, attention
                 why = _try(stage, degree)
             except ConfigError:
                 why = "its attention can be computed by nothing but its own code"
-            except _MISFITS as error:
+            except losses.MISFITS as error:
                 why = " ".join(str(error).split())
     if why is not None:
         raise ConfigError(

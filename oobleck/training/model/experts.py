@@ -26,8 +26,6 @@ _PLAN = "ep_dispatch_experts"
 _TRIED = 2  # experts
 _TOKENS = 5
 _TOLERANCE = 1e-4
-# What a module's own code may raise where it is called otherwise than by its block.
-_MISFITS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
 class Exchanging(Protocol):
@@ -41,10 +39,16 @@ class Exchanging(Protocol):
 
 
 class Collectives(Exchanging, Protocol):
-    """Those of the devices of a stage."""
+    """All of those that the devices of a stage have."""
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over the devices, in place, and return it."""
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """Return what each device has: [devices, *own]."""
+
+    def scatter(self, parts: torch.Tensor) -> torch.Tensor:
+        """Sum [devices, ...] over the devices, and return this device's own row."""
 
     def read(self, tensor: torch.Tensor) -> Any:
         """Return a tensor's numbers, as nested lists."""
@@ -154,7 +158,7 @@ def _try(structure: ModelStructure, name: str, module: Any) -> None:
             alone = [tried(hidden, chosen[:, [at]], torch.ones_like(weights[:, [at]])) for at in range(_TRIED)]
         weighted = (torch.stack(alone, 1) * weights[..., None]).sum(1)
         fits = bool((whole - weighted).abs().max() <= _TOLERANCE * whole.abs().max())
-    except _MISFITS as error:
+    except losses.MISFITS as error:
         raise _cannot(structure, f"{name} cannot be called with tokens, experts and weights: {error}") from error
     if not fits:
         raise _cannot(structure, f"{name} computes something else than a weighted sum of its experts' outputs")

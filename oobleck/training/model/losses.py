@@ -37,8 +37,8 @@ _OF_LOGITS = (0.01, 8.0)
 _SMALL_LOSSES = (0.5, 0.02)
 """Losses of a token that a model reaches once it has learned its samples."""
 
-# What a model's own code may raise where it meets another output than that of its own trunk.
-_MISFITS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+MISFITS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+"""What a model's own code may raise where it meets other modules, arguments or outputs than it is used to."""
 
 Loss = Callable[[Any, torch.Tensor, int], torch.Tensor]
 """Maps outputs, labels and the number of items in a step to a microbatch's share."""
@@ -253,7 +253,7 @@ class ChunkedLoss:
             with torch.no_grad(), self._instead(taken, note) as stand_ins:
                 arguments = {"input_ids": ids, "labels": ids, "num_items_in_batch": 2, "use_cache": False}
                 outputs: Any = torch.func.functional_call(model, without_values, (), arguments)
-        except _MISFITS:
+        except MISFITS:
             return False
         finally:
             del vars(trunk)["forward"]

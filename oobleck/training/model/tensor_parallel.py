@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,19 +27,13 @@ from torch.nn import functional
 from oobleck.errors import ConfigError
 from oobleck.job import JobSpec, Sharding
 
-from . import losses, token_shares
+from . import losses
 from .contexts import ContextShare, require_shared_contexts, share_contexts
-from .experts import Collectives as ExpertCollectives
-from .experts import experts_of, place_experts
+from .experts import Collectives, experts_of, place_experts
 from .forward_passes import uncompiled
 from .models import StageModel
 from .structure import ModelStructure
 from .token_shares import TokenShare, can_cut_tokens, hidden_in, with_hidden
-
-
-class Collectives(token_shares.Collectives, ExpertCollectives, Protocol):
-    """Those of the devices of a stage."""
-
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over the devices of the stage, in place, and returns it."""

@@ -12,32 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
+from .experts import Collectives
 from .initialization import materialize_buffers, move_buffers
+from .losses import MISFITS
 from .structure import ModelStructure
 
 _SHAPE = (3, 4)  # batch, length; no model takes a first dimension of 3, or of 1, for a pair
 _DEGREE = 2
 _TOLERANCE = 1e-9
-# What a model's own code may raise where it meets other modules than its own.
-_MISFITS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
-
-
-class Collectives(Protocol):
-    """Those of the devices of a stage."""
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over the devices, in place, and return it."""
-
-    def gather(self, own: torch.Tensor) -> torch.Tensor:
-        """Return what each device has: [devices, *own]."""
-
-    def scatter(self, parts: torch.Tensor) -> torch.Tensor:
-        """Sum [devices, ...] over the devices, and return this device's own row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +164,7 @@ def can_cut_tokens(
             _goes_by_tokens(model, root, calls, hidden, {name for name in shared if name.startswith(f"{root}.")})
             for root in structure.blocks
         )
-    except _MISFITS:
+    except MISFITS:
         return False
 
 
