@@ -5,7 +5,7 @@ from __future__ import annotations
 from oobleck.training.randomness import MicrobatchKey
 
 from .adapters import Adapters, add_adapters, plain_name, save_adapters, tied_parameters, unwrapped
-from .configuration import build_model
+from .configuration import auto_class, build_model
 from .contexts import ContextShare, share_contexts
 from .experts import experts_per_token
 from .forward_passes import Precision, check_attention, require_compiler, use_attention
@@ -13,7 +13,7 @@ from .layer_trial import separates_documents, try_layers
 from .live_model import LiveModel
 from .loss_trial import BatchSizes, CapturedHead, made_up_weights, with_tried_loss
 from .models import StageModel
-from .structure import LossOfInputs, ModelStructure
+from .structure import LossOfInputs, ModelStructure, default_dtype
 from .tensor_parallel import Share, initialize_share, install, share_for
 
 __all__ = [
@@ -29,8 +29,10 @@ __all__ = [
     "Share",
     "StageModel",
     "add_adapters",
+    "auto_class",
     "build_model",
     "check_attention",
+    "default_dtype",
     "experts_per_token",
     "initialize_share",
     "install",

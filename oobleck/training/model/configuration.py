@@ -240,14 +240,19 @@ def _require_known_keys(model: ModelSpec, config_class: type[PreTrainedConfig]) 
             raise ConfigError(f"model.config.{key}: {name} has no such key{_suggestion(key, known)}")
 
 
+def auto_class(task: Task) -> Any:
+    """Return the builder of models with the head of a task."""
+    return _HEADS[task][0]
+
+
 def build_model(config: PreTrainedConfig, *, task: Task, dtype: torch.dtype) -> PreTrainedModel:
     """Build the model in training mode; torch's contexts choose the device, or fake tensors.
 
     Raises ConfigError where the model's class refuses the configuration.
     """
     try:
-        auto, _ = _HEADS[task]
-        model: object = auto.from_config(copy.deepcopy(config), dtype=dtype)  # a model writes to its configuration
+        own = copy.deepcopy(config)  # a model writes to its configuration
+        model: object = auto_class(task).from_config(own, dtype=dtype)
     # A model's constructor may refuse its configuration with any error.
     except Exception as error:
         raise ConfigError(f"model.config: {config.model_type} cannot be built: {_one_line(error)}") from error

@@ -198,7 +198,7 @@ class ModelStructure:
 
         def make(dtype: torch.dtype) -> SplittableModel:
             try:
-                with _default_dtype(dtype):
+                with default_dtype(dtype):
                     built = unwrapped(factory())
             except ConfigError:
                 raise
@@ -486,7 +486,7 @@ def _on_meta(make: Callable[[torch.dtype], SplittableModel], dtype: torch.dtype 
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Within the block, floating-point tensors are of this type unless another is asked for."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -11,27 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from oobleck.errors import ConfigError
-from oobleck.job import JobSpec, Task
+from oobleck.job import JobSpec
 from oobleck.training import model as models
 from oobleck.training.assembly import Assembly
 from oobleck.training.fetched import model_directory
 from oobleck.training.randomness import building_alike
-
-_CLASSES: Mapping[Task, Any] = {
-    "causal_lm": AutoModelForCausalLM,
-    "masked_lm": AutoModelForMaskedLM,
-    "sequence_classification": AutoModelForSequenceClassification,
-    "token_classification": AutoModelForTokenClassification,
-}
 
 
 class ListedLayers(nn.Module):
@@ -73,21 +60,18 @@ def uncut_model(job: JobSpec, assembly: Assembly, made: Mapping[str, Callable[..
 
 
 def _of_script(make: Callable[[], object], dtype: torch.dtype) -> Any:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
     try:
-        built = models.unwrapped(make())
+        with models.default_dtype(dtype):
+            built = models.unwrapped(make())
     # The user's code may fail in any way.
     except Exception as error:
         raise ConfigError(f"the script's model cannot be built: {type(error).__name__}: {error}") from error
-    finally:
-        torch.set_default_dtype(before)
     return built if isinstance(built, PreTrainedModel) else ListedLayers(built)
 
 
 def _saved(job: JobSpec, assembly: Assembly, dtype: torch.dtype) -> tuple[Any, frozenset[str]]:
     """Return a saved model, and the names of the parameters in its files."""
-    loaded: Any = _CLASSES[assembly.structure.task].from_pretrained(
+    loaded: Any = models.auto_class(assembly.structure.task).from_pretrained(
         model_directory(job.model.path or "", "model.path"),
         config=assembly.structure.config,
         dtype=dtype,
