@@ -25,12 +25,12 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 """The names of types in files, which have no other types."""
-_TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def as_tensor(spec: TensorSpec, data: memoryview) -> torch.Tensor:
     """Return a tensor over these bytes, without a copy."""
-    dtype = _TORCH_DTYPES[spec.dtype]
+    dtype = TORCH_DTYPES[spec.dtype]
     if not data:
         # `frombuffer` refuses an empty buffer.
         return torch.empty(spec.shape, dtype=dtype)

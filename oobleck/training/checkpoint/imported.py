@@ -15,7 +15,7 @@ from .parts import model_metadata
 from .state import write_layer
 
 IMPORTED = "imported"
-"""The name of a run that was not Oobleck's."""
+"""The tag of checkpoints that were imported, which belong to no run yet."""
 
 
 def write_checkpoint(

@@ -23,11 +23,11 @@ from oobleck.planner import ExecutionPlan, WorkerId
 from oobleck.training.model import Share
 from oobleck.training.worker_log import WorkerLog
 
+from .imported import IMPORTED
 from .parts import cut_state, model_metadata, part_metadata, part_to_save, without_states
 from .state import FlashSaver, LayerTensors, StateReader, write_layer
 from .weights import gathered_in
 
-_IMPORTED = "imported"  # the tag of the output of `oobleck checkpoint import`, which belongs to no run yet
 _ANY_DEVICE = "device*"  # the states of the node's other workers can be read too
 
 Report = Callable[[protocol.WorkerReport], None]
@@ -261,7 +261,7 @@ class LayerSaver:
                 if entry.is_damaged or elsewhere is not None:
                     findings.problems.append(f"{entry.problem}")
                 continue
-            if elsewhere is None and entry.manifest.tag not in (self._tag, _IMPORTED):
+            if elsewhere is None and entry.manifest.tag not in (self._tag, IMPORTED):
                 continue  # another job's
             problem = self._misfit(directory, entry.manifest)
             if problem is not None:

@@ -13,8 +13,8 @@ from oobleck.errors import ShardUnreadable
 from oobleck.job import DataSpec
 
 from .shard_reader import Extent, RecordText, text_in_json
+from .text import JSON_LINES
 
-_JSON_LINES = (".jsonl", ".ndjson")
 _LONGEST_LINE = 64 << 20
 _BLOCK_BYTES = 1 << 20
 
@@ -100,7 +100,7 @@ class LineShard:
 
     def __init__(self, path: Path, data: DataSpec, text: RecordText) -> None:
         self._text = text
-        self._column = data.text_column if path.suffix in _JSON_LINES else None
+        self._column = data.text_column if path.suffix in JSON_LINES else None
         self._file = _File(path, follows=data.follow)
 
     def survey(self, start: int, limit: int) -> Extent:

@@ -25,9 +25,9 @@ from .records import NO_SAMPLE, Records
 from .redis_shard import RedisShard
 from .shard_files import LineShard, TokenShard
 from .shard_reader import NO_TOKEN, Extent, RecordText, ShardReader
+from .token_files import TOKEN_SUFFIXES
 from .tokenizer import tokenizer_file
 
-_TOKEN_SUFFIXES = (".bin", ".npy")
 _OURS: Mapping[str, type[ShardReader]] = {
     "kafka": KafkaShard,
     "kafkas": KafkaShard,
@@ -96,7 +96,7 @@ class ShardSet:
         self._open = {
             shard: _open(name, data, self._text) for shard, name in enumerate(self._places) if _is_stream(name)
         }
-        texts = [name for name in self.names if not _is_stream(name) and Path(name).suffix not in _TOKEN_SUFFIXES]
+        texts = [name for name in self.names if not _is_stream(name) and Path(name).suffix not in TOKEN_SUFFIXES]
         if texts and data.tokenizer is None:
             raise ConfigError(f"data.shards: {texts[0]} is text; name a tokenizer by data.tokenizer, or give tokens")
 
@@ -164,6 +164,6 @@ def _opener(name: str) -> Callable[[str, DataSpec, RecordText], ShardReader]:
 def _open(name: str, data: DataSpec, text: RecordText) -> ShardReader:
     if _is_stream(name):
         return _opener(name)(name, data, text)
-    if Path(name).suffix in _TOKEN_SUFFIXES:
+    if Path(name).suffix in TOKEN_SUFFIXES:
         return TokenShard(Path(name), data)
     return LineShard(Path(name), data, text)

@@ -22,7 +22,7 @@ from .columns import problem_with_columns
 
 # Directories of the standard library that are not its sources, or differ between installations.
 _OTHER_PEOPLES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-_JSON_LINES = (".jsonl", ".ndjson")
+JSON_LINES = (".jsonl", ".ndjson")
 _ROWS_AT_ONCE = 1000
 _TEXT_TYPES = ("string", "large_string", "string_view")
 _SAVED = ("state.json", "dataset_dict.json")  # the files of `save_to_disk`, for a dataset and for several splits
@@ -58,7 +58,7 @@ def read_table(data: DataSpec) -> Iterator[tuple[str, Mapping[str, Any]]]:
         return
     for name in data.paths:
         path = file_of(name, "data.paths")
-        if path.suffix not in _JSON_LINES:
+        if path.suffix not in JSON_LINES:
             raise ConfigError(f"data.paths: {name} is no file of JSON lines (.jsonl), which data.format needs")
         for number, value in _json_lines(path):
             if not isinstance(value, Mapping):
@@ -82,7 +82,7 @@ def _contents(data: DataSpec) -> Iterator[bytes]:
         yield from _texts_of_rows(data, data.dataset_path)
         return
     for path in _files(data):
-        if path.suffix in _JSON_LINES:
+        if path.suffix in JSON_LINES:
             yield from _texts_of_lines(path, data.text_column)
         else:
             yield _read(path, data.max_bytes)

@@ -17,7 +17,7 @@ from oobleck.errors import ConfigError
 from oobleck.job import DataSpec
 from oobleck.training.fetched import file_of
 
-_SUFFIXES = (".bin", ".npy")
+TOKEN_SUFFIXES = (".bin", ".npy")
 _DIGESTED_SAMPLES = 64
 
 
@@ -53,7 +53,7 @@ class TokenFiles:
 
 def holds_tokens(data: DataSpec) -> bool:
     """Return whether the paths name tokens. Raises ConfigError if only some do."""
-    kinds = {Path(path).suffix in _SUFFIXES for path in data.paths}
+    kinds = {Path(path).suffix in TOKEN_SUFFIXES for path in data.paths}
     if len(kinds) > 1:
         raise ConfigError("data.paths: text and tokens (.bin, .npy) cannot be mixed; name one kind")
     return kinds == {True}

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from oobleck.training.tensor_bytes import DTYPE_NAMES
-
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:

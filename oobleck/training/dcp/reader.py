@@ -15,10 +15,10 @@ from torch.futures import Future
 
 from oobleck.errors import CorruptCheckpoint, UsageError
 from oobleck.training import flash
-from oobleck.training.tensor_bytes import as_tensor
+from oobleck.training.tensor_bytes import TORCH_DTYPES, as_tensor
 from oobleck.wire import decode_json, encode_json
 
-from .items import DTYPES, Item, PartItems, Want, Wants
+from .items import Item, PartItems, Want, Wants
 
 
 class Reader(StorageReader):
@@ -55,7 +55,7 @@ class Reader(StorageReader):
                     state[item.name] = dcp.BytesStorageMetadata()
                     stored[dcp.MetadataIndex(item.name)] = saver, item.entry
                     continue
-                properties = dcp.TensorProperties(dtype=DTYPES[item.dtype], requires_grad=item.requires_grad)
+                properties = dcp.TensorProperties(dtype=TORCH_DTYPES[item.dtype], requires_grad=item.requires_grad)
                 size = torch.Size(item.size)
                 entry = tensors.setdefault(item.name, dcp.TensorStorageMetadata(properties, size, []))
                 offsets = torch.Size(item.offsets)
@@ -91,7 +91,7 @@ class Reader(StorageReader):
                 box = self._box(want)
             else:
                 dtype = self._items[want.saver][want.entry].dtype
-                box = torch.empty(want.sizes, dtype=DTYPES[dtype] if dtype else torch.uint8)
+                box = torch.empty(want.sizes, dtype=TORCH_DTYPES[dtype] if dtype else torch.uint8)
                 if box.numel():
                     found.peers.receive(box, found.servers[want.saver])
             _fill(item, box, planner)
