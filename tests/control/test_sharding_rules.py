@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 
-from oobleck.control.data.record_assigner import RecordAssigner
 from oobleck.control.data.sharding import STEPS_AHEAD, Sharding, ShardRemains
 from oobleck.control.events import Record, Send, SendAll, Turn
 from oobleck.control.journal import DataPlaced, Notice, RecordsDealt, ShardQuarantined, ShardsKnown
@@ -159,12 +158,6 @@ def test_whoever_does_not_answer_in_time_is_not_waited_for():
     second = bench.survey(bench.go_on(now_s=30.0))
     assert (second.wants, bench.asked(second)) == (first.wants, PLACES[1 - PLACES.index(bench.asked(first))])
     assert bench.sharding.takes_regrouping(30.0), "it may be stuck, and where no step is begun nobody else would notice"
-
-
-def test_a_long_problem_is_cut_before_it_is_stored_with_every_state():
-    assigner = RecordAssigner(1, seed=0, batch=1, chunk=1, at_once=1, epochs=1, follows=False, items_per_record=1)
-    assigner.bar(0, "x" * 10_000)
-    assert [len(left.problem) for left in assigner.left] == [120]
 
 
 def test_what_a_lost_node_was_asked_another_one_is():

@@ -120,12 +120,6 @@ class RecordAssigner:
         self._settle()
         return self._is_read and not self._draft.num_records
 
-    @property
-    def left(self) -> tuple[protocol.LeftShard, ...]:
-        """The visits of shards in quarantine that were due."""
-        self._settle()
-        return self._cursor.left
-
     def wants(self, num_records: int) -> tuple[protocol.ScanRange, ...]:
         """Return the questions that have to be answered to know `num_records` records beyond those taken."""
         self._settle()

@@ -162,11 +162,18 @@ def test_a_shard_in_quarantine_is_left_and_another_try_goes_on_there():
     subject.go_back(first.after)
     subject.bar(shard, "broken")
     rest = take_all(subject, lengths)
-    assert [left.next for left in subject.left] == [4]
+    assert [left.next for left in rest[-1].after.left] == [4]
     again = assigner(2)
-    again.go_back(subject.left and rest[-1].after.with_another_try())
+    again.go_back(rest[-1].after.with_another_try())
     more = take_all(again, lengths)
     assert Counter(records([first, *rest, *more])) == Counter((shard, at) for shard in (0, 1) for at in range(6))
+
+
+def test_a_long_problem_is_cut_before_it_is_stored_with_every_state():
+    subject = assigner(2)
+    subject.bar(0, "x" * 10_000)
+    (*_, last) = take_all(subject, [6, 6])
+    assert [len(left.problem) for left in last.after.left] == [120]
 
 
 def test_each_epoch_has_an_order_of_its_own():
