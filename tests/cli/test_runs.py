@@ -285,3 +285,53 @@ def test_a_detached_run_that_is_refused_says_why(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "nosuch.yaml" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("-df", "0", "--job", "nosuch.yaml"), "nosuch.yaml"),
+        (("--detach", "--job", "-d"), "job file -d:"),
+    ],
+)
+def test_a_detached_run_is_one_process_however_its_words_are_joined(
+    tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    started = tmp_path / "started"
+    # Each process detaches before it looks at its words, so one that detaches again would do so until the last here.
+    limit = f"""if True:
+        import os
+        with open({str(started)!r}, "a+") as started:
+            started.write(".")
+            started.seek(0)
+            if len(started.read()) > 4:
+                os._exit(1)
+    """
+    (tmp_path / "sitecustomize.py").write_text(limit)
+    command = [sys.executable, "-m", "oobleck", "up", "--local", "2", *words, "--base-dir", str(tmp_path / "base")]
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, started.read_text()) == (2, "..")
+    assert said in done.stderr
+
+
+def test_a_script_finds_the_same_variables_in_a_detached_run(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(
+        "import json, os, pathlib\npathlib.Path('seen').write_text(json.dumps(sorted(os.environ)))\nraise ValueError"
+    )
+    command = [sys.executable, "-m", "oobleck", "up", "--local", "2", "--base-dir", str(tmp_path / "base"), "job.py"]
+    seen = []
+    for words in ((), ("--detach",)):
+        done = subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, check=False, timeout=120)
+        assert done.returncode == 78, done.stderr
+        seen.append((tmp_path / "seen").read_text())
+        (tmp_path / "seen").unlink()
+    assert seen[0] == seen[1]

@@ -25,6 +25,7 @@ from oobleck.host.user_path import expand_user
 from oobleck.job import JobSpec
 from oobleck.runtime.files import LAUNCHED_DIRECTORY, default_tag
 
+from .detached import is_detached, start_detached
 from .options import UpOptions
 
 if TYPE_CHECKING:
@@ -42,9 +43,9 @@ def up(options: UpOptions) -> None:
 
     Training continues when nodes are lost. Ctrl-C once finishes the step and stops; twice stops at once.
     """
-    if options.detach and not options.dry:
-        from .detached import start_detached
-
+    if is_detached():
+        options = replace(options, plain=True)  # a file shows no dashboard
+    elif options.detach and not options.dry:
         raise SystemExit(start_detached(base_dir_of(options.base_dir)))
     hostfile, asked = _parse_words(options)
     workdir = _workdir(options, asked)

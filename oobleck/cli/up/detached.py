@@ -18,13 +18,17 @@ from oobleck.runtime.python_process import module_command
 _POLL_S = 0.1
 _OUTPUT = "output.log"
 _UNTIL_THEN = ".detached-"
+# The words stay as they are: whether a `-d` among them is the option, only their parser knows (`-df 1`, `--tag -d`).
+_IS_DETACHED = "OOBLECK_IS_DETACHED"
+
+
+def is_detached() -> bool:
+    """Return whether `start_detached` has started this process; ask once, before anything inherits the environment."""
+    return os.environ.pop(_IS_DETACHED, None) is not None
 
 
 def start_detached(base_dir: Path) -> int:
     """Start this command without its terminal, and wait until its job is accepted; return the exit code."""
-    words = [word for word in _own_words(sys.argv[1:]) if word not in ("-d", "--detach")]
-    words += ["--plain"] if "--plain" not in words else []
-    split = sys.argv[1:].index("--") if "--" in sys.argv[1:] else len(sys.argv)
     log = base_dir / f"{_UNTIL_THEN}{os.getpid()}.log"
     try:
         base_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -32,7 +36,8 @@ def start_detached(base_dir: Path) -> int:
     except OSError as error:
         raise ConfigError(f"{log}: {error.strerror}") from error
     process = subprocess.Popen(
-        module_command("oobleck", *words, *sys.argv[1:][split:]),
+        module_command("oobleck", *sys.argv[1:]),
+        env={**os.environ, _IS_DETACHED: "1"},
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
@@ -66,11 +71,6 @@ def take_output(run: RunDirectory) -> None:
         log = Path(os.readlink("/proc/self/fd/1"))
         if log.name.startswith(_UNTIL_THEN) and log.parent == run.base_dir.resolve():
             log.rename(run.path / _OUTPUT)
-
-
-def _own_words(words: list[str]) -> list[str]:
-    """Return the words before a script's arguments."""
-    return words[: words.index("--")] if "--" in words else words
 
 
 def _runs(base_dir: Path) -> list[RunDirectory]:
