@@ -140,6 +140,7 @@ def test_nodes_are_the_hostfiles_and_the_newest_profile_that_fits_is_used(outlin
     [
         pytest.param(("--local", 2, "--set", "model.n_layers=3"), ExitCode.CONFIG, "n_layers", marks=pytest.mark.slow),
         (("--local", 2, "--summary", "s.json"), ExitCode.USAGE, "a dry run has none"),
+        (("--local", 2, "--verify", 3), ExitCode.USAGE, "--verify: a dry run compares nothing; use `oobleck verify`"),
         pytest.param(
             ("--local", 2, "--tp", "2"),
             ExitCode.CONFIG,

@@ -54,7 +54,9 @@ def up(options: UpOptions) -> None:
     source = inputs.read_source(hostfile, options.nodes)
     if options.summary is not None and not os.access(expand_user(options.summary).parent, os.W_OK):
         raise UsageError(f"--summary: {options.summary} cannot be written; its directory must exist and be yours")
-    if options.verify is not None and not options.dry:
+    if options.verify is not None:
+        if options.dry:
+            raise UsageError("--verify: a dry run compares nothing; use `oobleck verify`, or leave --dry-run out")
         from oobleck.cli.verify import verify_first
 
         verify_first(asked, steps=options.verify)
