@@ -49,6 +49,10 @@ def profile_of(options: inputs.PlanningOptions, *, expert_parallel: bool = False
     shape = _shape(options.model)
     if expert_parallel and not shape.num_experts:
         raise UsageError(f"--expert-parallel: {shape.name} has no experts that tokens choose from; leave it out")
+    if options.recomputes_all and options.recompute not in ("none", "all"):
+        raise UsageError(
+            f"--recompute is {options.recompute!r}, and --activation-checkpointing is short for all; leave one out"
+        )
     recompute = "all" if options.recomputes_all else options.recompute
     if recompute not in get_args(Recompute):
         raise UsageError(f"--recompute is {recompute!r}; it must be one of {', '.join(get_args(Recompute))}")

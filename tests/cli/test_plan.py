@@ -257,6 +257,9 @@ def test_models_and_devices_are_read_from_files_as_well(tmp_path, capsys):
         assert message in error
 
 
+GPT2 = ("--model", "gpt2", "--device", "A40", "--microbatch", 2)
+
+
 def test_a_measured_profile_of_known_names_has_a_share_of_the_peak(tmp_path, capsys):
     profile = make_profile([0.1, 0.1])
     known = replace(profile, model="gpt2", device=replace(profile.device, name="A40"))
@@ -277,10 +280,16 @@ def test_a_measured_profile_of_known_names_has_a_share_of_the_peak(tmp_path, cap
         (("--profile", "-", "--sequence-length", 9), ExitCode.USAGE, "--sequence-length is 9, and"),
         (("--profile", "-", "--precision", "int8"), ExitCode.USAGE, "--precision is 'int8'; it must be float32 or"),
         (
-            ("--model", "gpt2", "--device", "A40", "--microbatch", 2, "--sequence-length", 2048),
+            (*GPT2, "--sequence-length", 2048),
             ExitCode.CONFIG,
             "exceeds the 1024 positions of gpt2",
         ),
+        (
+            (*GPT2, "--recompute", "selective", "--activation-checkpointing"),
+            ExitCode.USAGE,
+            "--recompute is 'selective', and --activation-checkpointing is short for all; leave one out",
+        ),
+        ((*GPT2, "--activation-checkpointing", "--recompute", "some"), ExitCode.USAGE, "--recompute is 'some', and"),
     ],
 )
 def test_sources_that_do_not_go_together_are_refused(profile_file, capsys, arguments, code, message):
