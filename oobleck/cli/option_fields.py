@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import MISSING, field, fields, is_dataclass
 from functools import wraps
@@ -16,6 +16,8 @@ from typer.models import OptionInfo
 T = TypeVar("T")
 
 _OTHERS = "other"
+_GIVEN = "given"
+_CONTEXT = "context"
 
 
 def option(*words: str, default: Any = None, **settings: Any) -> Any:
@@ -40,6 +42,11 @@ def argument(metavar: str, text: str, *, default: Any = None) -> Any:
     """Declare a field as an argument."""
     declared = typer.Argument(metavar=metavar, help=text, show_default=False)
     return _field(default, declared=declared)
+
+
+def given_options() -> Any:
+    """Declare a field for the names of all fields whose options are on the command line, also with their defaults."""
+    return field(default=frozenset(), metadata={_GIVEN: True})
 
 
 def _field(default: Any, **metadata: Any) -> Any:
@@ -98,16 +105,26 @@ def takes_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[
     Each field that is declared, or annotated as typer has it, is an option or an argument. A field that is a dataclass
     itself stands for all of its own fields. The help lists those of a dataclass with a `panel` below that name.
     """
+    given = [part.name for part in fields(options) if _GIVEN in part.metadata]  # type: ignore[arg-type]  # a dataclass
+    context = Parameter(_CONTEXT, Parameter.KEYWORD_ONLY, annotation=typer.Context)
 
     def made(function: Callable[[T], None]) -> Callable[..., None]:
         @wraps(function)
         def command(**values: Any) -> None:
+            if given:
+                names = _names_given(values.pop(_CONTEXT), values)
+                values |= dict.fromkeys(given, names)
             function(_filled(options, values))
 
-        command.__signature__ = Signature([*_parameters(options)])  # type: ignore[attr-defined]  # where typer looks
+        command.__signature__ = Signature([*_parameters(options), *([context] if given else [])])  # type: ignore[attr-defined]  # where typer looks
         return command
 
     return made
+
+
+def _names_given(context: typer.Context, names: Iterable[str]) -> frozenset[str]:
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
 
 
 def _parameters(options: type, panel: str | None = None) -> Iterator[Parameter]:

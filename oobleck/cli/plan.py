@@ -11,7 +11,7 @@ from oobleck.job import MAX_DEVICES, MAX_NODES, Sharding
 
 from . import inputs
 from .common_options import JsonOption
-from .option_fields import flag, option, takes_options
+from .option_fields import flag, given_options, option, takes_options
 from .pictures import PictureOptions
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class PlanOptions:
     )
     as_json: JsonOption = False
     pictures: PictureOptions
+    given: frozenset[str] = given_options()
 
 
 @takes_options(PlanOptions)
@@ -110,7 +111,11 @@ def _report(options: PlanOptions, counts: int | tuple[inputs.KindCount, ...]) ->
 
     planning, divisions = options.planning, _divisions(options)
     kinds, kind_of = kinds_of(
-        counts, planning, expert_parallel=options.expert_parallel, context_parallel=options.context_parallel
+        counts,
+        planning,
+        options.given,
+        expert_parallel=options.expert_parallel,
+        context_parallel=options.context_parallel,
     )
     if isinstance(counts, int) and options.prices is not None:
         raise UsageError("--prices is for nodes of several kinds; name them, as in --nodes A100:16,A40:16")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import cast, get_args
@@ -28,8 +28,13 @@ def check_batch(global_batch: int, microbatch: int) -> None:
         raise UsageError(f"--global-batch is {global_batch}; it must be at most {most}")
 
 
-def profile_of(options: inputs.PlanningOptions, *, expert_parallel: bool = False, context_parallel: int = 1) -> Profile:
-    """Read or estimate the profile. Raises UsageError that names the options that do not go together."""
+def profile_of(
+    options: inputs.PlanningOptions, given: Set[str], *, expert_parallel: bool = False, context_parallel: int = 1
+) -> Profile:
+    """Read or estimate the profile. Raises UsageError that names the options that do not go together.
+
+    `given` are the names of the fields whose options were given.
+    """
     if options.precision not in _PRECISIONS:
         raise UsageError(f"--precision is {options.precision!r}; it must be {' or '.join(_PRECISIONS)}")
     if options.profile_file is not None:
@@ -41,7 +46,7 @@ def profile_of(options: inputs.PlanningOptions, *, expert_parallel: bool = False
             raise UsageError(
                 "--context-parallel and --profile were both given; a profile is made for a number of devices"
             )
-        return _read(options.profile_file, options)
+        return _read(options.profile_file, options, given)
     if options.model is None or options.device is None:
         raise UsageError("nothing to plan with: pass --profile FILE, or --model NAME and --device NAME")
     if options.microbatch is None:
@@ -72,19 +77,20 @@ def profile_of(options: inputs.PlanningOptions, *, expert_parallel: bool = False
 def kinds_of(
     counts: int | Sequence[inputs.KindCount],
     options: inputs.PlanningOptions,
+    given: Set[str],
     *,
     expert_parallel: bool = False,
     context_parallel: int = 1,
 ) -> tuple[tuple[NodeKind, ...], dict[str, str]]:
     """Read or estimate the profile of each kind of nodes, and return the kind of each node.
 
-    `counts` is the number of nodes that are all alike, or of each kind. Unless `--profiles` names files, a kind has
-    the name of its device.
+    `counts` is the number of nodes that are all alike, or of each kind; `given` are the names of the fields whose
+    options were given. Unless `--profiles` names files, a kind has the name of its device.
     """
     if isinstance(counts, int):
         if options.profiles is not None:
             raise UsageError("--profiles is for nodes of several kinds; name them, as in --nodes A100:16,A40:16")
-        profile = profile_of(options, expert_parallel=expert_parallel, context_parallel=context_parallel)
+        profile = profile_of(options, given, expert_parallel=expert_parallel, context_parallel=context_parallel)
         alike = NodeKind(name=profile.device.name, profile=profile, devices_per_node=options.devices_per_node)
         return (alike,), {f"node{number}": alike.name for number in range(counts)}
     names = [count.kind for count in counts]
@@ -99,7 +105,7 @@ def kinds_of(
         # Stages have several devices only where all nodes are of one kind.
         own = replace(options, devices_per_node=devices if len(counts) == 1 else 1)
         own = replace(own, device=count.kind) if files is None else replace(own, profile_file=files[count.kind])
-        profile = profile_of(own, expert_parallel=expert_parallel, context_parallel=context_parallel)
+        profile = profile_of(own, given, expert_parallel=expert_parallel, context_parallel=context_parallel)
         kinds.append(NodeKind(name=count.kind, profile=profile, devices_per_node=devices))
     return tuple(kinds), {node: count.kind for count in counts for node in count.names}
 
@@ -116,10 +122,14 @@ def utilisation_of(profile: Profile, options: inputs.PlanningOptions) -> tuple[f
     return flops, sheet.bfloat16_flops if options.precision == "bfloat16" else sheet.float32_flops
 
 
-def _read(path: Path, options: inputs.PlanningOptions) -> Profile:
+def _read(path: Path, options: inputs.PlanningOptions, given: Set[str]) -> Profile:
     for option, value in (("--model", options.model), ("--device", options.device)):
         if value is not None:
             raise UsageError(f"{option} and --profile were both given; a profile has its own")
+    source = "--profile" if options.profiles is None else "--profiles"
+    for option, field in (("--recompute", "recompute"), ("--activation-checkpointing", "recomputes_all")):
+        if field in given:
+            raise UsageError(f"{option} and {source} were both given; a profile has been measured with its own level")
     profile = profile_from_json(read_input(path, "profile", most_bytes=MAX_DATA_BYTES), source=str(path))
     for option, named, own in (
         ("--microbatch", options.microbatch, profile.microbatch_size),

@@ -22,7 +22,7 @@ from oobleck.runtime.files import read_input
 from . import inputs
 from .common_options import JsonOption
 from .inputs import duration_s
-from .option_fields import one_of, option, takes_options
+from .option_fields import given_options, one_of, option, takes_options
 from .pictures import PictureOptions, write_output
 from .trace import read_trace
 
@@ -170,6 +170,7 @@ class SimOptions:
     )
     pictures: PictureOptions
     as_json: JsonOption = False
+    given: frozenset[str] = given_options()
 
 
 @takes_options(SimOptions)
@@ -242,8 +243,8 @@ def _settings(options: SimOptions, counts: tuple[inputs.KindCount, ...]) -> Swee
     planning = options.planning
     if planning.profiles is not None and not counts:
         raise UsageError("--profiles is for nodes of several kinds; name them, as in --nodes A100:16,A40:16")
-    kinds = kinds_of(counts, planning)[0] if counts else ()
-    profile = kinds[0].profile if kinds else profile_of(planning)
+    kinds = kinds_of(counts, planning, options.given)[0] if counts else ()
+    profile = kinds[0].profile if kinds else profile_of(planning, options.given)
     schedule = inputs.parse_schedule_name(options.schedule)
     check_batch(planning.global_batch, profile.microbatch_size)
     if options.checkpoint_interval is not None and options.checkpoint_interval <= 0:

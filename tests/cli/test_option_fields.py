@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from oobleck.cli.option_fields import takes_options
+from oobleck.cli.option_fields import given_options, option, takes_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,3 +67,30 @@ def test_what_a_group_requires_is_missed_and_what_a_command_leaves_out_is_unknow
     told = taken(*words)
     assert isinstance(told, str)
     assert blamed in told
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    number: int = option("--number", "N", "A number.", default=2)
+    letter: str = option("--letter", "A letter.", default="a")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knowing:
+    group: Group
+    loud: bool = option("--loud", "Loud.", default=False)
+    given: frozenset[str] = given_options()
+
+
+def test_a_command_knows_which_options_were_given_whatever_their_values_are() -> None:
+    seen: list[Knowing] = []
+    app = typer.Typer()
+
+    @app.command()
+    @takes_options(Knowing)
+    def command(options: Knowing) -> None:
+        seen.append(options)
+
+    for words in ((), ("--number", "2"), ("--letter", "b", "--loud")):
+        assert CliRunner().invoke(app, words).exit_code == 0
+    assert [each.given for each in seen] == [frozenset(), {"number"}, {"letter", "loud"}]

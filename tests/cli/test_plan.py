@@ -290,6 +290,14 @@ def test_a_measured_profile_of_known_names_has_a_share_of_the_peak(tmp_path, cap
             "--recompute is 'selective', and --activation-checkpointing is short for all; leave one out",
         ),
         ((*GPT2, "--activation-checkpointing", "--recompute", "some"), ExitCode.USAGE, "--recompute is 'some', and"),
+        (("--profile", "-", "--recompute", "all"), ExitCode.USAGE, "--recompute and --profile were both given"),
+        (("--profile", "-", "--recompute", "none"), ExitCode.USAGE, "--recompute and --profile were both given"),
+        (("--profile", "-", "--recompute", "some"), ExitCode.USAGE, "--recompute and --profile were both given"),
+        (
+            ("--profile", "-", "--activation-checkpointing"),
+            ExitCode.USAGE,
+            "--activation-checkpointing and --profile were both given; a profile has been measured with its own level",
+        ),
     ],
 )
 def test_sources_that_do_not_go_together_are_refused(profile_file, capsys, arguments, code, message):
@@ -458,6 +466,8 @@ def test_kinds_may_have_profiles_of_their_own(tmp_path, capsys):
     plan = json.loads(capsys.readouterr().out)["plan"]
     shares = {pipeline["nodes"][0].split("-")[0]: pipeline["microbatches"] for pipeline in plan["pipelines"]}
     assert shares["new"] == 3 * shares["old"]
+    assert run(*arguments, "--recompute", "auto") == ExitCode.USAGE
+    assert "--recompute and --profiles were both given" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

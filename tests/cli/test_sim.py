@@ -145,6 +145,8 @@ def test_spares_and_nodes_change_the_cluster(arguments: list[str], capsys: pytes
         (["--policy", "torchft,varuna", "--schedule", "gpipe"], 2, "--schedule: only policy oobleck"),
         (["--policy", "restart", "--mode", "cluster"], 2, "--mode cluster: only policy oobleck"),
         (["--policy", "oobleck,restart", "--steps", "3"], 2, "--steps: only policy oobleck ends then"),
+        (["--recompute", "all"], 2, "--recompute and --profile were both given"),
+        (["--activation-checkpointing"], 2, "--activation-checkpointing and --profile were both given"),
         (["--nodes", "1"], 78, "the model needs at least 2 nodes"),
         (["--summary", "/nowhere/s.json"], 2, "/nowhere/s.json"),
     ],
