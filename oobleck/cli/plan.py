@@ -107,7 +107,7 @@ def _report(options: PlanOptions, counts: int | tuple[inputs.KindCount, ...]) ->
     from oobleck.schedule import ScheduleKind
 
     from .make_report import make_report
-    from .plan_profile import kinds_of, utilisation_of
+    from .plan_profile import check_chunks, kinds_of, utilisation_of
 
     planning, divisions = options.planning, _divisions(options)
     kinds, kind_of = kinds_of(
@@ -126,6 +126,7 @@ def _report(options: PlanOptions, counts: int | tuple[inputs.KindCount, ...]) ->
     if unknown := sorted(set(lost) - set(names)):
         raise UsageError(f"--after-losing names {unknown[0]!r}; the nodes are {names[0]} to {names[-1]}")
     schedule = inputs.parse_schedule_name(options.schedule)
+    check_chunks(schedule, planning, options.given)
     kind = None if schedule == "auto" else ScheduleKind(schedule)
     planner, division, choices = _fastest(
         divisions,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast, get_args
 
 from oobleck.errors import ConfigError, UsageError
-from oobleck.job import MAX_MICROBATCHES, Recompute
+from oobleck.job import MAX_MICROBATCHES, Recompute, ScheduleName
 from oobleck.json_table import parse_json
 from oobleck.planner import NodeKind, Profile, profile_from_json, profiles
 from oobleck.runtime.files import MAX_DATA_BYTES, read_input
@@ -26,6 +26,15 @@ def check_batch(global_batch: int, microbatch: int) -> None:
     if global_batch > MAX_MICROBATCHES * microbatch:
         most = f"{MAX_MICROBATCHES:,} microbatches of {microbatch}"
         raise UsageError(f"--global-batch is {global_batch}; it must be at most {most}")
+
+
+def check_chunks(schedule: ScheduleName, options: inputs.PlanningOptions, given: Set[str]) -> None:
+    """Raise UsageError if a number of chunks was given and no stage of the schedule has several."""
+    if "chunks" in given and schedule not in ("interleaved", "auto"):
+        raise UsageError(
+            f"--chunks is {options.chunks}, and --schedule is {schedule}; "
+            "leave --chunks out, or choose interleaved or auto"
+        )
 
 
 def profile_of(

@@ -238,7 +238,7 @@ def _settings(options: SimOptions, counts: tuple[inputs.KindCount, ...]) -> Swee
     """Return the job and its nodes, of the kinds that `counts` names, if it names any."""
     from oobleck.sim.sweep import SweepSettings
 
-    from .plan_profile import check_batch, kinds_of, profile_of
+    from .plan_profile import check_batch, check_chunks, kinds_of, profile_of
 
     planning = options.planning
     if planning.profiles is not None and not counts:
@@ -246,6 +246,7 @@ def _settings(options: SimOptions, counts: tuple[inputs.KindCount, ...]) -> Swee
     kinds = kinds_of(counts, planning, options.given)[0] if counts else ()
     profile = kinds[0].profile if kinds else profile_of(planning, options.given)
     schedule = inputs.parse_schedule_name(options.schedule)
+    check_chunks(schedule, planning, options.given)
     check_batch(planning.global_batch, profile.microbatch_size)
     if options.checkpoint_interval is not None and options.checkpoint_interval <= 0:
         raise UsageError("--checkpoint-interval is 0; it must be longer")

@@ -170,6 +170,16 @@ def test_a_png_is_drawn_or_the_extra_for_it_is_named(profile_file, tmp_path, cap
             "--schedule is 'dualpipe'; it must be one of 1f1b, gpipe, interleaved, zero-bubble",
         ),
         (
+            ("--profile", "-", "--nodes", 2, "--global-batch", 4, "--chunks", 4),
+            ExitCode.USAGE,
+            "--chunks is 4, and --schedule is 1f1b; leave --chunks out, or choose interleaved or auto",
+        ),
+        (
+            ("--profile", "-", "--nodes", 2, "--global-batch", 4, "--schedule", "zero-bubble", "--chunks", 2),
+            ExitCode.USAGE,
+            "--chunks is 2, and --schedule is zero-bubble",
+        ),
+        (
             ("--profile", "-", "--nodes", 4, "--global-batch", 8, "--after-losing", "node1,node9"),
             ExitCode.USAGE,
             "--after-losing names 'node9'; the nodes are node0 to node3",
@@ -199,6 +209,15 @@ def test_a_png_is_drawn_or_the_extra_for_it_is_named(profile_file, tmp_path, cap
 def test_wrong_usage_says_what_to_change(profile_file, capsys, arguments, code, message):
     assert run(*(profile_file if argument == "-" else argument for argument in arguments)) == code
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "auto"])
+def test_schedules_with_chunks_have_two_in_each_stage_unless_asked_for_others(profile_file, capsys, schedule):
+    arguments = ("--profile", profile_file, "--nodes", 2, "--global-batch", 8, "--schedule", schedule, "--json")
+    assert run(*arguments, "--chunks", 2) == ExitCode.DONE
+    given = capsys.readouterr().out
+    assert run(*arguments) == ExitCode.DONE
+    assert capsys.readouterr().out == given
 
 
 def test_hardware_that_one_does_not_have_can_be_planned_for(capsys):

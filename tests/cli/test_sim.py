@@ -145,6 +145,7 @@ def test_spares_and_nodes_change_the_cluster(arguments: list[str], capsys: pytes
         (["--policy", "torchft,varuna", "--schedule", "gpipe"], 2, "--schedule: only policy oobleck"),
         (["--policy", "restart", "--mode", "cluster"], 2, "--mode cluster: only policy oobleck"),
         (["--policy", "oobleck,restart", "--steps", "3"], 2, "--steps: only policy oobleck ends then"),
+        (["--chunks", "3"], 2, "--chunks is 3, and --schedule is 1f1b; leave --chunks out, or choose interleaved"),
         (["--recompute", "all"], 2, "--recompute and --profile were both given"),
         (["--activation-checkpointing"], 2, "--activation-checkpointing and --profile were both given"),
         (["--nodes", "1"], 78, "the model needs at least 2 nodes"),
