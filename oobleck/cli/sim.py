@@ -47,6 +47,7 @@ _POLICIES = (
 )
 _MAX_REPEAT = 1_000
 _MAX_SPARES = 1_024
+_SPARE_START_S = 60.0  # a warm standby takes about a minute
 
 
 def _interval_s(text: str) -> float | None:
@@ -90,11 +91,10 @@ class SimOptions:
         parser=inputs.whole(0, _MAX_SPARES),
         rich_help_panel="Trace",
     )
-    spare_start: float = option(
+    spare_start: float | None = option(
         "--spare-start",
         "TIME",
         "Time until a spare is ready.",
-        default=60.0,  # a warm standby takes about a minute
         parser=duration_s,
         show_default="1m",
         rich_help_panel="Trace",
@@ -172,6 +172,10 @@ class SimOptions:
     as_json: JsonOption = False
     given: frozenset[str] = given_options()
 
+    @property
+    def activation_s(self) -> float:
+        return _SPARE_START_S if self.spare_start is None else self.spare_start
+
 
 @takes_options(SimOptions)
 def sim(options: SimOptions) -> None:
@@ -189,7 +193,7 @@ def sim(options: SimOptions) -> None:
     _check_policies(options, names)
     options.pictures.check()
     given, counts = _on_nodes(read_trace(options.failures), options.nodes)
-    trace = with_spares(given, options.spares, activation_s=options.spare_start)
+    trace = with_spares(given, options.spares, activation_s=options.activation_s)
     settings = _settings(options, counts)
     if settings.kinds and names != ["oobleck"]:
         raise UsageError("--policy: models of other systems know one kind of nodes; leave them, or the kinds, out")
@@ -208,7 +212,11 @@ def sim(options: SimOptions) -> None:
 
 
 def _check_policies(options: SimOptions, names: Sequence[str]) -> None:
-    """Raise UsageError for options that no named policy follows, and for a comparison of unequal lengths."""
+    """Raise UsageError for options that nothing in this run follows, and for a comparison of unequal lengths."""
+    if options.spare_start is not None and not options.spares:
+        raise UsageError(
+            f"--spare-start is {options.spare_start:g}s, and --spares is 0; leave it out, or add spares by --spares"
+        )
     given = {
         "--scaling": options.scaling != "all",
         "--schedule": options.schedule != "1f1b",
@@ -346,7 +354,7 @@ def _repeated(
             domains=[trace.domains.get(node, "") for node in trace.nodes] if trace.domains else (),
         )
         kinds = {node: trace.kinds[old] for node, old in zip(drawn.nodes, trace.nodes, strict=True) if trace.kinds}
-        traces.append(with_spares(replace(drawn, kinds=kinds), options.spares, activation_s=options.spare_start))
+        traces.append(with_spares(replace(drawn, kinds=kinds), options.spares, activation_s=options.activation_s))
     return [
         Repeated(
             policy=first.policy,

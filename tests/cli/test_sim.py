@@ -128,6 +128,10 @@ def test_spares_and_nodes_change_the_cluster(arguments: list[str], capsys: pytes
     without = json.loads(capsys.readouterr().out)["samples_committed"]
     assert main([*arguments, "--spares", "1", "--spare-start", "45s", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["samples_committed"] > without
+    assert main([*arguments, "--spares", "1", "--json"]) == 0
+    usual = capsys.readouterr().out
+    assert main([*arguments, "--spares", "1", "--spare-start", "1m", "--json"]) == 0
+    assert capsys.readouterr().out == usual
     assert main([*arguments, "--nodes", "6", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["samples_committed"] > without
 
@@ -145,6 +149,8 @@ def test_spares_and_nodes_change_the_cluster(arguments: list[str], capsys: pytes
         (["--policy", "torchft,varuna", "--schedule", "gpipe"], 2, "--schedule: only policy oobleck"),
         (["--policy", "restart", "--mode", "cluster"], 2, "--mode cluster: only policy oobleck"),
         (["--policy", "oobleck,restart", "--steps", "3"], 2, "--steps: only policy oobleck ends then"),
+        (["--spare-start", "45s"], 2, "--spare-start is 45s, and --spares is 0; leave it out, or add spares"),
+        (["--spare-start", "1m", "--spares", "0"], 2, "--spare-start is 60s, and --spares is 0"),
         (["--chunks", "3"], 2, "--chunks is 3, and --schedule is 1f1b; leave --chunks out, or choose interleaved"),
         (["--recompute", "all"], 2, "--recompute and --profile were both given"),
         (["--activation-checkpointing"], 2, "--activation-checkpointing and --profile were both given"),
