@@ -197,7 +197,7 @@ def sim(options: SimOptions) -> None:
     settings = _settings(options, counts)
     if settings.kinds and names != ["oobleck"]:
         raise UsageError("--policy: models of other systems know one kind of nodes; leave them, or the kinds, out")
-    changes = _cost_changes(options.costs_file, options.cost or ())
+    changes = _cost_changes(options.costs_file, options.cost or (), names)
     each = [replace(settings, costs=with_changes(settings.costs, changes, policy=name)) for name in names]
     outcomes = [
         _play(name, trace, own, mode=mode, quiet=options.as_json) for name, own in zip(names, each, strict=True)
@@ -278,8 +278,11 @@ def _settings(options: SimOptions, counts: tuple[inputs.KindCount, ...]) -> Swee
     )
 
 
-def _cost_changes(file: Path | None, changes: Sequence[str]) -> Mapping[str, float]:
-    """Return the costs that a file changes, and then each NAME=VALUE or POLICY.NAME=VALUE. Raises UserError."""
+def _cost_changes(file: Path | None, changes: Sequence[str], played: Sequence[str]) -> Mapping[str, float]:
+    """Return the costs that a file changes, and then each NAME=VALUE or POLICY.NAME=VALUE. Raises UserError.
+
+    A file may have costs of policies that are not played: it serves several runs.
+    """
     from oobleck.sim.costs import changes_from_json
     from oobleck.sim.policies import POLICIES
 
@@ -288,6 +291,12 @@ def _cost_changes(file: Path | None, changes: Sequence[str]) -> Mapping[str, flo
         known = changes_from_json(read_input(file, "costs"), policies=tuple(POLICIES), source=str(file))
     for change in changes:
         name, value = _changed(change, tuple(POLICIES))
+        policy, dot, _ = name.rpartition(".")
+        if dot and policy not in played:
+            raise UsageError(
+                f"--cost {name} is a cost of {policy}, and --policy is {','.join(played)}; "
+                "leave it out, or name that policy too"
+            )
         known[name] = value
     return known
 

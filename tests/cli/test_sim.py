@@ -187,6 +187,8 @@ def test_costs_can_be_set_one_by_one_and_by_a_file(
     assert stall_s() < 1
     assert 5 <= stall_s("--cost", "form_s=5") < stall_s("--costs", str(file), "--cost", "form_s=7")
     assert stall_s("--costs", str(file)) >= 5
+    file.write_text('{"form_s": 5, "varuna.form_s": 9}')
+    assert stall_s("--costs", str(file), "--cost", "oobleck.form_s=7") == stall_s("--cost", "form_s=7")
 
 
 def test_a_cost_is_one_policys_or_that_of_a_kind(
@@ -225,6 +227,8 @@ def test_repeats_have_means_with_intervals(arguments: list[str], capsys: pytest.
     ("options", "problem"),
     [
         (["--cost", "varuna.form=5"], "--cost names 'form'; did you mean 'form_s'?"),
+        (["--cost", "varuna.form_s=5"], "--cost varuna.form_s is a cost of varuna, and --policy is oobleck; leave it"),
+        (["--policy", "restart,bamboo", "--cost", "oobleck.form_s=5"], "and --policy is restart,bamboo; leave it out"),
         (["--cost", "varuna2.form_s=5"], "names policy 'varuna2'; it must be one of oobleck, restart"),
         (["--cost", "num_learners=1.5"], "--cost num_learners is 1.5; it must be a whole number"),
         (["--repeat", "0"], "a whole number from 1 to 1,000"),
