@@ -27,7 +27,7 @@ from oobleck.training.model import unwrapped
 from oobleck.transformers import Trainer
 from oobleck.transformers.job import longest_row, microbatch_size_of
 
-from .trainers import VOCAB_SIZE, arguments, collate, model, rows, trainer
+from .trainers import VOCAB_SIZE, collate, model, rows, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:'pin_memory' argument:UserWarning")
 
@@ -273,11 +273,18 @@ def test_settings_say_what_the_arguments_say(tmp_path: Path):
     assert (found["optimizer"]["max_grad_norm"], found["optimizer"]["weight_decay"]) == (0.5, 0.2)
 
 
-@pytest.mark.parametrize("num_gpus", [0, 1, 4])
-def test_a_batch_is_that_of_one_gpu_however_many_the_machine_has(tmp_path: Path, num_gpus: int):
+class OnSeveralGPUs(transformers.TrainingArguments):
+    """Arguments as transformers makes them on a machine with four GPUs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._n_gpu = 4
+
+
+@pytest.mark.parametrize("kind", [transformers.TrainingArguments, OnSeveralGPUs])
+def test_a_batch_is_that_of_one_gpu_however_many_the_machine_has(tmp_path: Path, kind: type):
     values = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "per_device_eval_batch_size": 3}
-    given = arguments(tmp_path, num_train_epochs=1, **values)
-    given._n_gpu = num_gpus  # as where transformers finds as many
+    given = kind(output_dir=str(tmp_path), report_to=[], use_cpu=True, num_train_epochs=1, **values)
     made = Trainer(model=model(), args=given, data_collator=collate, train_dataset=rows(16), eval_dataset=rows(6))
     job = made.job()
     assert (job.settings["global_batch_size"], job.settings["max_steps"]) == (4, 4)
