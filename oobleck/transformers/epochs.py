@@ -55,9 +55,10 @@ class Epochs:
 class EpochOrder:
     """The samples of each step, in batches as by transformers' loader. Keeps one epoch's order, 8 bytes a sample."""
 
-    def __init__(self, loader: Any, epochs: Epochs, *, seed: int) -> None:
-        """`loader` is the result of `Trainer.get_train_dataloader`."""
+    def __init__(self, loader: Any, epochs: Epochs, *, seed: int, batch_size: int | None = None) -> None:
+        """`loader` is the result of `Trainer.get_train_dataloader`; a batch of more than `batch_size` is an error."""
         self._loader = loader
+        self._batch_size = batch_size
         self._epochs = epochs
         self._seed = seed
         own = [] if _reseeds(loader.batch_sampler) else list(_generators_of(loader.batch_sampler))
@@ -109,6 +110,13 @@ class EpochOrder:
                 "numpy, or follow from set_epoch(epoch)"
             )
 
+    def _check_size(self, count: int) -> None:
+        if self._batch_size is not None and count > self._batch_size:
+            raise ConfigError(
+                f"Trainer: {type(self._loader.batch_sampler).__name__} draws a batch of {count} samples, and its "
+                f"batch_size is {self._batch_size}; have its batch_size name the largest batch"
+            )
+
     def _batches_of(self, epoch: int) -> tuple[npt.NDArray[np.int64], Sequence[int]]:
         """Return an epoch's samples, and the position in them where each batch begins, and the last one ends."""
         while len(self._states) <= epoch and self._own:
@@ -129,6 +137,7 @@ class EpochOrder:
             if (of_loader := getattr(self._loader, "generator", None)) is not None and of_loader in self._own:
                 torch.empty((), dtype=torch.int64).random_(generator=of_loader)  # as torch's loader before an epoch
             for batch in batches:
+                self._check_size(len(batch))
                 numbers.append(np.asarray(batch, dtype=np.int64))
                 starts.append(starts[-1] + len(batch))
             if len(self._states) == epoch + 1:

@@ -263,7 +263,7 @@ class TrainerJob(Job):
     def _order(self) -> EpochOrder | StreamOrder:
         if isinstance(self.epochs, StreamEpochs):
             return self.epochs.order
-        return EpochOrder(self._loader, self.epochs, seed=self._trainer.args.seed)
+        return EpochOrder(self._loader, self.epochs, seed=self._trainer.args.seed, batch_size=self.batch_size)
 
     def _parts(self) -> Mapping[str, Callable[..., Any]]:
         trainer, loader = self._trainer, self._loader

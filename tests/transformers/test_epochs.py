@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +192,30 @@ def test_a_loader_that_does_more_than_its_parts_is_refused_by_name(tmp_path: Pat
     kind = type("Own", (Trainer,), {"get_train_dataloader": lambda self: loader(self.train_dataset)})
     with pytest.raises(ConfigError, match=f"Trainer.get_train_dataloader returns .*{words}"):
         trainer(tmp_path, kind=kind).job()
+
+
+def test_a_sampler_may_draw_smaller_batches_than_it_says_and_no_larger_ones(tmp_path: Path):
+    class Uneven(torch.utils.data.Sampler):
+        batch_size = 3
+
+        def __init__(self, sizes: Sequence[int]) -> None:
+            self.sizes = sizes
+
+        def __len__(self) -> int:
+            return len(self.sizes)
+
+        def __iter__(self) -> Iterator[list[int]]:
+            ends = list(itertools.accumulate(self.sizes))
+            return iter([list(range(end - size, end)) for size, end in zip(self.sizes, ends, strict=True)])
+
+    def made(*sizes: int) -> Any:
+        kind = type("Ours", (loader_of(batch_sampler=Uneven(sizes)), Trainer), {})
+        return trainer(tmp_path, kind=kind, max_steps=4).job()
+
+    order = made(3, 1, 2).made["order"]()
+    assert [order(step) for step in range(1, 5)] == [(0, 1, 2), (3,), (4, 5), (0, 1, 2)]
+    with pytest.raises(ConfigError, match="Uneven draws a batch of 4 samples, and its batch_size is 3; have its batch"):
+        made(3, 4, 2).check()
 
 
 def test_a_sampler_whose_order_depends_on_what_it_did_before_is_refused(tmp_path: Path):
