@@ -91,7 +91,7 @@ def check_possible(job: JobSpec, *, kinds: Collection[str] = (), num_layers: int
     least = 2 * job.num_chunks
     if job.schedule == "interleaved" and num_layers is not None and num_layers < least:
         raise PlanningError(
-            f"num_chunks is {job.num_chunks}: two stages of so many chunks need {least} layers, and the model has "
+            f"num_chunks is {job.num_chunks}: two stages of that many chunks need {least} layers, and the model has "
             f"{num_layers}; lower it, or leave it out and choose another schedule"
         )
     if len(kinds) <= 1:

@@ -265,7 +265,7 @@ class MixedCatalog(Catalog):
             )
         if self.most_stages < min(self.costs.devices):
             return (
-                f"{there}: {counted(self.most_stages, 'stage')} cannot be spread over so many devices of a node; name "
+                f"{there}: {counted(self.most_stages, 'stage')} cannot be spread over all devices of a node; name "
                 "each device as a node of its own, by a line `HOST devices=NUMBER` of the hostfile"
             )
         return f"{there} cannot hold the model; add nodes, or take smaller microbatches"

@@ -76,7 +76,7 @@ class Pace:
         return int(max(1, min(CHUNK_BYTES, self._bytes_per_s * _SILENT_S / MOST_SENDERS)))
 
     def wait(self, num_bytes: int) -> None:
-        """Wait until so many more bytes may be sent; blocks the thread."""
+        """Wait until this number of bytes may be sent; blocks the thread."""
         with self._lock:
             now_s = time.monotonic()
             # Time in which nothing was sent is not made up for, except for a moment of it.
