@@ -37,10 +37,12 @@ from oobleck.control.protocol import (
     checkpoint_name,
 )
 from oobleck.control.recovery import Phase
+from oobleck.errors import ExitCode
 from oobleck.job import CheckpointSpec
 from oobleck.planner import profile_to_json
 from tests.control import test_checkpoints
 from tests.control.bench import Bench, ready
+from tests.control.model import Shape
 from tests.control.steps.test_judgement import record
 from tests.control.training.test_coordinator import PAIRS, SINGLES, answer_all, held, training
 
@@ -259,6 +261,63 @@ def test_the_error_of_all_workers_is_not_tried_again():
     crash(bench, *NODES, end=ERROR)
     assert bench.ended is not None
     assert (bench.ended.exit_code, "ValueError: bad sample" in bench.ended.reason) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("ends", "exit_code"),
+    [
+        (dict.fromkeys(("n0", "n1"), ERROR), ExitCode.FAILED),
+        ({"n0": ERROR, "n1": replace(ERROR, message="ValueError: another sample")}, ExitCode.RESUMABLE),
+        ({"n0": ERROR, "n1": SIGKILL}, ExitCode.RESUMABLE),
+        (dict.fromkeys(("n0", "n1"), replace(ERROR, kind=ErrorKind.PEER)), ExitCode.RESUMABLE),
+    ],
+)
+def test_a_run_that_one_error_has_left_too_few_nodes_is_not_worth_resuming(
+    ends: dict[str, WorkerEnd], exit_code: ExitCode
+):
+    """The third node holds the last stage, and does not get as far as the error."""
+    bench = with_a_checkpoint()
+    until_given_up(bench, ends)
+    answer_all(bench, "n2")
+    test_checkpoints.tell(bench, nodes=("n2",))
+    assert bench.ended is not None
+    assert bench.ended.exit_code == exit_code
+    is_told = exit_code is ExitCode.FAILED
+    assert bench.ended.reason.startswith("an error ended the workers" if is_told else "cannot continue after losing")
+    assert ("Traceback" in bench.ended.reason) is is_told
+
+
+@pytest.mark.parametrize(("second", "exit_code"), [(ERROR, ExitCode.FAILED), (SIGKILL, ExitCode.RESUMABLE)])
+def test_an_error_that_two_nodes_have_met_one_after_the_other_is_the_jobs(second: WorkerEnd, exit_code: ExitCode):
+    bench = with_a_checkpoint()
+    until_given_up(bench, {"n0": ERROR})
+    answer_all(bench, "n1", "n2")
+    test_checkpoints.tell(bench, test_checkpoints.state(5), nodes=("n1", "n2"))
+    bench.resume("n1", "n2")
+    bench.commit("n1", 6, generation=bench.generation)
+    until_given_up(bench, {"n1": second})
+    answer_all(bench, "n2")
+    test_checkpoints.tell(bench, nodes=("n2",))
+    assert bench.ended is not None
+    assert bench.ended.exit_code == exit_code
+
+
+def with_a_checkpoint() -> Bench:
+    """A run of three nodes, two of which it needs."""
+    bench = test_checkpoints.started(shape=Shape(num_nodes=3, num_pipelines=1, layers_per_device=2, max_steps=100))
+    test_checkpoints.tell(bench, nodes=NODES)
+    bench.commit("n0", 5)
+    test_checkpoints.save(bench, 5)
+    return bench
+
+
+def until_given_up(bench: Bench, ends: dict[str, WorkerEnd]) -> None:
+    """End the workers of these nodes as often as they are started again."""
+    for number in range(4):
+        for node, end in ends.items():
+            crash(bench, node, pid=8 + number, end=end)
+        if number < 3:
+            come_back(bench, *ends, pid=9 + number)
 
 
 @pytest.mark.parametrize("is_known", [True, False])

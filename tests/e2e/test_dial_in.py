@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 
 import pytest
 
@@ -20,7 +21,9 @@ def file_for_nodes(up: Up) -> str:
 def test_nodes_that_dial_in_train_come_and_go_and_find_the_next_master(
     runner: Runner, endless_reference: Reference, nodes: Nodes
 ) -> None:
-    given = ("--job", str(runner.job_file()), "--steps", str(ENDLESS), "--no-check")
+    connect_s = 2.0
+    job = ("--job", str(runner.job_file()), "--set", f"control.connect_timeout_s={connect_s}")
+    given = (*job, "--steps", str(ENDLESS), "--no-check")
     where = ("--dial-in", "127.0.0.1:0", "--nodes", "3", PACED)
     with runner.up(*given, nodes=where) as first:
         file = file_for_nodes(first)
@@ -39,7 +42,11 @@ def test_nodes_that_dial_in_train_come_and_go_and_find_the_next_master(
         workers = {node: started_at(pid) for node, pid in worker_pids(runner).items()}
         first.process.kill()
         first.process.wait()
+        nodes.suspend("alpha", "gamma")
         with runner.up(*given, nodes=where) as second:
+            file_for_nodes(second)
+            time.sleep(2 * connect_s)  # of three nodes two are left, and they come late
+            nodes.resume("alpha", "gamma")
             second.wait_for_steps(5)
             now = {node: started_at(pid) for node, pid in worker_pids(runner).items()}
             assert all(now[node] == workers[node] is not None for node in ("alpha", "gamma"))

@@ -104,8 +104,10 @@ def test_what_goes_wrong_in_the_code_of_users_is_told_from_broken_machines(runne
         (tmp_path / "all").write_text("exception")
         outcome = up.finish()
     assert outcome.exit_code == 1
-    fatal = incidents(runner)[-1]
-    assert fatal["root"]["failure"] == "user_exception"
+    *_, fatal = found = incidents(runner)
+    assert "user_exception" in [incident["root"]["failure"] for incident in found]
+    # Workers that are started again may meet it before they train, where their layers are tried.
+    assert fatal["root"]["failure"] in ("user_exception", "job_error")
     assert fatal["is_fatal"]
     assert "the model has a bug" in fatal["root"]["evidence"]
 

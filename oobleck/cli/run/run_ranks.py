@@ -134,7 +134,7 @@ async def _find_past(run: RanksRun, cluster: LiveCluster, launcher: Launcher, bo
         return None
     specs = {spec.name: spec for spec in launcher.nodes}
     ranks.members.relocate(specs)
-    if ranks.gap is not None or not await wiring.is_any_alive(cluster, ranks.nodes):
+    if ranks.gap is not None or not await wiring.is_any_alive(cluster, launcher, ranks.nodes):
         return None  # where the journal does not know all that happened, the script starts again
     ours, theirs = run.spec.without_values(), ranks.started.run
     if not isinstance(run.source, VirtualOnes):  # nodes may have been listed since

@@ -306,7 +306,7 @@ async def _find_past(run: Run, directory: RunDirectory, cluster: LiveCluster, la
     if replayed is not None:
         # Virtual nodes have other ports with each master, and a hostfile may have changed.
         replayed.relocate({spec.name: spec for spec in launcher.nodes})
-        if await wiring.is_any_alive(cluster, replayed.nodes):
+        if await wiring.is_any_alive(cluster, launcher, replayed.nodes):
             # The journal does not tell what happened in the gap, so no master can continue from it.
             if replayed.gap is not None:
                 set_aside(directory.journal)

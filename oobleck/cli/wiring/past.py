@@ -147,20 +147,23 @@ async def refuse_to_end(cluster: LiveCluster, launcher: Launcher, left: Membersh
     if left is None:
         return
     left.relocate({spec.name: spec for spec in launcher.nodes})
-    if await is_any_alive(cluster, [member.spec for member in left.living]):
+    if await is_any_alive(cluster, launcher, [member.spec for member in left.living]):
         raise UsageError(
             f"the run {tag}, which `oobleck {kind}` has started, continues without its master; choose another --tag, "
             f"or take it over (`oobleck resume {tag}`, or the same command) and end it (`oobleck stop {tag}`)"
         )
 
 
-async def is_any_alive(cluster: LiveCluster, nodes: Sequence[NodeSpec]) -> bool:
+async def is_any_alive(cluster: LiveCluster, launcher: Launcher, nodes: Sequence[NodeSpec]) -> bool:
+    """Whether the agent of one of these nodes lives."""
     # If thousands live, the first few answer at once, so more are asked only while none answers.
-    first, number = 0, _FIRST_ASKED
-    while asked := nodes[first : first + number]:
-        if await _lives_one(cluster, asked):
+    asked: set[str] = set()
+    number = _FIRST_ASKED
+    while found := (await launcher.found_again(nodes, asked))[:number]:
+        if await _lives_one(cluster, found):
             return True
-        first, number = first + number, 4 * number
+        asked.update(spec.name for spec in found)
+        number *= 4
     return False
 
 

@@ -21,6 +21,7 @@ from oobleck.errors import ExitCode, PlanningError, Unrecoverable
 from oobleck.planner import Decision, ExecutionPlan, WorkerId
 
 from .replanning import Aftermath, Replanning
+from .shutdown import Shutdown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,7 @@ class Decider:
     _saving: Saving
     _restoring: Restoring
     _replanning: Replanning
+    _shutdown: Shutdown
 
     @property
     def exit_code(self) -> int:
@@ -156,7 +158,9 @@ class Decider:
         turn.end(f"all nodes are lost: {words}")
 
     def _end(self, turn: Turn, recovery: Recovery, error: Exception, more: str = "") -> NoReturn:
-        turn.end(f"cannot continue after losing {', '.join(recovery.nodes)}: {error}{more}", self.exit_code)
+        # An error of the job's own would end the resumed run, too.
+        exit_code = ExitCode.FAILED if self._shutdown.is_jobs_own(recovery.nodes) else self.exit_code
+        turn.end(f"cannot continue after losing {', '.join(recovery.nodes)}: {error}{more}", exit_code)
 
     def _go_back(
         self, turn: Turn, base: ExecutionPlan, error: Unrecoverable, recovery: Recovery, lineage: Lineage

@@ -64,7 +64,8 @@ class Parts:
         replanning = self.replanning = Replanning(
             job, members, progress, scaling, sharding, consent, partial(schedules_for, job), make_planner
         )
-        decider = Decider(members, lifecycle, progress, saving, restoring, replanning)
+        shutdown = self.shutdown = Shutdown(job, members, progress, saving, sharding)
+        decider = Decider(members, lifecycle, progress, saving, restoring, replanning, shutdown)
         history = PlanHistory(max_steps=job.max_steps)
         recovery = self.reconfiguration = Reconfiguration(
             job,
@@ -83,4 +84,3 @@ class Parts:
         self.startup = Startup(
             job, nodes, members, preparation, link_timing, saving, restoring, sharding, replanning, recovery, resume
         )
-        self.shutdown = Shutdown(job, members, progress, saving, sharding)

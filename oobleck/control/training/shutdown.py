@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from oobleck.control.checkpoints import Saving
 from oobleck.control.data import Sharding
 from oobleck.control.events import EndRun, StopRequested, Turn
 from oobleck.control.journal import WorkerError
 from oobleck.control.nodes import Membership
-from oobleck.control.protocol import CommitRecord, FinishStep, Raised
+from oobleck.control.protocol import CommitRecord, ErrorKind, FinishStep, Raised
 from oobleck.control.steps import PlanHistory, Progress
 from oobleck.errors import ExitCode
 from oobleck.job import JobSpec
@@ -20,6 +21,15 @@ from oobleck.planner import WorkerId
 _LAST_SAVE_S = 300.0
 """How long the end of a run may wait for its last save."""
 _LAST_WORDS_S = 2.0
+_OF_THE_JOB = (ErrorKind.CODE, ErrorKind.DATA, ErrorKind.JOB)
+"""What other nodes would not mend."""
+
+
+class _Error(NamedTuple):
+    """What makes two exceptions the same, wherever they were raised."""
+
+    kind: ErrorKind
+    message: str
 
 
 @dataclass(slots=True)
@@ -44,7 +54,9 @@ class Shutdown:
     _saving: Saving
     _sharding: Sharding
     _errors: dict[WorkerId, tuple[int, Raised]] = field(default_factory=dict)
-    """The exception that ended each worker, and the newest committed step at that time."""
+    """The exception that ended each worker last, and the newest committed step at that time."""
+    _met: dict[_Error, dict[WorkerId, int]] = field(default_factory=dict)
+    """The workers that each exception has ended, and the newest committed step when it last did."""
     _stop: StopRequested | None = None
     _asked_to_finish: int = 0
     """The generation whose workers were last asked to finish."""
@@ -59,6 +71,7 @@ class Shutdown:
 
     def note_error(self, worker_id: WorkerId, error: Raised) -> None:
         self._errors[worker_id] = (self._progress.last_step, error)
+        self._met.setdefault(_Error(error.kind, error.message), {})[worker_id] = self._progress.last_step
 
     def ask_again(self) -> None:
         """Repeat the request to finish, which may be lost."""
@@ -66,15 +79,28 @@ class Shutdown:
 
     def is_same_error(self, nodes: Collection[str]) -> bool:
         """Whether the same exception has ended a worker on each of these nodes since the newest step."""
-        fresh = {worker_id.node: error for worker_id, error in self._fresh.items()}
-        errors = {(error.kind, error.message) for node, error in fresh.items() if node in nodes}
-        return len(errors) == 1 and fresh.keys() >= set(nodes)
+        return any(self._fresh_nodes(error).issuperset(nodes) for error in self._met)
 
     def is_met_elsewhere(self, worker_id: WorkerId) -> bool:
-        """Whether the exception that ended a worker has ended another one, too, since the newest step."""
-        fresh = {each: (error.kind, error.message) for each, error in self._fresh.items()}
-        own = fresh.pop(worker_id, None)
-        return own is not None and own in fresh.values()
+        """Whether an exception that ended a worker has ended another one, too, since the newest step."""
+        fresh = [[each for each, step in met.items() if step == self._progress.last_step] for met in self._met.values()]
+        return any(worker_id in workers and len(workers) > 1 for workers in fresh)
+
+    def is_jobs_own(self, nodes: Collection[str]) -> bool:
+        """Whether an error of the job's has ended a worker on each of these nodes since the newest step.
+
+        At least two nodes of the run must have met it: a single node may be broken.
+        """
+        return any(
+            error.kind in _OF_THE_JOB
+            and len({worker_id.node for worker_id in met}) > 1
+            and self._fresh_nodes(error).issuperset(nodes)
+            for error, met in self._met.items()
+        )
+
+    def _fresh_nodes(self, error: _Error) -> set[str]:
+        step = self._progress.last_step
+        return {worker_id.node for worker_id, met_at in self._met[error].items() if met_at == step}
 
     @property
     def _fresh(self) -> dict[WorkerId, Raised]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -99,6 +99,7 @@ class DialedInNodes:
         self._callers: dict[str, _Caller] = {}
         self._called = trio.Event()
         self._has_begun = False
+        self._begins_s = math.inf
         self._report, self._changes = trio.open_memory_channel[NodeChange](_MOST_CHANGES)
         self._refused: set[str] = set()
         self._grants: dict[str, str] = {}
@@ -128,16 +129,32 @@ class DialedInNodes:
 
     async def begin(self, *, waits: bool = True) -> tuple[NodeSpec, ...]:
         """Wait for the first nodes, and return all that have dialled in by then."""
-        least = self.num_first if waits else 0
-        with trio.move_on_after(self.begins_after_s):
-            while len(self.nodes) < least:
+        if waits:
+            await self._wait_until(self._are_enough)
+            while not self.nodes:
                 await self._called.wait()
-            # Enough nodes came in time, so the loop below waits for none.
-            least = 0
-        while len(self.nodes) < min(least, 1):
-            await self._called.wait()
         self._has_begun = True
         return self.nodes
+
+    async def found_again(self, nodes: Sequence[NodeSpec], asked: Collection[str]) -> Sequence[NodeSpec]:
+        """Return those that have dialled in; wait for one until there are enough nodes to begin with."""
+
+        def found() -> list[NodeSpec]:
+            here = {spec.name: spec for spec in self.nodes}
+            return [here[node.name] for node in nodes if node.name in here and node.name not in asked]
+
+        await self._wait_until(lambda: bool(found()) or self._are_enough())
+        return found()
+
+    def _are_enough(self) -> bool:
+        return len(self.nodes) >= self.num_first
+
+    async def _wait_until(self, is_reached: Callable[[], bool]) -> None:
+        """Wait for calls until this holds, or until a run begins with fewer nodes."""
+        self._begins_s = min(self._begins_s, trio.current_time() + self.begins_after_s)
+        with trio.move_on_at(self._begins_s):
+            while not is_reached():
+                await self._called.wait()
 
     async def connect(self, node: NodeSpec) -> ssh.SSHConnection:
         """Return the connection that the node has made; wait if it must dial in again. Raises NodeUnreachable."""

@@ -8,6 +8,7 @@ A launcher never reports a lost node. Schedulers notice a death after seconds, c
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,6 +70,12 @@ class Launcher(Protocol):
 
     async def begin(self, *, waits: bool = True) -> tuple[NodeSpec, ...]:
         """Wait for enough nodes to begin with and return them; without `waits`, return the present ones."""
+
+    async def found_again(self, nodes: Sequence[NodeSpec], asked: Collection[str]) -> Sequence[NodeSpec]:
+        """Return those of an earlier master's nodes that can be reached, without those already asked.
+
+        Waits for one, but no longer than `begin` waits for nodes; returns none once there is none left to wait for.
+        """
 
     async def connect(self, node: NodeSpec) -> SSHConnection:
         """Connect to a node; the caller closes the connection. Raises NodeUnreachable."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import shutil
@@ -87,6 +88,7 @@ async def master_in(
     renew: bool = False,
     login_timeout_s: float = 10.0,
     calls_again_s: float = 0.1,
+    begins_after_s: float = math.inf,
 ) -> AsyncIterator[Master]:
     """Serve as a master of a run in a directory, within `open_ssh_loop`, until the context ends."""
     listeners, place = await listen(HOST, 0)
@@ -97,6 +99,7 @@ async def master_in(
         patience_s=5.0,
         login_timeout_s=login_timeout_s,
         calls_again_s=calls_again_s,
+        begins_after_s=begins_after_s,
     )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(launcher.serve, listeners, keys)
@@ -165,6 +168,32 @@ async def test_a_run_begins_once_enough_nodes_are_there_and_hears_of_those_that_
         (arrived,) = master.told
         assert isinstance(arrived, Arrived)
         assert arrived.node.name == "c"
+
+
+async def test_nodes_of_an_earlier_master_are_waited_for_until_enough_are_there_to_begin_with(tmp_path: Path) -> None:
+    left = [NodeSpec(name=name, host="before") for name in ("a", "b")]
+    async with open_ssh_loop(), master_in(tmp_path / "keys", num_first=3) as master:
+        await Node("new").call(master)
+        with trio.move_on_after(0.2) as waiting:
+            await master.launcher.found_again(left, ())
+        assert waiting.cancelled_caught
+        master.nursery.start_soon(Node("b").call, master)
+        (found,) = await master.launcher.found_again(left, ())
+        assert (found.name, found.host) == ("b", HOST)
+        await Node("other").call(master)
+        assert await master.launcher.found_again(left, {"b"}) == []
+
+
+async def test_a_run_that_may_begin_with_fewer_nodes_waits_as_long_for_those_of_an_earlier_master(
+    tmp_path: Path,
+) -> None:
+    async with open_ssh_loop(), master_in(tmp_path / "keys", num_first=3, begins_after_s=0.3) as master:
+        began_s = trio.current_time()
+        assert await master.launcher.found_again([NodeSpec(name="a", host="before")], ()) == []
+        assert trio.current_time() - began_s >= 0.3
+        await Node("new").call(master)
+        with trio.fail_after(0.2):  # the same time is not waited twice
+            assert [node.name for node in await master.launcher.begin()] == ["new"]
 
 
 async def test_a_node_with_another_key_is_turned_away_and_reported_once(tmp_path: Path) -> None:
