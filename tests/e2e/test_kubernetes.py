@@ -52,6 +52,7 @@ class Cluster:
     def make(self, name: str, uid: str) -> None:
         """Start a pod."""
         fields = {"POD_NAME": name, "POD_NAMESPACE": "training", "POD_UID": uid, "POD_IP": "127.0.0.1", "MACHINE": "m3"}
+        fields["OOBLECK_DOMAIN"] = ""  # as before Kubernetes 1.35
         variables = environment_of("StatefulSet", **fields)
         words = command_of("StatefulSet", **variables)
         assert words[:2] == ["oobleck", "node"]

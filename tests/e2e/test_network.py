@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 from collections.abc import Iterator
 from itertools import combinations
@@ -17,6 +19,7 @@ from .harness import Runner, incidents, processes_with, started_at, worker_pids
 pytestmark = [needs_networks, pytest.mark.slow]
 
 NODES = ("alpha", "beta", "gamma")
+_IPTABLES = shutil.which("iptables", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 
 
 @pytest.fixture
@@ -87,7 +90,13 @@ def pairs() -> Iterator[tuple[str, str]]:
     yield from combinations(NODES, 2)
 
 
-@pytest.mark.parametrize("is_one_way", [False, True], ids=["both-ways", "one-way"])
+@pytest.mark.parametrize(
+    "is_one_way",
+    [
+        pytest.param(False, id="both-ways"),
+        pytest.param(True, id="one-way", marks=pytest.mark.skipif(_IPTABLES is None, reason="there is no iptables")),
+    ],
+)
 def test_a_network_that_fails_between_all_nodes_is_waited_for_and_costs_no_step(
     runner: Runner, endless_reference: Reference, network: Network, hosts: tuple[str, ...], is_one_way: bool
 ) -> None:
