@@ -63,7 +63,7 @@ def profile_of(
     shape = _shape(options.model)
     if expert_parallel and not shape.num_experts:
         raise UsageError(f"--expert-parallel: {shape.name} has no experts that tokens choose from; leave it out")
-    if options.recomputes_all and options.recompute not in ("none", "all"):
+    if options.recomputes_all and "recompute" in given and options.recompute != "all":
         raise UsageError(
             f"--recompute is {options.recompute!r}, and --activation-checkpointing is short for all; leave one out"
         )

@@ -309,6 +309,7 @@ def test_a_measured_profile_of_known_names_has_a_share_of_the_peak(tmp_path, cap
             "--recompute is 'selective', and --activation-checkpointing is short for all; leave one out",
         ),
         ((*GPT2, "--activation-checkpointing", "--recompute", "some"), ExitCode.USAGE, "--recompute is 'some', and"),
+        ((*GPT2, "--activation-checkpointing", "--recompute", "none"), ExitCode.USAGE, "--recompute is 'none', and"),
         (("--profile", "-", "--recompute", "all"), ExitCode.USAGE, "--recompute and --profile were both given"),
         (("--profile", "-", "--recompute", "none"), ExitCode.USAGE, "--recompute and --profile were both given"),
         (("--profile", "-", "--recompute", "some"), ExitCode.USAGE, "--recompute and --profile were both given"),
