@@ -10,6 +10,7 @@ from .spec import (
     MAX_MICROBATCHES,
     MAX_NODES,
     MAX_STEPS,
+    MAX_TAG_CHARS,
     CheckpointSpec,
     CompileMode,
     ControlSpec,
@@ -28,6 +29,7 @@ from .spec import (
     Task,
     check_model_numbers,
     check_tag,
+    tag_of,
 )
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "MAX_MICROBATCHES",
     "MAX_NODES",
     "MAX_STEPS",
+    "MAX_TAG_CHARS",
     "CheckpointSpec",
     "CompileMode",
     "ControlSpec",
@@ -59,4 +62,5 @@ __all__ = [
     "check_model_numbers",
     "check_tag",
     "relocated",
+    "tag_of",
 ]

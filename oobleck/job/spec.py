@@ -34,6 +34,7 @@ MAX_DEVICES = 256  # of one machine
 MAX_KINDS = 4  # the planner searches over the numbers of nodes of each kind
 MAX_CHUNKS = 64  # of a stage; each costs messages
 MAX_STEPS = 10**12
+MAX_TAG_CHARS = 40
 MAX_MICROBATCHES = 65_536  # of one step; each adds instructions to a worker's program
 _MAX_SECONDS = 1e9
 _LEAST_SECONDS = 1e-3
@@ -550,4 +551,10 @@ def check_tag(tag: str) -> None:
     """Raise ConfigError for a bad name of a run."""
     valid = tag and all(letter.isalnum() or letter in "._-" for letter in tag) and tag[0] not in ".-"
     require(bool(valid), "tag", tag, "letters, digits, '.', '_' and '-', starting with none of '.-'")
-    require(len(tag) <= 40, "tag", tag, "at most 40 characters (it is part of a socket's path)")
+    limit = f"at most {MAX_TAG_CHARS} characters (it is part of a socket's path)"
+    require(len(tag) <= MAX_TAG_CHARS, "tag", tag, limit)
+
+
+def tag_of(script: str, *, otherwise: str) -> str:
+    """Return the name of a script's run, as far as a directory can have it; `otherwise` if nothing is left of it."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", script).lstrip(".-")[:MAX_TAG_CHARS] or otherwise

@@ -5,13 +5,13 @@ A command that is given up is killed together with the processes that it has sta
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import trio
+
+from oobleck.host.process_group import signal_group
 
 _REAPED_WITHIN_S = 1.0  # a killed process that waits for a lost disk ends once that answers
 
@@ -33,9 +33,7 @@ async def shell_command(command: str, *, errors: int = subprocess.DEVNULL) -> As
     try:
         yield process
     except BaseException:
-        # The shell may have ended before its children. Until it is reaped, its number stays that of their group.
-        with suppress(ProcessLookupError, PermissionError):  # a command of sudo's may be another user's by now
-            os.killpg(process.pid, signal.SIGKILL)
+        signal_group(process.pid)  # the shell may have ended before its children
         raise
     finally:
         with trio.move_on_after(_REAPED_WITHIN_S, shield=True):  # so that no zombie is left

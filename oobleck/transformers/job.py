@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -25,7 +24,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from oobleck.errors import ConfigError, UncutModel
 from oobleck.host.script import GATHERS, SCRIPT_WAITS, Job
-from oobleck.job import JobSpec, LossCounting, OptimizerSpec, check_tag
+from oobleck.job import JobSpec, LossCounting, OptimizerSpec, check_tag, tag_of
 from oobleck.training.assembly import try_sharing
 from oobleck.training.data import items_of, try_collator, try_repeats
 from oobleck.training.flow import Flow
@@ -319,13 +318,13 @@ def _check_counts(args: TrainingArguments) -> None:
 def _tag(run_name: str | None, script: str) -> str:
     """Return the run's name: the one that is asked for, as far as a directory can have it, or else the script's."""
     if not run_name:
-        return re.sub(r"[^A-Za-z0-9._-]", "-", script).strip(".-_") or "trainer"
+        return tag_of(script, otherwise="trainer")
     try:
         check_tag(run_name)
     except ConfigError:
         # The digest keeps names apart that differ in nothing else.
         digest = hashlib.sha256(run_name.encode()).hexdigest()[:8]
-        tag = f"{re.sub(r'[^A-Za-z0-9._-]', '-', run_name)[:24].strip('.-')}-{digest}".lstrip("-")
+        tag = f"{tag_of(run_name, otherwise='')[:24].rstrip('.-')}-{digest}".lstrip("-")
         warnings.warn(f"TrainingArguments(run_name={run_name!r}): the run is called {tag}", stacklevel=2)
         return tag
     return run_name

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oobleck.control.node_check import CheckedNode, CheckReport, Health, sentences_of
+from oobleck.planner.formatting import counted
 
 from .formatting import bytes_text, one_line
 
@@ -86,7 +87,7 @@ def _exchanges(report: CheckReport) -> Text:
 
 def _conclusion(report: CheckReport) -> Text:
     bad = [node.verdict for node in report.nodes if node.verdict.health is not Health.HEALTHY]
-    took = f"{report.num_rounds} round{'' if report.num_rounds == 1 else 's'} in {report.elapsed_s:.1f} s"
+    took = f"{counted(report.num_rounds, 'round')} in {report.elapsed_s:.1f} s"
     if report.is_healthy:
         return Text(f"all {len(report.nodes)} nodes are healthy ({took})", style="green")
     if bad:

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from oobleck.planner.formatting import counted
+
 if TYPE_CHECKING:
     from oobleck.control.journal import NodeSummary, Summary
 
@@ -73,7 +75,7 @@ def steps_text(summary: Summary) -> str:
 def recoveries_text(summary: Summary) -> str:
     """Return the number of recoveries, and of planned changes of nodes."""
     planned = len(summary.recoveries) - summary.num_recoveries
-    changes = f", and {planned} planned change{'' if planned == 1 else 's'} of nodes" if planned else ""
+    changes = f", and {counted(planned, 'planned change')} of nodes" if planned else ""
     return f"{count_text(summary.num_recoveries)}{changes}"
 
 

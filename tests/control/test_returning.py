@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from oobleck.control.events import ProfileFound, Send
+from oobleck.control.events import AddRequested, ProfileFound, Send
 from oobleck.control.journal import (
     Action,
     Failure,
@@ -37,9 +38,11 @@ from oobleck.control.protocol import (
     checkpoint_name,
 )
 from oobleck.control.recovery import Phase
+from oobleck.control.steps import Progress
+from oobleck.control.training.shutdown import Shutdown
 from oobleck.errors import ExitCode
-from oobleck.job import CheckpointSpec
-from oobleck.planner import profile_to_json
+from oobleck.job import CheckpointSpec, NodeSpec
+from oobleck.planner import WorkerId, profile_to_json
 from tests.control import test_checkpoints
 from tests.control.bench import Bench, ready
 from tests.control.model import Shape
@@ -300,6 +303,31 @@ def test_an_error_that_two_nodes_have_met_one_after_the_other_is_the_jobs(second
     test_checkpoints.tell(bench, nodes=("n2",))
     assert bench.ended is not None
     assert bench.ended.exit_code == exit_code
+
+
+def test_an_error_of_long_ago_ends_no_run_that_waits_for_a_newcomer():
+    bench = training()
+    bench.commit("n0", 1)
+    crash(bench, "n0", end=ERROR)
+    answer_all(bench, "n1", "n2")
+    bench.resume("n1", "n2")
+    for step in range(2, 6):
+        bench.commit("n1", step, generation=bench.generation)
+    bench.feed(AddRequested(spec=NodeSpec(name="n9", host="n9")))
+    bench.up("n9")
+    for node in NODES:
+        bench.fail(node)
+    crash(bench, "n9")
+    assert bench.ended is None, "no node of the plan is left, so none of them has met it"
+
+
+@pytest.mark.parametrize("nodes", [(), ("n0",), ("n0", "n1"), ("n0", "n2")])
+def test_an_error_is_the_jobs_where_all_that_are_lost_have_met_it(nodes: tuple[str, ...]):
+    unused: Any = None
+    shutdown = Shutdown(SINGLES.job, unused, Progress(SINGLES.job), unused, unused)
+    for node in ("n0", "n1"):
+        shutdown.note_error(WorkerId(node=node, device=0), ERROR)
+    assert shutdown.is_jobs_own(nodes) is shutdown.is_same_error(nodes) is (set(nodes) in ({"n0"}, {"n0", "n1"}))
 
 
 def with_a_checkpoint() -> Bench:

@@ -22,7 +22,8 @@ def test_nodes_that_dial_in_train_come_and_go_and_find_the_next_master(
     runner: Runner, endless_reference: Reference, nodes: Nodes
 ) -> None:
     connect_s = 2.0
-    job = ("--job", str(runner.job_file()), "--set", f"control.connect_timeout_s={connect_s}")
+    control = (f"control.connect_timeout_s={connect_s}", "control.orphan_timeout_s=250")
+    job = ("--job", str(runner.job_file()), *(word for each in control for word in ("--set", each)))
     given = (*job, "--steps", str(ENDLESS), "--no-check")
     where = ("--dial-in", "127.0.0.1:0", "--nodes", "3", PACED)
     with runner.up(*given, nodes=where) as first:

@@ -78,7 +78,8 @@ def cluster(runner: Runner, nodes: Nodes, tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_commands_of_the_manifests_train_and_follow_what_happens_to_their_pods(
     runner: Runner, endless_reference: Reference, nodes: Nodes, cluster: Cluster
 ) -> None:
-    given = ("--steps", str(ENDLESS), "--no-check")
+    # On a busy machine the next master takes its time, and is to find the agents.
+    given = ("--steps", str(ENDLESS), "--no-check", "--set", "control.orphan_timeout_s=250")
     with runner.up(*given, nodes=(*cluster.master, PACED)) as first:
         for index in range(4):
             cluster.make(f"oobleck-node-{index}", uid=f"uid-{index}")

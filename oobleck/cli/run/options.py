@@ -18,7 +18,7 @@ from oobleck.cli.option_fields import declared_options
 from oobleck.control.node_ranks import OWN_VARIABLES
 from oobleck.errors import UsageError
 from oobleck.host.user_path import expand_user
-from oobleck.job import MAX_NODES, ControlSpec
+from oobleck.job import MAX_NODES, ControlSpec, tag_of
 from oobleck.job.bounds import bounds_of, require
 from oobleck.job.ranks import DEFAULT_COPY_RATE, DEFAULT_RESTARTS, RanksSpec, RankStreams, Redirection
 from oobleck.storage import scripts
@@ -104,7 +104,6 @@ _OWN_VARIABLES = {
 }
 _DLROVERS = ("--comm-perf-test", "--auto-config", "--auto-tunning")
 _SHORT = {"-m": "--module", "-r": "--redirects", "-t": "--tee", "-h": "--help"}
-_TAG_CHARS = 40
 _TRUE = ("1", "true", "t", "yes", "y")
 
 
@@ -208,7 +207,7 @@ def _control(own: Mapping[str, str]) -> ControlSpec:
 
 def _tag_of(command: str) -> str:
     name = Path(command).name.removesuffix(".py")
-    return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip(".-")[:_TAG_CHARS] or "script"
+    return tag_of(name, otherwise="script")
 
 
 def _parser() -> _Parser:

@@ -31,6 +31,7 @@ from oobleck.host.user_path import expand_user
 from oobleck.job import NodeSpec
 from oobleck.job.ranks import RanksSpec
 from oobleck.job.secrets import Hiding
+from oobleck.planner.formatting import counted
 from oobleck.roles.master_ports import LiveCluster
 from oobleck.runtime.descriptors import raise_descriptor_limit, require_descriptors
 from oobleck.runtime.files import RunDirectory
@@ -74,8 +75,7 @@ def run_ranks(run: RanksRun) -> int:
     _check_states(run, directory)
     directory.create()
     output = lasting(sys.stderr)  # standard output is for the script's own output
-    count = f"{num_nodes} node{'' if num_nodes == 1 else 's'}"
-    say(output, f"oobleck run: {run.spec.tag}, {count}, logs in {directory.path}")
+    say(output, f"oobleck run: {run.spec.tag}, {counted(num_nodes, 'node')}, logs in {directory.path}")
     hide = Hiding(None, {**os.environ, **run.spec.environment})
     with directory.lock(), wiring.background_logging(hide):
         directory.note_owner(run.owner)

@@ -1,6 +1,6 @@
 """Finds what a previous master has left: agents, and a journal, which takes seconds to read however long its run is.
 
-Makes the master that goes on from there.
+Makes a run's master, which goes on from there if there is anything.
 
 Reading starts from the journal's image (`runtime/journals/journal_image.py`), which is renewed as the journal grows.
 """

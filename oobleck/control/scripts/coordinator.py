@@ -17,6 +17,7 @@ from oobleck.control.nodes import BaseCoordinator, Member, Membership, MemberSta
 from oobleck.errors import ExitCode, PeerError
 from oobleck.job import NodeSpec
 from oobleck.job.ranks import RanksSpec
+from oobleck.planner.formatting import counted
 
 from . import states
 from .bad_steps import BadSteps
@@ -439,7 +440,7 @@ class RanksCoordinator(BaseCoordinator):
                 case states.TooFew() if self._copies.is_rebuilding:
                     turn.note("info", "lost parts of the newest saved state are made again from parities")
                 case states.TooFew(num_missing=missing, until_s=until_s):
-                    what = f"{missing} more node{'' if missing == 1 else 's'}"
+                    what = counted(missing, "more node")
                     turn.note("info", f"waiting for {what}, for {until_s - turn.now_s:.0f} s at most")
                 case events.EndRun():
                     self._end(turn, effect, was_running=isinstance(before, states.Running))

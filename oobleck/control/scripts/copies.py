@@ -66,8 +66,9 @@ class Copies:
         """Of the nodes that can hold copies."""
         self._leaving: set[str] = set()
         self._held: dict[str, dict[tuple[ScriptState, int], HeldPart]] = {}
+        """Keyed by node, then by state and rank, for a node may hold a part twice."""
         self._parities: dict[str, frozenset[HeldParity]] = {}
-        """Keyed by node; parts then by state and rank, for a node may hold one twice."""
+        """Keyed by node."""
         self._spreads: dict[ScriptState, Spread] = {}
         self._places: dict[str, tuple[str, ...]] = {}
         self._unique = ""

@@ -22,6 +22,7 @@ from typing import assert_never
 from oobleck.control.events import EndRun
 from oobleck.control.journal import GenerationCause, NodeRanks
 from oobleck.errors import ExitCode
+from oobleck.planner.formatting import counted
 
 from . import states
 from .states import Asking, Ending, Gathering, Over, Running, Signal
@@ -254,7 +255,7 @@ def too_many_failures(reason: str, *, is_hang: bool, rules: states.Rules) -> End
     """Return the end of a run after a failure for `reason`, when no more restart is allowed."""
     if not rules.max_restarts:
         return EndRun(reason=f"{reason}\nno restart is allowed (--max-restarts)")
-    restarts = f"{rules.max_restarts} restart{'' if rules.max_restarts == 1 else 's'}"
+    restarts = counted(rules.max_restarts, "restart")
     again = "it hangs again" if is_hang else "a rank has failed again"
     return EndRun(reason=f"{reason}\n{restarts} allowed (--max-restarts), and {again}")
 

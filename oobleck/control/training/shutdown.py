@@ -78,8 +78,8 @@ class Shutdown:
         self._asked_to_finish = 0
 
     def is_same_error(self, nodes: Collection[str]) -> bool:
-        """Whether the same exception has ended a worker on each of these nodes since the newest step."""
-        return any(self._fresh_nodes(error).issuperset(nodes) for error in self._met)
+        """Whether the same exception has ended a worker on each of these nodes, if any, since the newest step."""
+        return any(self._is_met_by_all(error, nodes) for error in self._met)
 
     def is_met_elsewhere(self, worker_id: WorkerId) -> bool:
         """Whether an exception that ended a worker has ended another one, too, since the newest step."""
@@ -87,20 +87,21 @@ class Shutdown:
         return any(worker_id in workers and len(workers) > 1 for workers in fresh)
 
     def is_jobs_own(self, nodes: Collection[str]) -> bool:
-        """Whether an error of the job's has ended a worker on each of these nodes since the newest step.
+        """Whether an error of the job's has ended a worker on each of these nodes, if any, since the newest step.
 
         At least two nodes of the run must have met it: a single node may be broken.
         """
         return any(
             error.kind in _OF_THE_JOB
             and len({worker_id.node for worker_id in met}) > 1
-            and self._fresh_nodes(error).issuperset(nodes)
+            and self._is_met_by_all(error, nodes)
             for error, met in self._met.items()
         )
 
-    def _fresh_nodes(self, error: _Error) -> set[str]:
+    def _is_met_by_all(self, error: _Error, nodes: Collection[str]) -> bool:
         step = self._progress.last_step
-        return {worker_id.node for worker_id, met_at in self._met[error].items() if met_at == step}
+        fresh = {worker_id.node for worker_id, met_at in self._met[error].items() if met_at == step}
+        return bool(nodes) and fresh.issuperset(nodes)
 
     @property
     def _fresh(self) -> dict[WorkerId, Raised]:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from oobleck.errors import ConfigError, shown
 from oobleck.job import MAX_DEVICES
 from oobleck.json_table import JsonTable, parse_json
+from oobleck.planner.formatting import counted
 
 from .links import LINKS, LinkSpeed
 
@@ -248,7 +249,7 @@ class Profile:
             seconds = sum(layer.forward_s[count] + layer.backward_s[count] for layer in self.layers)
             if seconds < _LEAST_SECONDS:
                 raise ConfigError(
-                    f"{where}: no layer takes any time on {count} device{'' if count == 1 else 's'}; "
+                    f"{where}: no layer takes any time on {counted(count, 'device')}; "
                     f"forward_s and backward_s must be at least {_LEAST_SECONDS:g} in all"
                 )
 

@@ -221,7 +221,8 @@ class RankStates:
 
     async def _send_copy(self, state: protocol.ScriptState, part: protocol.PartCopies, door: protocol.CopyDoor) -> None:
         rank = part.rank
-        slot = next((slot for slot, note in self._all_slots() if (_state_of(note), note.rank) == (state, rank)), None)
+        saves = (slot for slot, note in reversed(self._all_slots()) if (_state_of(note), note.rank) == (state, rank))
+        slot = next(saves, None)
         try:
             if slot is None:
                 raise NotCopied("it was overwritten", is_gone=True)
@@ -329,7 +330,7 @@ class RankStates:
         return self._all_slots() if self._leaves else self._slots()
 
     def _slots(self) -> list[tuple[Slot, scripts.PartNote]]:
-        """Return all valid slots of this node's ranks, the oldest step first."""
+        """Return all valid slots of this node's ranks, the oldest save first."""
         return [each for each in self._all_slots() if not self._is_copy(each[0])]
 
     @staticmethod
@@ -337,12 +338,12 @@ class RankStates:
         return scripts.copy_start(slot.memory.path) is not None
 
     def _all_slots(self) -> list[tuple[Slot, scripts.PartNote]]:
-        """Return all valid slots, those with copies of other nodes' parts included, the oldest step first."""
+        """Return all valid slots, those with copies of other nodes' parts included, the oldest save first."""
         slots: list[tuple[Slot, scripts.PartNote]] = []
         for memory in self._files.all(_ANY):
             noted = [(slot, self._note_of(slot)) for slot in memory.valid_slots()]
             slots += [(slot, note) for slot, note in noted if note is not None]
-        return sorted(slots, key=lambda each: each[1].age)
+        return sorted(slots, key=lambda each: (each[1].age, each[1].number))  # a step may be saved twice
 
     def _note_of(self, slot: Slot) -> scripts.PartNote | None:
         key, sequence = (slot.memory.path, slot.number), slot.sequence

@@ -19,6 +19,7 @@ from oobleck.control.node_ranks import RankSetup, rank_environment
 from oobleck.errors import BadStep, ConfigError, PeerError, StatesLost, WorkersUnavailable
 from oobleck.host.interfaces import resolved_interface
 from oobleck.host.machine import num_gpus
+from oobleck.host.process_group import signal_group
 from oobleck.job.ranks import RanksSpec
 from oobleck.runtime.files import AgentDir, stat_fields
 from oobleck.runtime.python_process import module_command
@@ -92,8 +93,7 @@ class Rank:
         if has_left and not self._process.ended.is_set():
             return None
         # The rank's pid is also the id of its process group, which stays reserved while any child in it lives.
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        signal_group(self.pid)
         self._guard.socket.close()
         self._line.close()
         # What is still in the socket would be lost with it.

@@ -31,6 +31,7 @@ from pathlib import Path
 from oobleck.errors import ConfigError, UsageError
 from oobleck.host.user_path import expand_user
 from oobleck.host.writing import write_whole
+from oobleck.job import MAX_TAG_CHARS
 from oobleck.job.secrets import HIDDEN, public_words
 
 from .private_paths import private_directory, temporary_directory
@@ -44,7 +45,6 @@ MAX_SOCKET_PATH_BYTES = 100
 """A length below the limits of Linux (108 with its closing zero) and macOS (104)."""
 _HIDDEN_KEYS = r"(?:env|control\.(?:notice_headers|notice_command|notice_url|webhook_url))\b"
 _VARIABLE = re.compile(rf"((?:--env[= ]|--set[= ]{_HIDDEN_KEYS})[^=]*=).+", re.DOTALL)
-_TAG_CHARS = 40
 _DIGEST_CHARS = 8
 
 
@@ -56,7 +56,7 @@ def default_tag(base_dir: Path, tag: str, owner: str) -> str:
     """Return the tag of a run that the user has not named: `tag`, or a variant of it if another owner has that."""
     # A job or script always gets the same tag, and so finds its states, even if the other owner's run is removed.
     digest = hashlib.sha256(os.fsencode(owner)).hexdigest()[:_DIGEST_CHARS]
-    apart = f"{tag[: _TAG_CHARS - _DIGEST_CHARS - 1]}-{digest}"
+    apart = f"{tag[: MAX_TAG_CHARS - _DIGEST_CHARS - 1]}-{digest}"
     if RunDirectory(base_dir=base_dir, tag=apart).path.is_dir():
         return apart
     return tag if RunDirectory(base_dir=base_dir, tag=tag).owner in (None, owner) else apart

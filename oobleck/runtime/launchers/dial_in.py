@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -136,13 +136,15 @@ class DialedInNodes:
         self._has_begun = True
         return self.nodes
 
-    async def found_again(self, nodes: Sequence[NodeSpec], asked: Collection[str]) -> Sequence[NodeSpec]:
+    async def found_again(self, nodes: Sequence[NodeSpec], asked: Set[str]) -> Sequence[NodeSpec]:
         """Return those that have dialled in; wait for one until there are enough nodes to begin with."""
 
         def found() -> list[NodeSpec]:
             here = {spec.name: spec for spec in self.nodes}
             return [here[node.name] for node in nodes if node.name in here and node.name not in asked]
 
+        if asked >= {node.name for node in nodes}:
+            return ()
         await self._wait_until(lambda: bool(found()) or self._are_enough())
         return found()
 

@@ -8,7 +8,7 @@ A launcher never reports a lost node. Schedulers notice a death after seconds, c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,7 +71,7 @@ class Launcher(Protocol):
     async def begin(self, *, waits: bool = True) -> tuple[NodeSpec, ...]:
         """Wait for enough nodes to begin with and return them; without `waits`, return the present ones."""
 
-    async def found_again(self, nodes: Sequence[NodeSpec], asked: Collection[str]) -> Sequence[NodeSpec]:
+    async def found_again(self, nodes: Sequence[NodeSpec], asked: Set[str]) -> Sequence[NodeSpec]:
         """Return those of an earlier master's nodes that can be reached, without those already asked.
 
         Waits for one, but no longer than `begin` waits for nodes; returns none once there is none left to wait for.

@@ -7,7 +7,7 @@ added or drained by a command stay as they are.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count
@@ -113,7 +113,7 @@ class _NodesBySSH:
     nodes: tuple[NodeSpec, ...]
     _options: SSHOptions
 
-    async def found_again(self, nodes: Sequence[NodeSpec], asked: Collection[str]) -> Sequence[NodeSpec]:
+    async def found_again(self, nodes: Sequence[NodeSpec], asked: Set[str]) -> Sequence[NodeSpec]:
         return [node for node in nodes if node.name not in asked]
 
     async def connect(self, node: NodeSpec) -> SSHConnection:

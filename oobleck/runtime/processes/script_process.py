@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import select
-import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import trio
 
 from oobleck.control.journal import JournalEntry
 from oobleck.errors import ConfigError, ResourceLost, UnbuiltModel, UsageError, UserError
+from oobleck.host.process_group import signal_group
 from oobleck.job import JobSpec, ScriptSpec
 from oobleck.runtime.files import read_input
 from oobleck.runtime.python_process import as_no_rank, module_command
@@ -34,6 +34,7 @@ _POLL_S = 1.0
 _ENDS_WITHIN_S = 5.0  # for a script that has returned its job
 _MAX_ENTRIES = 10_000  # callbacks that are further behind miss entries
 _CALLBACKS_END_WITHIN_S = 30.0
+_LAST_WORDS_S = 1.0
 _FAILED = b"failed "
 
 
@@ -84,7 +85,7 @@ class ScriptProcess:
             if answer is None:
                 raise ConfigError(f"script {path} ended by itself, with the exit code {self._process.wait()}")
         except BaseException:
-            _kill_group(self._process.pid)
+            signal_group(self._process.pid)
             self.close()
             raise
         self.described = DescribedScript.of(spec, answer)
@@ -98,7 +99,7 @@ class ScriptProcess:
         try:
             answer = self._ask(encode_json(job), limit_s=_TRIAL_S)
         except KeyboardInterrupt:
-            _kill_group(self._process.pid)  # a terminal's Ctrl-C reaches only this process
+            signal_group(self._process.pid)  # a terminal's Ctrl-C reaches only this process
             raise
         if answer is None:
             raise ResourceLost(f"script {self._path} ended, with the exit code {self._process.wait()}, as it was tried")
@@ -118,7 +119,7 @@ class ScriptProcess:
                 self._process.wait(_ENDS_WITHIN_S)
         finally:
             if self._process.returncode is None:
-                _kill_group(self._process.pid)
+                signal_group(self._process.pid)
                 self._process.wait()
             stdout.close()
 
@@ -152,12 +153,6 @@ class ScriptProcess:
         if "problem" in answer:
             raise problem_of(answer)
         return answer
-
-
-def _kill_group(pid: int) -> None:
-    """Kill what is left of a process and of those that it has started."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def problem_of(answer: Any) -> UserError:
@@ -243,10 +238,12 @@ class CallbackProcess(EntryFeed):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._listen, process)
                 await self._feed(process)
+                # What it has said is in its pipe by now, which a process that it has forked may hold.
+                nursery.cancel_scope.deadline = trio.current_time() + _LAST_WORDS_S
         finally:
             # What a script has started may go on where the script itself has ended.
             if process.returncode is None:
-                _kill_group(process.pid)
+                signal_group(process.pid)
             with trio.CancelScope(shield=True):
                 await process.wait()
 

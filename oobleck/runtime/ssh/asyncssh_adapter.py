@@ -1,6 +1,6 @@
 """Where asyncssh meets trio: the only file that knows asyncio.
 
-asyncssh runs on a trio-asyncio loop inside the trio thread. Its coroutines are awaited through `aio_as_trio`. Byte
+asyncssh runs on a trio-asyncio loop inside the trio thread. Its coroutines are awaited through `await_asyncio`. Byte
 streams use its callbacks, which run in the same thread and so may call trio's primitives: a message costs no asyncio
 task.
 """
@@ -29,7 +29,8 @@ _RECEIVE_HIGH_BYTES = 1 << 20  # above this many unread bytes the peer is asked 
 _KEPT_BYTES: Final = 4096
 _MARK: Final = b"oobleck-begins-here\n"
 _ENDING_S: Final = 1.0
-_ASKED_AGAIN_S: Final = 0.1
+_FIRST_WAIT_S: Final = 0.1
+_LONGEST_WAIT_S: Final = 2.0
 _RESTING_S: Final = 60.0  # often enough for a firewall to keep the connection
 
 # Rejected: the `ssh` program, because it costs a process per node, reports failures as text for people, and gives no
@@ -85,10 +86,12 @@ async def await_asyncio(function: Callable[..., Awaitable[T]], *arguments: objec
         # The loop loses a request that comes as a thread ends. trio-asyncio's `aio_as_trio` asks only once, and the
         # coroutine would then outlast every timeout around it.
         with trio.CancelScope(shield=True):
+            wait_s = _FIRST_WAIT_S
             while not ended.is_set():
                 task.cancel()
-                with trio.move_on_after(_ASKED_AGAIN_S):
+                with trio.move_on_after(wait_s):
                     await ended.wait()
+                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)  # what it does to clean up hears each request, too
         if task.cancelled() or isinstance(reason, KeyboardInterrupt):
             raise
     return task.result()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 from urllib.parse import unquote
 
 import asyncssh
+
+from oobleck.host.process_group import signal_group
 
 from .asyncssh_adapter import await_asyncio
 
@@ -112,6 +112,5 @@ class ProxyCommand:
 
     def end(self) -> None:
         """Kill the command and its children; the socket's owner closes the socket."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        signal_group(self._process.pid)
         self._process.wait()

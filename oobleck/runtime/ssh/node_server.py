@@ -13,6 +13,7 @@ from typing import Any
 import asyncssh
 import trio
 
+from oobleck.host.process_group import signal_group
 from oobleck.job import NodeSpec
 from oobleck.runtime.descriptors import raise_descriptor_limit
 
@@ -167,8 +168,7 @@ async def _feed(source: Any, process: trio.Process) -> None:
 def _signal_group(pid: int, name: str) -> None:
     number = getattr(signal, f"SIG{name}", None)
     if isinstance(number, signal.Signals):
-        with suppress(ProcessLookupError):
-            os.killpg(pid, number)
+        signal_group(pid, number)
 
 
 async def _pump(source: trio.abc.ReceiveStream, target: Any) -> None:

@@ -65,7 +65,7 @@ def choose(holdings: Sequence[Holding]) -> Chosen | LostState | None:
     if whole:
         # A state that is in both places is read from memory, which is faster.
         return max(whole, key=lambda each: (each.note.age, each.place == "memory"))
-    # A rank saves again only after all others have saved once. So a whole state existed, and is lost.
+    # A rank saves another step only after all others have saved the one before. So a whole state existed, and is lost.
     if any(holding.note.number > 1 for holding in holdings):
         return LostState(problem=_missing(holdings))
     return None

@@ -24,6 +24,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import ProcessGroupGloo
 
+from oobleck.host.interfaces import interface_names
+
 from .group import Group
 from .listening import no_place_to_listen
 
@@ -122,7 +124,7 @@ def open_device(address: str, *, is_lazy: bool = False) -> object:
     for name in _MISLEADING:
         os.environ.pop(name, None)
     try:
-        if address in (name for _, name in socket.if_nameindex()):
+        if address in interface_names():
             return ProcessGroupGloo.create_device(interface=address, lazy_init=is_lazy)
         return ProcessGroupGloo.create_device(hostname=address, lazy_init=is_lazy)
     except RuntimeError as error:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from oobleck.control.protocol import BadLosses
 from oobleck.errors import BadStep, StatesLost, UsageError
 from oobleck.host.user_path import expand_user
+from oobleck.planner.formatting import counted
 from oobleck.storage import scripts
 from oobleck.training import attempts
 
@@ -214,8 +215,7 @@ def _note_loaded(chosen: scripts.Chosen) -> None:
     this.saved = chosen.note if chosen.note.start == this.start else None
     this.saver.protect(chosen.note.name)
     if rank == 0:
-        count = f"{len(chosen.notes)} rank{'' if len(chosen.notes) == 1 else 's'}"
-        saved = f"saved by {count}"
+        saved = f"saved by {counted(len(chosen.notes), 'rank')}"
         if this.identity.arguments and chosen.note.arguments not in ("", this.identity.arguments):
             saved += " with other arguments"
         sys.stderr.write(f"oobleck: continues after step {this.last_step}, {saved}, from {chosen.place}\n")

@@ -11,7 +11,6 @@ happens to the warm process, costs later ranks their warmth, and nothing else.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import time
 import traceback
@@ -20,6 +19,7 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
+from oobleck.host.process_group import signal_group
 from oobleck.training.forking import ForkServer, is_stopped
 
 from .import_log import LogReader
@@ -201,6 +201,5 @@ class Warmer:
             return
         sock.close()
         # The group ends with what packages started; supervisors of ranks have groups of their own and live on.
-        with suppress(ProcessLookupError):
-            os.killpg(self._pid, signal.SIGKILL)
+        signal_group(self._pid)
         self._due_s = None

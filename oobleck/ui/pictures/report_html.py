@@ -13,6 +13,7 @@ from html import escape
 
 from oobleck.control import journal
 from oobleck.planner import Pipeline
+from oobleck.planner.formatting import counted
 from oobleck.ui import formatting
 
 from .axes import time_ticks
@@ -83,8 +84,7 @@ def _header(history: journal.History, summary: journal.Summary, *, has_master: b
     elif history.started is not None:
         what = history.started.job.model.type
     if started is not None:
-        count = len(started.nodes)
-        what += f" on {count} node{'' if count == 1 else 's'}, started {_moment_text(started.started_at)}"
+        what += f" on {counted(len(started.nodes), 'node')}, started {_moment_text(started.started_at)}"
     items = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
     return (
         f"<header><h1>{escape(summary.tag)}</h1><p>{escape(what)}</p>"

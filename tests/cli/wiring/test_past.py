@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 from pathlib import Path
 
@@ -207,7 +207,7 @@ class Living:
         self._nodes = nodes
         self.asked: list[str] = []
 
-    async def found_again(self, nodes: Sequence[NodeSpec], asked: Collection[str]) -> Sequence[NodeSpec]:
+    async def found_again(self, nodes: Sequence[NodeSpec], asked: Set[str]) -> Sequence[NodeSpec]:
         return [node for node in nodes if node.name not in asked]
 
     async def is_alive(self, node: NodeSpec) -> bool:

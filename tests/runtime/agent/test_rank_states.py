@@ -20,6 +20,7 @@ from oobleck.storage.scripts import PartNote, Sharding, find_parts, is_taken, me
 from oobleck.wire import encode_json
 
 LAYOUT = Layout.of({0: [TensorSpec(name="weight", dtype="U8", shape=(8,))]}, metadata={})
+LARGER = Layout.of({0: [TensorSpec(name="weight", dtype="U8", shape=(12,))]}, metadata={})
 CUT = Sharding(device="cpu", mesh=(2,), cut=(0,))
 
 
@@ -47,7 +48,7 @@ class Node:
         )
         slot = self.memory.next_slot()
         slot.begin()
-        slot.data[:8] = bytes([step + again] * 8)
+        slot.data[:] = bytes([step + again] * len(slot.data))
         slot.seal(encode_json(note))
 
     def written(self) -> dict[str, bytes]:
@@ -88,6 +89,23 @@ async def test_a_step_that_is_saved_again_is_written_again(node: Node) -> None:
         await node.states.keep(is_planned=False, is_last=True)
         nursery.cancel_scope.cancel()
     assert node.written() == {"step-00000001.a.end": bytes([8] * 8)}
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+async def test_the_later_save_of_a_step_is_the_one_on_disk_where_its_shape_is_another(
+    node: Node, is_planned: bool
+) -> None:
+    """A state of another shape is in another file, and so both saves are in memory."""
+    node.save(9)
+    node.save(10, is_planned=is_planned)
+    node.memory = FlashMemory.create(node.directory.memory / f"{memory_stem(0)}.2", LARGER)
+    node.save(10, again=1, is_planned=is_planned)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(node.states.run)
+        await node.states.keep(is_planned=is_planned, is_last=True)
+        nursery.cancel_scope.cancel()
+    (newest,) = [data for name, data in node.written().items() if name.startswith("step-00000010")]
+    assert newest == bytes([11] * 12)
 
 
 async def test_what_is_in_memory_when_ranks_end_is_written(node: Node) -> None:

@@ -175,10 +175,11 @@ async def test_nodes_of_an_earlier_master_are_waited_for_until_enough_are_there_
     async with open_ssh_loop(), master_in(tmp_path / "keys", num_first=3) as master:
         await Node("new").call(master)
         with trio.move_on_after(0.2) as waiting:
-            await master.launcher.found_again(left, ())
+            await master.launcher.found_again(left, set())
         assert waiting.cancelled_caught
         master.nursery.start_soon(Node("b").call, master)
-        (found,) = await master.launcher.found_again(left, ())
+        assert await master.launcher.found_again(left, {"a", "b"}) == (), "all were asked"
+        (found,) = await master.launcher.found_again(left, set())
         assert (found.name, found.host) == ("b", HOST)
         await Node("other").call(master)
         assert await master.launcher.found_again(left, {"b"}) == []
@@ -189,7 +190,7 @@ async def test_a_run_that_may_begin_with_fewer_nodes_waits_as_long_for_those_of_
 ) -> None:
     async with open_ssh_loop(), master_in(tmp_path / "keys", num_first=3, begins_after_s=0.3) as master:
         began_s = trio.current_time()
-        assert await master.launcher.found_again([NodeSpec(name="a", host="before")], ()) == []
+        assert await master.launcher.found_again([NodeSpec(name="a", host="before")], set()) == []
         assert trio.current_time() - began_s >= 0.3
         await Node("new").call(master)
         with trio.fail_after(0.2):  # the same time is not waited twice

@@ -83,6 +83,23 @@ async def test_a_script_that_ends_its_process_ends_nothing_else(tmp_path: Path):
     assert set(said) <= {f"the script's callbacks have ended; see {log}"}, "a few entries fit a pipe nobody reads"
 
 
+@pytest.mark.slow
+async def test_what_callbacks_have_forked_holds_no_end_up(tmp_path: Path):
+    log = tmp_path / "script.log"
+    source = "import os, time\nchild = os.fork()\ntime.sleep(0 if child else 60)\nprint(child, flush=True)\nos._exit(7)"
+    process = CallbackProcess(job_of(source), log=log, on_stop=lambda: None)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(process.run)
+        with trio.fail_after(120):
+            while not (log.exists() and log.read_text()):  # noqa: ASYNC110  a process writes it
+                await trio.sleep(0.1)
+        try:
+            with trio.fail_after(10):
+                await process.finish()
+        finally:
+            os.kill(int(log.read_text()), signal.SIGKILL)
+
+
 async def test_callbacks_that_fall_behind_are_reported_once_until_they_do_not(tmp_path: Path):
     """What is reported becomes an entry of the journal, which is told as well."""
     said: list[str] = []
