@@ -77,13 +77,15 @@ def require_constant_buffers(model: nn.Module, run: Callable[[], object]) -> Non
         # Torch counts changes in place; a buffer that the pass replaces is another object.
         now = model.get_submodule(path)._buffers.get(attribute)
         if now is not buffer or buffer._version != version:
-            raise changed_buffer(full_name(path, attribute))
+            raise changed_buffer(full_name(path, attribute), model=type(model).__name__)
 
 
-def changed_buffer(name: str) -> ConfigError:
+def changed_buffer(name: str, *, model: str = "") -> ConfigError:
+    """Return the error for a buffer that a forward pass changes; `model` is the model's class, if that is known."""
+    where = f"in {model}, " if model else ""
     return ConfigError(
-        f"model: a forward pass changes the buffer {name}, which is saved with the model: microbatches are spread over "
-        "nodes, and no node would see all of them; leave the update out, or use a module without statistics"
+        f"model: {where}a forward pass changes the buffer {name}, which is saved with the model: microbatches are "
+        "spread over nodes, and no node would see all of them; leave the update out, or use a module without statistics"
     )
 
 

@@ -325,7 +325,7 @@ def block_taken_away(model: Any) -> None:
         (parameter_kept_aside, r"model\.layers\.0\.kept keeps the parameter lm_head\.weight"),
         (old_weight_norm, r"cannot be copied.*lm_head\.weight is computed from parameters"),
         (quantized, r"lm_head\.weight is a Quantized"),
-        (buffer_that_changes, r"changes the buffer model\.layers\.1\.mlp\.seen"),
+        (buffer_that_changes, r"in LlamaForCausalLM, a forward pass changes the buffer model\.layers\.1\.mlp\.seen"),
         (spectral_norm, r"changes the buffer model\.layers\.1\.mlp\.up_proj\.parametrizations\.weight\.0\._[uv]"),
         (block_twice, r"block 3 is the same module as block 0"),
         (block_taken_away, r"4 transformer blocks.*model\.layers \(3 "),
