@@ -80,11 +80,10 @@ def require_constant_buffers(model: nn.Module, run: Callable[[], object]) -> Non
             raise changed_buffer(full_name(path, attribute), model=type(model).__name__)
 
 
-def changed_buffer(name: str, *, model: str = "") -> ConfigError:
-    """Return the error for a buffer that a forward pass changes; `model` is the model's class, if that is known."""
-    where = f"in {model}, " if model else ""
+def changed_buffer(name: str, *, model: str) -> ConfigError:
+    """Return the error for a buffer that a forward pass of a model of this class changes."""
     return ConfigError(
-        f"model: {where}a forward pass changes the buffer {name}, which is saved with the model: microbatches are "
+        f"model: in {model}, a forward pass changes the buffer {name}, which is saved with the model: microbatches are "
         "spread over nodes, and no node would see all of them; leave the update out, or use a module without statistics"
     )
 

@@ -238,6 +238,7 @@ class _StageBuffers:
 
         Raises ConfigError if the files of weights cannot supply buffers that every stage computes with.
         """
+        self._model_class = type(model).__name__
         self._modules = modules
         self._everywhere = structure.buffers_everywhere
         sites = [site for layer in structure.sites for site in layer if site.is_buffer]
@@ -292,7 +293,7 @@ class _StageBuffers:
             # Microbatches are spread over nodes, and may be assigned again after a failure, so replicas of a buffer
             # that passes change would not stay equal to the last bit.
             if each.module._buffers.get(each.attribute) is not each.value or each.value._version != versions[key]:
-                raise changed_buffer(each.name)
+                raise changed_buffer(each.name, model=self._model_class)
 
     def require_known(self, state: Mapping[str, torch.Tensor]) -> None:
         """Raise CorruptCheckpoint if `state` has other values for buffers that every stage computes with."""

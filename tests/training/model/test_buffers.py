@@ -199,5 +199,5 @@ def test_one_that_changes_where_no_trial_runs_is_refused_in_the_first_forward_pa
     model = llama()
     model.model.layers[1].mlp = Counting()
     structure = live(model, tmp_path)
-    with pytest.raises(ConfigError, match=r"changes the buffer model\.layers\.1\.mlp\.seen"):
+    with pytest.raises(ConfigError, match=r"in Llama\w+, .* changes the buffer model\.layers\.1\.mlp\.seen"):
         staged_loss(structure)
