@@ -221,7 +221,7 @@ def _existing(base_dir: Path, tag: str) -> RunDirectory:
 
 
 def _remove(run: RunDirectory, *, force: bool) -> None:
-    with run.lock():
+    with run.lock(is_master=False):
         journal = run.journal
         is_young = journal.exists() and time.time() - journal.stat().st_mtime < _MAY_LIVE_S
         if is_young and not has_end(journal) and not force:

@@ -162,6 +162,8 @@ class DataSpec:
     def __post_init__(self) -> None:
         must = check_spec(self, "data.")
         has_paths = bool(self.paths or self.dataset_path)
+        must("paths", all(self.paths), "files or directories; an empty path is none")
+        must("shards", all(self.shards), "files or directories; an empty path is none")
         must("shards", not (self.shards and has_paths), "left out if paths or dataset_path are set")
         must("validation_split", not (self.shards and self.validation_split), "0 if the data is in shards")
         must("format", self.format == "text" or has_paths, "text without paths")
@@ -258,6 +260,7 @@ class ControlSpec:
             require(is_name is not None, "control.notice_headers", name, "names of letters, digits and '-'")
             require(is_value is not None, f"control.notice_headers.{name}", value, "one line of Latin letters")
         has_url = self.notice_url is not None
+        must("notice_command", self.notice_command is None or bool(self.notice_command.strip()), "a shell command")
         must("notice_headers", has_url or not self.notice_headers, "left out unless notice_url is set")
         must("notice_pattern", has_url or self.notice_pattern is None, "left out unless notice_url is set")
         if self.notice_pattern is not None:

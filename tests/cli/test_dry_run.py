@@ -140,6 +140,7 @@ def test_nodes_are_the_hostfiles_and_the_newest_profile_that_fits_is_used(outlin
     [
         pytest.param(("--local", 2, "--set", "model.n_layers=3"), ExitCode.CONFIG, "n_layers", marks=pytest.mark.slow),
         (("--local", 2, "--summary", "s.json"), ExitCode.USAGE, "a dry run has none"),
+        (("--local", 2, "--summary", "/"), ExitCode.USAGE, "--summary: / is a directory; name a file"),
         (("--local", 2, "--verify", 3), ExitCode.USAGE, "--verify: a dry run compares nothing; use `oobleck verify`"),
         pytest.param(
             ("--local", 2, "--tp", "2"),
@@ -228,6 +229,7 @@ def test_of_several_kinds_the_slowest_would_rest_first(show, tmp_path, capsys):
         (("--metrics", "8.8.8.8:9"), 2, "--metrics: '8.8.8.8' is no address of this machine"),
         (("--set", "optimizer.adam_beta1=1"), 2, "optimizer.adam_beta1: 1.0 is not possible"),
         (("--python", "/nowhere"), 2, "--python: there is no /nowhere"),
+        (("--set", "eval_steps=3"), 78, "eval_steps: 3 is not possible; it must be left out unless data.validation_"),
         (("--set", "model.n_layer=0"), 2, "model.config.n_layer: 0 is not possible; it must be from 1 to 1,000"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

@@ -99,8 +99,10 @@ def test_a_run_is_removed_by_its_name_unless_it_lives_or_may_live(
     assert main(["rm", "../a", *base]) == 2
     assert main(["rm", "a", *base]) == 0
     assert not done.path.exists()
+    died = (masterless.path / "lock").read_text()
     assert main(["rm", "b", *base]) == 2
     assert "its nodes may still train: `oobleck resume b`" in capsys.readouterr().err
+    assert (masterless.path / "lock").read_text() == died, "others are told of the master, and not of this command"
     assert main(["rm", "b", "--force", *base]) == 0
     assert not masterless.path.exists()
     with held.lock():

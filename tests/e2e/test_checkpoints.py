@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import time
@@ -92,6 +93,7 @@ def test_after_a_power_cut_the_same_command_goes_on(
     outcome = runner.run(*options(runner, directory), nodes=("--local", "5", PACED))
     first_step = first_step_of(runner)
     assert first_step == saved[0] + 1, outcome.output
+    assert re.search(r"warning: the run before this one has committed step \d+, and none of its agents", outcome.output)
     assert_went_on(outcome, reference, first_step)
     assert steps_of(directory)[0] == STEPS
     assert len(directory.names()) == 3, "older ones are removed, and what was never finished"

@@ -138,7 +138,7 @@ def _data_specs() -> st.SearchStrategy[DataSpec]:
     any_of = {"text_column": WHOLE, "tokenizer": st.none() | WHOLE}
     text = {"format": st.just("text"), "packing": st.just(False)}
     rows = {"format": st.sampled_from(["prompts", "messages"])}
-    names = st.lists(WHOLE, max_size=3).map(tuple)
+    names = st.lists(WHOLE.filter(bool), max_size=3).map(tuple)
     whole = {"epochs": st.just(1), "follow": st.just(False), "shards_at_once": st.none(), "shards": st.just(())}
     files = {**whole, **dict.fromkeys(("dataset_path", "dataset_name"), st.none()), "dataset_split": st.just("train")}
     dataset = {**whole, "dataset_path": WHOLE, "dataset_name": st.none() | WHOLE, "dataset_split": WHOLE}
@@ -206,7 +206,7 @@ def _control_specs(draw: st.DrawFn) -> ControlSpec:
             ControlSpec,
             heartbeat_interval_s=st.just(interval_s),
             lease_s=st.floats(2 * interval_s, 1e9),
-            notice_command=st.none() | WHOLE,
+            notice_command=st.none() | WHOLE.filter(str.strip),
             notice_headers=st.just({}) if url is None else _NOTICE_HEADERS,
             notice_url=st.just(url),
             waits_for_script=st.booleans(),

@@ -164,12 +164,13 @@ class _Reader:
         changes: dict[str, object] = {}
         config: dict[str, object] = {}
         for key, item in _entries(value, path):
-            if key.text == "config":
-                config |= {inner.text: _read_any(part, (*path, inner.text)) for inner, part in _entries(item, path)}
-            elif key.text in annotations:
+            if key.text in annotations and key.text != "config":
                 changes[key.text] = self._read(annotations[key.text], item, (*path, key.text))
-            else:
-                config[key.text] = _read_any(item, (*path, key.text))
+                continue
+            for inner, part in _entries(item, path) if key.text == "config" else ((key, item),):
+                if inner.text in config:
+                    raise YamlError(f"{'.'.join((*path, inner.text))} is given twice, once within config", inner.line)
+                config[inner.text] = _read_any(part, (*path, inner.text))
         return changes | ({"config": config} if config else {})
 
     def _text(self, value: YamlValue, path: tuple[str, ...]) -> str:

@@ -16,6 +16,7 @@ from oobleck.host.places import is_url, may_be_of_hub, place_of
 from oobleck.host.script import SCRIPT_WAITS, has_job
 from oobleck.host.user_path import expand_user
 from oobleck.job import CheckpointSpec, DataSpec, JobSpec
+from oobleck.job.bounds import require
 from oobleck.runtime.files import read_input
 
 from .environment import apply_environment
@@ -143,4 +144,13 @@ def _read(source: JobSource, described: DescribedScript | None, job: JobSpec) ->
     if described is not None:
         job = load_job(described.settings, source=f"{source.script}, its job", base=job, has_lines=False)
         job = replace(job, script=described.spec)
-    return apply_environment(apply_overrides(job, source.settings), source.environment)
+    job = apply_environment(apply_overrides(job, source.settings), source.environment)
+    if job.script is None:  # a script may bring samples of its own
+        has_samples = job.data.validation_split > 0
+        require(
+            has_samples or job.eval_steps is None,
+            "eval_steps",
+            job.eval_steps,
+            "left out unless data.validation_split, as 0.05, keeps samples for evaluation",
+        )
+    return job

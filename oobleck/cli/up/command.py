@@ -52,8 +52,8 @@ def up(options: UpOptions) -> None:
     if workdir is not None:
         asked = replace(asked, environment={**asked.environment, **workdir.variables})
     source = inputs.read_source(hostfile, options.nodes)
-    if options.summary is not None and not os.access(expand_user(options.summary).parent, os.W_OK):
-        raise UsageError(f"--summary: {options.summary} cannot be written; its directory must exist and be yours")
+    if options.summary is not None:
+        _check_summary(options.summary)
     if options.verify is not None:
         if options.dry:
             raise UsageError("--verify: a dry run compares nothing; use `oobleck verify`, or leave --dry-run out")
@@ -98,6 +98,14 @@ def up(options: UpOptions) -> None:
         owner=owner,
     )
     raise SystemExit(run_job(run))
+
+
+def _check_summary(path: Path) -> None:
+    place = expand_user(path)
+    if place.is_dir():
+        raise UsageError(f"--summary: {path} is a directory; name a file")
+    if not os.access(place.parent, os.W_OK):
+        raise UsageError(f"--summary: {path} cannot be written; its directory must exist and be yours")
 
 
 def _resume(options: UpOptions, trainer: TrainerProcess | None, workdir: Workdir | None) -> str:

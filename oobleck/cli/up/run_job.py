@@ -325,7 +325,21 @@ async def _find_past(run: Run, directory: RunDirectory, cluster: LiveCluster, la
     if known := launcher.nodes[: len(run.source.names)]:  # otherwise they dial in later
         await wiring.end_left(cluster, launcher, directory.journal, known)
     set_aside(directory.journal)
-    return _Past()
+    if replayed is None or not replayed.furthest_step:
+        return _Past()
+    return _Past(remark=_lost_run(replayed, launcher.nodes))
+
+
+def _lost_run(replayed: ReplayedRun, known: Sequence[NodeSpec]) -> str:
+    """Say what becomes of a run whose master is gone, and none of whose agents answers."""
+    others = {member.spec.name for member in replayed.members.living} - {spec.name for spec in known}
+    text = (
+        f"the run before this one has committed step {replayed.furthest_step:,}, and none of its agents answers: what "
+        "is newer than its newest state that nodes find is trained again"
+    )
+    limit_s = replayed.job.control.orphan_timeout_s
+    apart = f"; {', '.join(sorted(others))} may train on without a master, for {limit_s:g} s at most"
+    return text + apart * bool(others)
 
 
 def _check_virtual(run: Run, replayed: ReplayedRun, asked: Sequence[NodeSpec]) -> None:

@@ -207,8 +207,10 @@ class RunDirectory:
         return chosen
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self, *, is_master: bool = True) -> Iterator[None]:
         """Hold the run's lock, which the system releases when the process dies. The directory must exist.
+
+        Others are given this process as the run's master, unless it is none.
 
         Raises UsageError if another process holds it, ConfigError if it cannot be written.
         """
@@ -227,8 +229,9 @@ class RunDirectory:
                     f"`oobleck stop {self.tag}` or choose another --tag"
                 ) from None
             try:
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"{ProcessId.of(os.getpid())}\n".encode(), 0)
+                if is_master:
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, f"{ProcessId.of(os.getpid())}\n".encode(), 0)
             except OSError as error:
                 raise ConfigError(f"{path}: {error.strerror}") from error
             yield
