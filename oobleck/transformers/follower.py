@@ -71,6 +71,10 @@ class RunFollower:
         self._hearing = hearing = Hearing(trainer, self._epochs, max_steps=self._max_steps)
         self._answers = journal.Answers(is_asked=hearing.is_asked, is_evaluated=hearing.is_evaluated)
         self._last_record: CommitRecord | None = None
+        self._newest_epoch = -1
+        """The newest epoch of whose beginning callbacks have heard, from 0."""
+        self._ending: CommitRecord | None = None
+        """The record of the present step, until callbacks have heard that an epoch ends with it."""
         trainer.is_in_train = True
         trainer.state = self._new_state()
         self._states = KeptStates(trainer)
@@ -125,9 +129,10 @@ class RunFollower:
         the run was stopped before it had anything.
         """
         trainer = self._trainer
+        self._tell_held()
+        self._end_epoch()
         if self._callbacks.problem:
             raise ConfigError(self._callbacks.problem)
-        self._tell_held()
         try:
             self._load(checkpoints, newest_weights(checkpoints))
         except CorruptCheckpoint:
@@ -253,8 +258,12 @@ class RunFollower:
             case journal.StepDone():
                 self._step(entry.record)
             case journal.Evaluated():
+                if trainer.args.eval_strategy == IntervalStrategy.EPOCH:
+                    self._end_epoch()
                 self._evaluated(entry)
                 self._tell_held()
+                if not self._is_saved_first:
+                    self._end_epoch()
             case journal.CheckpointSaved():
                 self._checkpoint_saved(entry, is_last_word=self._is_evaluated)
             case journal.RecoveryDone():
@@ -281,17 +290,19 @@ class RunFollower:
 
     def _step(self, record: CommitRecord) -> None:
         trainer, step = self._trainer, record.step
+        has_gone_back = step <= trainer.state.global_step
         self._tell_held()
+        if has_gone_back:
+            self._ending = None  # the epoch's last step is run again
+        self._end_epoch()
         if self._first_step is None:
             self._first_step = step
             self._callbacks.begin()
         self._last_record = record
         self._note_state()  # of the step before, which may have been evaluated
-        _, within = self._epochs.epoch_of(step)
-        if within == 0:
-            self._callbacks.call("on_epoch_begin")
+        self._begin_epoch(step)
         self._callbacks.call("on_step_begin")
-        if step <= trainer.state.global_step:  # the run has gone back
+        if has_gone_back:
             self._counts.go_back(step - 1)
         self._counts.add(step)
         trainer.state.global_step, trainer.state.epoch = step, self._epochs.progress(step)
@@ -302,9 +313,42 @@ class RunFollower:
         self._callbacks.require_due_end(step)
         self._callbacks.remark_on_wishes(step)
         if step == self._max_steps or self._epochs.is_last(step):
+            self._ending = record
+        if not self._is_evaluated_first and not self._is_saved_first:
+            self._end_epoch()
+
+    def _begin_epoch(self, step: int) -> None:
+        """Tell callbacks once of each epoch, whether or not the run begins within it."""
+        epoch, _ = self._epochs.epoch_of(step)
+        if epoch > self._newest_epoch:
+            self._newest_epoch = epoch
+            self._callbacks.call("on_epoch_begin")
+
+    def _end_epoch(self) -> None:
+        """Tell callbacks of an epoch that ends with the present step, unless they have heard of it."""
+        record, self._ending = self._ending, None
+        if record is not None:
             self._callbacks.call("on_epoch_end")
             # transformers asks for logs by epoch only in on_epoch_end. What has been logged is not logged twice.
             self._log(record)
+
+    @property
+    def _is_evaluated_first(self) -> bool:
+        """Whether the evaluation of the present step comes before the end of an epoch."""
+        step = self._trainer.state.global_step
+        return self._trainer.args.eval_strategy == IntervalStrategy.STEPS and self._hearing.is_evaluated(step)
+
+    @property
+    def _is_saved_first(self) -> bool:
+        """Whether the end of an epoch waits for the checkpoint of the present step.
+
+        It does not while training goes on: the disk takes some steps, and callbacks may stop training in on_epoch_end.
+        """
+        return self._trainer.args.save_strategy == SaveStrategy.STEPS and self._is_over
+
+    @property
+    def _is_over(self) -> bool:
+        return self._trainer.state.global_step == self._max_steps
 
     def _note_state(self) -> None:
         with reported():
@@ -335,12 +379,20 @@ class RunFollower:
             self._note_state()
             self._unwritten = entry.name, entry.step  # again, as its evaluation may still come
         self._write_state(entry.name, entry.step)
-        is_early = entry.step == self._trainer.state.global_step and self._hearing.is_evaluated(entry.step)
+        args, is_present = self._trainer.args, entry.step == self._trainer.state.global_step
+        is_by_epoch = args.save_strategy == SaveStrategy.EPOCH
+        # What strategies ask for at steps comes before what they ask for at the end of an epoch.
+        is_early = is_present and self._hearing.is_evaluated(entry.step)
+        is_early = is_early and (is_by_epoch or args.eval_strategy == IntervalStrategy.STEPS)
         if is_early and not is_last_word:
             self._held = entry
         elif self._is_save_due(entry.step):
+            if is_present and is_by_epoch:
+                self._end_epoch()
             with self._weights.saved(entry.name):
                 self._saved(entry.name, entry.step)
+            if is_present and self._is_over:
+                self._end_epoch()
 
     def _is_save_due(self, step: int) -> bool:
         """Return whether the script asks for a checkpoint of a step: the run saves others for itself."""

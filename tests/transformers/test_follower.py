@@ -276,6 +276,93 @@ def test_an_evaluation_is_told_before_the_checkpoint_of_its_step(tmp_path: Path)
     assert heard == [("on_save", 1), ("on_save", 2), *late]
 
 
+def evaluated(number: int) -> Evaluated:
+    return Evaluated(t_s=1.0, step=number, loss=4.0, num_samples=3, duration_s=0.1)
+
+
+@pytest.mark.parametrize("given", [{"max_steps": 6, "logging_steps": 1}, {"max_steps": 5, "logging_strategy": "epoch"}])
+@pytest.mark.parametrize("saves", ["no", "steps", "epoch"])
+@pytest.mark.parametrize("evaluates", ["no", "steps", "epoch"])
+def test_an_epoch_ends_after_what_its_last_step_asks_for(
+    evaluates: str, saves: str, given: dict[str, Any], tmp_path: Path
+):
+    values = {
+        "per_device_train_batch_size": 4, "eval_steps": 3, "save_steps": 3, "eval_strategy": evaluates,
+        "save_strategy": saves, "eval_dataset": rows(3) if evaluates != "no" else None, **given,
+    }  # fmt: skip
+    theirs, last = Recorder(), given["max_steps"]
+    trainer(tmp_path, kind=transformers.Trainer, callbacks=[theirs], **values).train()
+    for is_late in (False, True):
+        ours, entries = Recorder(), list[JournalEntry]()
+        for number in range(1, last + 1):
+            due = [saved(number), evaluated(number)] if number in (3, last) else []
+            due = due if evaluates != "no" else due[:1]
+            entries += [step(number, 5.0), *(reversed(due) if is_late else due)]
+        told(trainer(tmp_path, callbacks=[ours], **values), *entries).finish(
+            checkpoint(tmp_path / str(is_late), model())
+        )
+        # Of a checkpoint that is on the disk after what follows it in transformers, callbacks hear then.
+        late = {("on_save", 3)} if saves == "steps" and (is_late or evaluates != "steps") else set()
+        late |= {("on_save", last)} if saves == "steps" and is_late and evaluates == "epoch" else set()
+        heard = [[each for each in of.heard if each[:2] not in late] for of in (ours, theirs)]
+        assert heard[0] == heard[1]
+        assert sorted(ours.heard) == sorted(theirs.heard)
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_run_that_continues_tells_of_the_epoch_that_it_goes_on_with(at: int, tmp_path: Path):
+    given = {"per_device_train_batch_size": 4, "num_train_epochs": 2, "save_steps": at}
+    theirs, ours = Recorder(), Recorder()
+    trainer(tmp_path, kind=transformers.Trainer, **given).train()
+    real = trainer(tmp_path, kind=transformers.Trainer, callbacks=[theirs], **given)
+    real.train(resume_from_checkpoint=str(tmp_path / "out" / f"checkpoint-{at}"))
+    made = trainer(tmp_path, callbacks=[ours], **given)
+    follower = made.follow(made.job())
+    begun = next(entry for entry in run_with_a_loss() if isinstance(entry, PlanAdopted))
+    follower.take(dataclasses.replace(begun, restored=f"step-{at}", restored_step=at, boundary=at))
+    for number in range(at + 1, 7):
+        follower.take(step(number, 5.0))
+    follower.finish(checkpoint(tmp_path, model()))
+    told_of = [[each for each in heard if each[0] != "on_save"] for heard in (ours.heard, theirs.heard)]
+    assert told_of[0] == told_of[1]
+
+
+@pytest.mark.parametrize("back_to", [1, 2, 4, 5])
+def test_a_run_that_goes_back_tells_of_no_epochs_beginning_twice(back_to: int, tmp_path: Path):
+    noted = Recorder()
+    made = trainer(tmp_path, callbacks=[noted], per_device_train_batch_size=4, num_train_epochs=2)
+    follower = told(made, *(step(number, 5.0) for number in range(1, 6)))
+    begun = next(entry for entry in run_with_a_loss() if isinstance(entry, PlanAdopted))
+    follower.take(dataclasses.replace(begun, restored=f"step-{back_to}", restored_step=back_to, boundary=back_to))
+    for number in range(back_to + 1, 7):
+        follower.take(step(number, 5.0))
+    assert [event for event in noted.heard if event[0] == "on_epoch_begin"] == [
+        ("on_epoch_begin", 0, 0),
+        ("on_epoch_begin", 3, 1.0),
+    ]
+
+
+def test_an_epoch_whose_last_step_is_run_again_before_its_evaluation_ends_once(tmp_path: Path):
+    noted, values = Recorder(), {"eval_strategy": "steps", "eval_steps": 3, "eval_dataset": rows(3)}
+    made = trainer(tmp_path, callbacks=[noted], per_device_train_batch_size=4, num_train_epochs=2, **values)
+    told(made, *(step(number, 5.0) for number in (1, 2, 3, 3)), evaluated(3), step(4, 5.0))
+    ends = [event[:2] for event in noted.heard if event[0] in ("on_evaluate", "on_epoch_end")]
+    assert ends == [("on_evaluate", 3), ("on_epoch_end", 3)]
+
+
+def test_a_stop_at_the_end_of_an_epoch_is_known_before_workers_may_go_on(tmp_path: Path):
+    values = {"eval_strategy": "steps", "eval_steps": 3, "eval_dataset": rows(3), "num_train_epochs": 2}
+    asking = Asking("on_epoch_end", "should_training_stop", 3)
+    follower = told(trainer(tmp_path, callbacks=[asking], per_device_train_batch_size=4, **values))
+    for number in (1, 2, 3):
+        follower.take(step(number, 5.0))
+        assert not follower.wants_stop
+        allowed = follower.take_allowed()
+    assert allowed is None
+    follower.take(evaluated(3))
+    assert follower.wants_stop
+
+
 @pytest.mark.parametrize("strategy", ["steps", "best"])
 def test_the_best_weights_are_loaded_at_the_end(tmp_path: Path, strategy: str):
     values = {
