@@ -99,7 +99,8 @@ class RanksCoordinator(BaseCoordinator):
         self._uncopied: set[tuple[str, str]] = set()
         """Of which it was said that the first copies nothing to the second."""
         self._disks = Disks()
-        self._saved_steps = SavedSteps(self._copies, self._run_digits)
+        recorded = None if replayed is None else replayed.newest_saved
+        self._saved_steps = SavedSteps(self._copies, self._run_digits, recorded)
         self._bad_steps = BadSteps()
         self._unmet: set[str] = set()
         """The nodes of an earlier master's generation that are neither reached nor lost yet."""
@@ -182,6 +183,7 @@ class RanksCoordinator(BaseCoordinator):
             for node, order in self._copies.orders(turn.now_s, domains):
                 turn.send(node, order)
         if not self.is_over:
+            self._saved_steps.tell_lost(turn)
             self._saved_steps.tell_safety(turn)
             self._bad_steps.note_saved(turn, self._copies.newest)
             self._saved_steps.tell_steps(turn)
@@ -456,6 +458,7 @@ class RanksCoordinator(BaseCoordinator):
             address=self._ready[first].address or self._members[first].address,
         )
         self._formed = formed
+        self._saved_steps.begin(begin.generation)
         self._copies.begin(self._start_of(begin.generation), [each.node for each in begin.nodes])
         for each in begin.nodes:
             del self._ready[each.node]  # ranks run there now

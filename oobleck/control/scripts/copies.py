@@ -98,6 +98,8 @@ class Copies:
         """The newest state of the run that was whole once."""
         self.progress: ScriptProgress | None = None
         """How its rank 0 came to it."""
+        self.continued_from: int | None = None
+        """The step that the ranks that run have continued from; None until one of them has saved."""
 
     # --- what happens ------------------------------------------------------------------------------------------------
 
@@ -148,7 +150,9 @@ class Copies:
             self._mixings.arrive(part.state, node, missing=part.rank)
             if part.rank == 0:
                 spread.progress = part.progress
-            if spread.is_whole and (self.newest is None or part.state > self.newest):
+            if part.progress is not None and self.continued_from is None and self._is_current(part.state):
+                self.continued_from = part.progress.from_step
+            if spread.is_whole and self._is_newer(part.state):
                 self.newest, self.progress = part.state, spread.progress
         self._held[node] = held
 
@@ -167,6 +171,7 @@ class Copies:
         """Note that a generation begins on these nodes, whose saves are told by the end of their start's name."""
         self._is_changed = True
         self._unique, self._part, self._wanted, self._num_ahead = unique, frozenset(nodes), None, 0
+        self.continued_from = None
 
     def end(self) -> None:
         """Note that no rank saves any more."""
@@ -222,6 +227,14 @@ class Copies:
     def has_saved(self) -> bool:
         """Whether all ranks that run have saved a state, as far as they can be told apart from earlier ones."""
         return self.newest is not None and self._is_current(self.newest)
+
+    def why_lost(self, state: ScriptState) -> str:
+        """Return why the next ranks cannot load a state that was whole; empty if they can, as far as is known."""
+        if state not in self._spreads:
+            return f"the state of step {state.step} was on lost nodes alone"
+        if not self._is_recoverable(state):
+            return f"parts of the state of step {state.step} were on lost nodes alone"
+        return ""
 
     def is_needed(self, node: str) -> bool:
         """Whether the newest whole state would not be whole without a node that others could relieve of it."""
@@ -365,6 +378,12 @@ class Copies:
     def _is_current(self, state: ScriptState) -> bool:
         """Whether the ranks that run have saved it, who overwrite it soon."""
         return bool(self._unique) and state.start.endswith(self._unique)
+
+    def _is_newer(self, state: ScriptState) -> bool:
+        """Whether a state follows all that were whole."""
+        # Ranks that went back cannot see the starts whose states are lost, and may give theirs the same number.
+        newest = self.newest
+        return newest is None or (self._is_current(state), state) > (self._is_current(newest), newest)
 
     def _aim(self) -> None:
         current = [state for state, spread in self._spreads.items() if self._is_current(state) and spread.is_sharded]

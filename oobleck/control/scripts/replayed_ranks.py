@@ -14,6 +14,7 @@ from oobleck.errors import ExitCode
 from oobleck.job import NodeSpec
 
 from . import machine, states
+from .saved_steps import SavedStep
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,6 +34,8 @@ class ReplayedRanks:
     has_lost_states: bool = False
     saved_step: int | None = None
     """The newest step that was known to be saved by all ranks."""
+    newest_saved: SavedStep | None = None
+    """The newest step of this run that was recorded as saved."""
     last_s: float = 0.0
     """When the last entry was made."""
     gap: journal.JournalGap | None = None
@@ -62,6 +65,8 @@ class ReplayedRanks:
                     members.drain(node)
             case journal.StatesProtected(newest=newest):
                 self.saved_step = newest
+            case journal.StepsSaved(generation=generation, step=step):
+                self.newest_saved = SavedStep(generation, step)
             case journal.NodeAdded(node=spec):
                 members.add(spec)
             case journal.NodeConnected(node=node, agent_pid=pid):

@@ -1,4 +1,4 @@
-"""What the journal says of the states that a script saves: their steps, and how safe they are."""
+"""What the journal says of the states that a script saves: their steps, how safe they are, and which are lost."""
 
 from __future__ import annotations
 
@@ -23,15 +23,35 @@ class _Told:
     due_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class SavedStep:
+    """A step of this run that all ranks had saved. Greater ones replace others, as later generations may go back."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What was saved when a generation began."""
+
+    generation: int
+    step: int
+    why_lost: str
+
+
 class SavedSteps:
     """Records what `copies` knows, now and then."""
 
-    def __init__(self, copies: Copies, run_digits: str) -> None:
-        """`run_digits` are those with which the starts of this run begin."""
+    def __init__(self, copies: Copies, run_digits: str, recorded: SavedStep | None = None) -> None:
+        """`run_digits` are those with which the starts of this run begin; an earlier master has `recorded` a step."""
         self._copies = copies
         self._run_digits = run_digits
         self._told = _Told()
         self._told_safety: journal.StatesProtected | None = None
+        self._recorded = recorded
+        self._before: _Before | None = None
+        """None once it is known what the generation has lost of it."""
 
     @property
     def due_s(self) -> float:
@@ -41,6 +61,38 @@ class SavedSteps:
     @property
     def _has_untold(self) -> bool:
         return self._copies.progress is not None and self._copies.newest != self._told.state
+
+    def begin(self, generation: int) -> None:
+        """Note that the ranks of a generation start."""
+        newest, recorded = self._newest, self._recorded
+        why_lost = ""
+        if newest is not None and (recorded is None or newest >= recorded):
+            assert self._copies.newest is not None
+            recorded, why_lost = newest, self._copies.why_lost(self._copies.newest)
+        self._before = None if recorded is None else _Before(generation, recorded.step, why_lost)
+
+    @property
+    def _newest(self) -> SavedStep | None:
+        state = self._copies.newest
+        # An older number is one of a run before, from which this one continues.
+        if state is None or not state.start.partition("-")[2].startswith(self._run_digits):
+            return None
+        return SavedStep(int(state.start.rpartition("-")[2]), state.step)
+
+    def tell_lost(self, turn: Turn) -> None:
+        """Warn of the steps that were saved, and that the ranks that run compute again; once a generation."""
+        before, step = self._before, self._copies.continued_from
+        if before is None or step is None:
+            return
+        self._before = None
+        if step >= before.step:
+            return
+        are = f"steps {step + 1} to {before.step}, which were saved, are"
+        if step + 1 == before.step:
+            are = f"step {before.step}, which was saved, is"
+        why = f", because {before.why_lost}" if before.why_lost else ""
+        goes_on = f"continues after step {step}" if step else "begins with step 1"
+        turn.note("warning", f"{are} lost and computed again: generation {before.generation} {goes_on}{why}")
 
     def tell_last(self, turn: Turn) -> None:
         """Record the steps that are not recorded yet: the run ends."""
@@ -53,11 +105,10 @@ class SavedSteps:
         if not self._has_untold or newest is None or progress is None or turn.now_s < told.due_s:
             return
         before = told.progress if told.state is not None and told.state.start == newest.start else None
-        # An older number is one of a run before, from which this one continues.
-        if newest.start.partition("-")[2].startswith(self._run_digits):
+        if (saved := self._newest) is not None:
             entry = journal.StepsSaved(
                 t_s=turn.now_s,
-                generation=int(newest.start.rpartition("-")[2]),
+                generation=saved.generation,
                 # A script may save the state again that it has loaded.
                 first_step=min(newest.step, 1 + (told.state.step if before and told.state else progress.from_step)),
                 step=newest.step,

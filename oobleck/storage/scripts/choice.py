@@ -91,7 +91,7 @@ def _missing(holdings: Sequence[Holding]) -> str:
     missing = sorted(set(range(newest.world_size)) - there)
     listed = f"{', '.join(map(str, missing[:8]))}{', …' if len(missing) > 8 else ''}"
     return (
-        f"no saved state is whole: of step {newest.step}, saved by {newest.world_size} ranks, those of rank "
+        f"no saved state is whole: of step {newest.step} of {newest.world_size} ranks, the parts of rank "
         f"{listed or '(none)'} are neither in the memory of a remaining node nor on disk"
     )
 

@@ -215,7 +215,7 @@ def _note_loaded(chosen: scripts.Chosen) -> None:
     this.saved = chosen.note if chosen.note.start == this.start else None
     this.saver.protect(chosen.note.name)
     if rank == 0:
-        saved = f"saved by {counted(len(chosen.notes), 'rank')}"
+        saved = f"saved by {counted(chosen.note.world_size, 'rank')}"
         if this.identity.arguments and chosen.note.arguments not in ("", this.identity.arguments):
             saved += " with other arguments"
         sys.stderr.write(f"oobleck: continues after step {this.last_step}, {saved}, from {chosen.place}\n")

@@ -43,6 +43,7 @@ from oobleck.control.journal import (
     StepRecomputed,
     StepsSaved,
     Unreachable,
+    summarize,
 )
 from oobleck.control.protocol import (
     PROTOCOL_VERSION,
@@ -786,6 +787,122 @@ def test_the_steps_that_ranks_save_are_recorded_once_a_second_at_most_and_at_the
     assert (first, last, worked_s) == (4, 4, 0.5)
     assert loss is not None
     assert math.isnan(loss)
+
+
+def save(
+    world: World, node: str, step: int, *, generation: int, from_step: int, num_ranks: int = 6, world_size: int = 6
+) -> None:
+    """Report a state of which a node has the first parts. Generation 3 has not seen what 2 has saved."""
+    number = min(generation, 2)
+    state = ScriptState(number=number, step=step, start=f"s{number}-20260101-{generation:06d}")
+    progress = ScriptProgress(from_step=from_step, worked_s=float(step - from_step), loss="")
+    parts = [
+        HeldPart(state=state, rank=rank, world_size=world_size, is_sharded=False, progress=progress)
+        for rank in range(num_ranks)
+    ]
+    world.say(node, StatesHeld(parts=tuple(parts)))
+
+
+def run_again(world: World, generation: int, *nodes: str) -> None:
+    """Have the next generation start on these nodes."""
+    all_ready(world, generation - 1, *nodes)
+    for node in nodes:
+        world.say(node, RanksStarted(generation=generation, pids=(1, 2), is_warm=True))
+
+
+def lose(world: World, *nodes: str) -> None:
+    for node in nodes:
+        world.give(NodeFailed(node=node, loss=ConnectionLost()))
+
+
+def warned_of_lost_steps(world: World) -> list[str]:
+    return [each.text for each in world.entries(Notice) if "computed again: generation" in each.text]
+
+
+def saved_to_18() -> World:
+    """A run whose generation 2 has saved step 18 on node a, where c has step 7 of the one before."""
+    world = World(max_restarts=9)
+    world.begin(*NODES)
+    save(world, "c", 7, generation=1, from_step=0)
+    world.say("b", failed())
+    run_again(world, 2, *NODES)
+    save(world, "a", 18, generation=2, from_step=7)
+    world.now_s += 2
+    save(world, "a", 18, generation=2, from_step=7)
+    return world
+
+
+def test_steps_that_were_saved_and_are_computed_again_are_said_once_and_counted():
+    """The start that goes back cannot see the one whose states are lost, and has the same number."""
+    world = saved_to_18()
+    lose(world, "a", "b")
+    run_again(world, 3, "c")
+    assert warned_of_lost_steps(world) == []
+    save(world, "c", 8, generation=3, from_step=7, num_ranks=1, world_size=2)
+    said = (
+        "steps 8 to 18, which were saved, are lost and computed again: generation 3 continues after step 7, because "
+        "the state of step 18 was on lost nodes alone"
+    )
+    assert warned_of_lost_steps(world) == [said]
+    for step in (8, 9):
+        world.now_s += 2
+        save(world, "c", step, generation=3, from_step=7, num_ranks=2, world_size=2)
+    assert warned_of_lost_steps(world) == [said]
+    assert [each.level for each in world.entries(Notice) if each.text == said] == ["warning"]
+    assert [(each.generation, each.step) for each in world.entries(StepsSaved)] == [(1, 7), (2, 18), (3, 8), (3, 9)]
+    recorded = [command.entry for command in world.commands if isinstance(command, Record)]
+    assert summarize(recorded).steps_lost == 11
+    world.say("c", failed(1, generation=3))
+    run_again(world, 4, "c")
+    save(world, "c", 10, generation=4, from_step=9, num_ranks=2, world_size=2)
+    assert warned_of_lost_steps(world) == [said], "generation 4 has lost nothing"
+
+
+def test_one_step_that_is_lost_with_a_part_of_its_state_is_named():
+    world = World(max_restarts=9)
+    world.begin(*NODES)
+    for node, ranks in (("a", (0, 1)), ("b", (2, 3)), ("c", (4, 5))):
+        world.hold(node, *ranks, step=1)
+    lose(world, "c")
+    run_again(world, 2, "a", "b")
+    save(world, "a", 1, generation=2, from_step=0, num_ranks=1, world_size=4)
+    said = (
+        "step 1, which was saved, is lost and computed again: generation 2 begins with step 1, because parts of the "
+        "state of step 1 were on lost nodes alone"
+    )
+    assert warned_of_lost_steps(world) == [said]
+
+
+@pytest.mark.parametrize("case", ["nothing-lost", "not-saved-by-all", "bad-step", "another-master"])
+def test_no_step_is_called_lost_where_ranks_continue_from_the_newest_state_of_all(case: str):
+    world = saved_to_18()
+    if case == "not-saved-by-all":
+        save(world, "b", 19, generation=2, from_step=7, num_ranks=5)
+    if case == "another-master":
+        world.succeed()
+        for node in NODES:
+            world.come(node)
+            world.say(node, StatesKept(door=CopyDoor(node=node, host="", port=1, ticket=b""), order=None))
+        save(world, "a", 18, generation=2, from_step=7)
+        save(world, "a", 19, generation=2, from_step=7)
+    else:
+        world.say("b", bad(3, generation=2, step=19) if case == "bad-step" else failed(generation=2))
+        run_again(world, 3, *all_ready(world, 2, *NODES))
+        save(world, "a", 19, generation=3, from_step=18)
+    assert warned_of_lost_steps(world) == []
+
+
+def test_another_master_knows_from_the_journal_what_its_first_generation_has_lost():
+    world = saved_to_18()
+    lose(world, "a", "b")
+    world.succeed()
+    world.come("c")
+    save(world, "c", 7, generation=1, from_step=0)
+    run_again(world, 3, "c")
+    save(world, "c", 8, generation=3, from_step=7, num_ranks=2, world_size=2)
+    assert warned_of_lost_steps(world) == [
+        "steps 8 to 18, which were saved, are lost and computed again: generation 3 continues after step 7"
+    ]
 
 
 def bad(rank: int, *, generation: int, step: int = 12, ranks: tuple[int, ...] = (), redoes: bool = True) -> RankFailed:

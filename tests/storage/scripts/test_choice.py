@@ -57,7 +57,7 @@ def test_a_missing_piece_sends_all_to_the_disk() -> None:
     assert chosen(*in_memory, *on_disk) == (5, "s1-a", "disk")
     lost = choose(in_memory)
     assert isinstance(lost, LostState)
-    assert "of step 8, saved by 2 ranks, those of rank 1 are neither" in lost.problem
+    assert "of step 8 of 2 ranks, the parts of rank 1 are neither" in lost.problem
 
 
 def test_a_first_save_that_was_cut_short_is_as_none() -> None:

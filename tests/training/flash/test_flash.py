@@ -162,6 +162,26 @@ print(first)
 """
 
 
+HALF = """\
+import os, sys
+os.environ["WORLD_SIZE"] = sys.argv[1]
+sys.stderr = sys.stdout
+import oobleck.checkpoint
+if sys.argv[1] == "2":
+    oobleck.checkpoint.save(7, {"step": 7})
+else:
+    oobleck.checkpoint.load()
+os._exit(0)
+"""
+
+
+def test_the_ranks_that_saved_a_state_are_counted_though_only_one_part_is_left(tmp_path: Path) -> None:
+    where = {"OOBLECK_CHECKPOINT_MEMORY": str(tmp_path), "OOBLECK_CHECKPOINT_DIR": str(tmp_path / "disk")}
+    for number, size in enumerate(("2", "1")):
+        (said,) = run(HALF, 1, arguments=[size], **where, OOBLECK_CHECKPOINT_START=str(number))
+    assert said == "oobleck: continues after step 7, saved by 2 ranks, from memory\n"
+
+
 def test_a_clock_that_is_set_back_takes_no_state_back(tmp_path: Path) -> None:
     """Three starts: the first one's clock is an hour ahead."""
     begun = []
