@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oobleck.control.protocol import BadLosses
-from oobleck.errors import PeerError
+from oobleck.errors import CorruptCheckpoint, PeerError
 from oobleck.storage.layer_file import write_file
 from oobleck.wire import decode_json, encode_json
+
+from .part import check_numbers
 
 SLOTS_TO_COPY = 4
 """The slots of a rank whose states are copied: for the protected state, the one that is being copied, the newest one
@@ -26,9 +28,11 @@ def note_bad(memory: Path, local_rank: int, bad: BadLosses) -> None:
 def bad_in(memory: Path, local_rank: int) -> BadLosses | None:
     """Return what a rank of any start has told last."""
     try:
-        return decode_json(BadLosses, (memory / _BAD_FILE.format(local_rank)).read_bytes())
-    except (OSError, PeerError):
+        bad = decode_json(BadLosses, (memory / _BAD_FILE.format(local_rank)).read_bytes())
+        check_numbers(bad.step, world_size=1 + max((rank for rank, _ in bad.losses), default=0))
+    except (OSError, PeerError, CorruptCheckpoint):
         return None
+    return bad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

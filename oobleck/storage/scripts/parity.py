@@ -14,7 +14,7 @@ from oobleck.storage.layout import Layout, TensorSpec
 from oobleck.storage.memory import FlashMemory, MappedFiles, Slot
 from oobleck.wire import decode_json, encode_json
 
-from .part import PARITY
+from .part import PARITY, check_numbers
 
 _HEAD = struct.Struct("<IIII")  # the rank, and the bytes of the note, the layout and the checksums
 
@@ -33,6 +33,11 @@ class ParityNote:
     world_size: int
     heads: str
     """The SHA-256 of the heads."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self.step, world_size=self.world_size)
+        if not all(0 <= rank < self.world_size for rank in self.ranks):
+            raise CorruptCheckpoint(f"a parity of other ranks than those of {self.world_size}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from oobleck.errors import CorruptCheckpoint, PeerError
+from oobleck.errors import CorruptCheckpoint, PeerError, shown
+from oobleck.job import MAX_STEPS
 from oobleck.storage.directory import CheckpointDirectory
 from oobleck.storage.layer_file import file_digest, read_layer_file, write_file, write_layer_file
 from oobleck.storage.layout import Layout, TensorSpec
@@ -52,6 +53,7 @@ _TAKEN = struct.Struct("<Q")
 _KEPT_PLANNED = 3
 _KEPT_OTHERS = 2
 _WRITES = 10
+_MOST_RANKS = 1 << 20
 
 Tensors = Mapping[str, tuple[TensorSpec, memoryview]]
 
@@ -84,9 +86,10 @@ class PartNote:
     """Those that the rank compares its next ones with; empty if it compares none."""
 
     def __post_init__(self) -> None:
+        check_numbers(self.step, self.from_step, world_size=self.world_size)
         # The start is a part of a directory's name, which is split at its dots.
         is_named = self.name == state_name(self.step, self.start) and not set(self.start) & set("./\0")
-        if not is_named or self.step < 0 or not 0 <= self.rank < self.world_size or self.number < 1:
+        if not is_named or not 0 <= self.rank < self.world_size or self.number < 1:
             raise CorruptCheckpoint(
                 f"{self.name!r} for step {self.step} of start {self.start!r}, save {self.number} of rank {self.rank} "
                 f"of {self.world_size}"
@@ -98,6 +101,15 @@ class PartNote:
     @property
     def age(self) -> StateAge:
         return StateAge.of(self.start, self.step)
+
+
+def check_numbers(*steps: int, world_size: int) -> None:
+    """Raise CorruptCheckpoint for numbers of a note that no script has, and that an agent could not send."""
+    for step in steps:
+        if not 0 <= step <= MAX_STEPS:
+            raise CorruptCheckpoint(f"step {shown(step)}; steps are from 0 to {MAX_STEPS:,}")
+    if not 0 < world_size <= _MOST_RANKS:
+        raise CorruptCheckpoint(f"{shown(world_size)} ranks; there are 1 to {_MOST_RANKS:,}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,9 @@ from typing import Literal
 import torch.distributed as dist
 
 from oobleck.control.protocol import BadLosses
-from oobleck.errors import BadStep, StatesLost, UsageError
+from oobleck.errors import BadStep, StatesLost, UsageError, shown
 from oobleck.host.user_path import expand_user
+from oobleck.job import MAX_STEPS
 from oobleck.planner.formatting import counted
 from oobleck.storage import scripts
 from oobleck.training import attempts
@@ -290,10 +291,10 @@ def _save(this: _Process, step: int, flat: Flat, *, loss: float | None, disk_eve
 
 def check_step(call: str, step: int, disk_every: int) -> None:
     """Raise UsageError, which names the call, unless both are numbers that the next save takes."""
-    if type(step) is not int or step < 0:
-        raise UsageError(f"{call}: step {step!r} is not a whole number from 0")
-    if type(disk_every) is not int or disk_every < 1:
-        raise UsageError(f"{call}: disk_every={disk_every!r}; it must be a whole number from 1")
+    if type(step) is not int or not 0 <= step <= MAX_STEPS:
+        raise UsageError(f"{call}: step {shown(step)} is not a whole number from 0 to {MAX_STEPS:,}")
+    if type(disk_every) is not int or not 1 <= disk_every <= MAX_STEPS:
+        raise UsageError(f"{call}: disk_every={shown(disk_every)}; it must be a whole number from 1 to {MAX_STEPS:,}")
     saved = _this().saved
     if saved is not None and step < saved.step:
         raise UsageError(f"{call}: step {step} follows step {saved.step}, which is saved already; steps must grow")

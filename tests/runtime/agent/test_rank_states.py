@@ -10,7 +10,7 @@ from uuid import uuid4
 import pytest
 import trio
 
-from oobleck.control.protocol import PartNotWritten
+from oobleck.control.protocol import PartNotWritten, StatesHeld
 from oobleck.job.ranks import RanksSpec
 from oobleck.runtime.agent.checkpoint_store import NodeCheckpoints
 from oobleck.runtime.agent.rank_states import RankStates
@@ -120,6 +120,23 @@ async def test_what_is_in_memory_when_ranks_end_is_written(node: Node) -> None:
     assert node.written() == {f"step-0000000{step}.a.end": bytes([step] * 8) for step in (1, 2)}
     await node.states.leave()
     assert not node.directory.memory.exists()
+
+
+async def test_a_note_with_a_number_that_no_script_has_is_not_reported(node: Node) -> None:
+    """The report could not be sent."""
+    node.save(2)
+    (slot,) = node.memory.valid_slots()
+    note = slot.note.replace(b"step-00000002", b"step-%d" % 2**70).replace(b'"step":2', b'"step":%d' % 2**70)
+    slot.begin()
+    slot.seal(note)
+    node.save(1)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(node.states.run)
+        with trio.fail_after(10):
+            report = await node.states.next_report()
+        nursery.cancel_scope.cancel()
+    assert isinstance(report, StatesHeld)
+    assert [part.state.step for part in report.parts] == [1]
 
 
 async def test_shards_are_on_disk_before_ranks_that_were_asked_to_end_start_again(node: Node) -> None:

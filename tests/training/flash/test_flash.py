@@ -359,10 +359,16 @@ def test_what_cannot_be_saved_is_named(value: object, problem: str) -> None:
         save(1, value)
 
 
-@pytest.mark.parametrize("step", [-1, 1.5, True])
+@pytest.mark.parametrize("step", [-1, 1.5, True, 10**12 + 1, 2**70])
 def test_a_step_is_a_whole_number(step: int) -> None:
-    with pytest.raises(UsageError, match="is not a whole number from 0"):
+    with pytest.raises(UsageError, match=f"step {step} is not a whole number from 0 to 1,000,000,000,000$"):
         save(step, {})
+
+
+@pytest.mark.parametrize("disk_every", [0, 1.5, 2**70])
+def test_a_number_of_steps_between_states_on_disk_is_a_whole_number(disk_every: int) -> None:
+    with pytest.raises(UsageError, match=f"disk_every={disk_every}; it must be .* from 1 to 1,000,000,000,000$"):
+        save(1, {}, disk_every=disk_every)
 
 
 def test_another_script_is_refused_by_name_under_any_launcher(tmp_path: Path) -> None:
