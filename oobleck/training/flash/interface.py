@@ -246,8 +246,8 @@ def save(
             "redo" all start again from the newest saved state, with each rank on another node than before: if the
             loss of the step is good there, the node is named that computed it wrongly; if it is bad again, the data
             is at fault, or the script, and the run ends. Without it, losses are only shown.
-        disk_every: the agent also writes the first save in every `disk_every` steps to disk. Under a launcher other
-            than `oobleck run`, every save is written to disk before this returns.
+        disk_every: the agent also writes the first save at or after each multiple of `disk_every` to disk. Under a
+            launcher other than `oobleck run`, every save is written to disk before this returns.
 
     Raises UsageError that names what cannot be saved, and where it is, or a step before the last one, OSError if memory
     or disk is full, and in all ranks BadStep for a bad step, which is not saved. A script that catches it may skip the

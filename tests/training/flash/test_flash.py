@@ -371,6 +371,26 @@ def test_a_number_of_steps_between_states_on_disk_is_a_whole_number(disk_every: 
         save(1, {}, disk_every=disk_every)
 
 
+DISK_EVERY = """\
+import os, pathlib, oobleck.checkpoint
+from oobleck.storage import find_slots, scripts
+for step in (1, 3, 4, 7, 8, 13, 14):
+    oobleck.checkpoint.save(step, {}, disk_every=4)
+    slots = find_slots(pathlib.Path(os.environ["OOBLECK_CHECKPOINT_MEMORY"]), "rank*")
+    newest = max(slots, key=lambda slot: slot.sequence)
+    scripts.note_taken(newest)  # as an agent does
+    if scripts.note_of(newest).is_planned:
+        print(step)
+os._exit(0)
+"""
+
+
+def test_the_first_save_at_or_after_each_multiple_goes_to_disk(tmp_path: Path) -> None:
+    where = {"OOBLECK_CHECKPOINT_MEMORY": str(tmp_path), "OOBLECK_CHECKPOINT_DIR": str(tmp_path / "disk")}
+    (said,) = run(DISK_EVERY, 1, **where, OOBLECK_CHECKPOINT_START="1")
+    assert said.split() == ["4", "8", "13"]
+
+
 def test_another_script_is_refused_by_name_under_any_launcher(tmp_path: Path) -> None:
     where = {"OOBLECK_CHECKPOINT_DIR": str(tmp_path / "disk")}
     first, second = tmp_path / "train.py", tmp_path / "other.py"
