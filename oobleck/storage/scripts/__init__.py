@@ -47,7 +47,7 @@ from .part import (
     write_part,
 )
 from .shards import Sharding, overlap, resharded
-from .values import TreeNode, from_tree, to_tree
+from .values import TreeNode, from_tree, shown_place, to_tree
 
 __all__ = [
     "ANY_PARITY",
@@ -96,6 +96,7 @@ __all__ = [
     "remove_old",
     "resharded",
     "seal_parity",
+    "shown_place",
     "slot_for",
     "sources",
     "start_name",

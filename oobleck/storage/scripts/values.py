@@ -3,6 +3,7 @@
 None, a bool, an int, a float, a str, a list    as in JSON
 a tuple                                         {"tuple": [...]}
 a dict                                          {"dict": [[key, value], ...]}, with keys of any plain type
+a collections.Counter                           {"counter": [[key, value], ...]}
 an int of more than 1,024 bits                  {"int": "0x..."}, because JSON's readers limit its digits
 anything else                                   {"leaf": ...}, written by the caller
 """
@@ -10,6 +11,7 @@ anything else                                   {"leaf": ...}, written by the ca
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from oobleck.errors import CorruptCheckpoint, UsageError, shown
@@ -21,6 +23,7 @@ _KEYS = (bool, int, float, str)
 # Far below Python's own limit of recursion, whose error would not name the value.
 _MOST_DEEP = 100
 _MOST_BITS = 1024
+_MOST_SHOWN = 80
 _HEX = re.compile(r"-?0x[0-9a-f]+")
 
 
@@ -30,14 +33,22 @@ def to_tree(value: object, leaf: Callable[[object, str], TreeNode], *, path: str
     Raises UsageError, which names the path of a value that cannot be stored.
     """
     if path.count(".") > _MOST_DEEP:
-        raise UsageError(f"{path}: nested more than {_MOST_DEEP} deep")
+        raise UsageError(f"{shown_place(path)}: nested more than {_MOST_DEEP} deep")
     if type(value) is int and value.bit_length() > _MOST_BITS:
         return {"int": hex(value)}
     # Exact classes alone: a value of a subclass, such as numpy's float64, would come back as another class.
     if type(value) in _PLAIN:
         return value  # type: ignore[return-value]  # mypy does not narrow by `type(...) in`
     if isinstance(value, Mapping):
-        return {"dict": [[_key(key, path), to_tree(each, leaf, path=_at(path, key))] for key, each in value.items()]}
+        kind = type(value)
+        # torch's MultiStepLR has one in its state.
+        if hasattr(kind, "__missing__") and kind is not Counter:
+            raise UsageError(
+                f"{shown_place(path)} is a {kind.__module__}.{kind.__qualname__}, which would come back as a dict, "
+                "without its defaults; save dict(…) of it"
+            )
+        pairs: TreeNode = [[_key(key, path), to_tree(each, leaf, path=_at(path, key))] for key, each in value.items()]
+        return {"counter" if kind is Counter else "dict": pairs}
     if type(value) in (list, tuple):
         assert isinstance(value, list | tuple)
         items = [to_tree(each, leaf, path=_at(path, number)) for number, each in enumerate(value)]
@@ -56,6 +67,8 @@ def from_tree(tree: TreeNode, leaf: Callable[[TreeNode], object]) -> object:
             return tuple(from_tree(each, leaf) for each in items)
         case {"dict": list(pairs)}:
             return {key: from_tree(value, leaf) for key, value in map(_pair, pairs)}
+        case {"counter": list(pairs)}:
+            return Counter({key: from_tree(value, leaf) for key, value in map(_pair, pairs)})
         case {"int": str(text)} if _HEX.fullmatch(text):
             return int(text, 16)
         case {"leaf": node}:
@@ -64,9 +77,17 @@ def from_tree(tree: TreeNode, leaf: Callable[[TreeNode], object]) -> object:
             raise CorruptCheckpoint(f"a state with {str(tree)[:80]!r}, which is not a value")
 
 
+def shown_place(path: str) -> str:
+    """Return the path of a value for an error message, without its middle if it is long."""
+    if len(path) <= _MOST_SHOWN:
+        return path or "the state"
+    half = _MOST_SHOWN // 2
+    return f"{path[:half]}…{path[-half:]}"
+
+
 def _key(key: object, path: str) -> TreeNode:
     if type(key) not in _KEYS or (isinstance(key, int) and key.bit_length() > _MOST_BITS):
-        raise UsageError(f"{path or 'the state'}: the key {shown(key)} cannot be stored; keys are numbers or texts")
+        raise UsageError(f"{shown_place(path)}: the key {shown(key)} cannot be stored; keys are numbers or texts")
     return key  # type: ignore[return-value]  # as above
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from oobleck.errors import CorruptCheckpoint, UsageError
-from oobleck.storage.scripts import Sharding, TreeNode, from_tree, to_tree
+from oobleck.storage.scripts import Sharding, TreeNode, from_tree, shown_place, to_tree
 from oobleck.training.tensor_bytes import DTYPE_NAMES
 
 
@@ -37,10 +37,11 @@ class Flat:
 
     def add(self, value: object, path: str) -> TreeNode:
         """Add a leaf, and return its node. Raises UsageError unless it is a tensor that can be stored."""
+        place = _named(path)
         if not isinstance(value, torch.Tensor):
             kind = type(value)
             raise UsageError(
-                f"oobleck.checkpoint.save: {path or 'the state'} is a {kind.__module__}.{kind.__qualname__}, which "
+                f"{place} is a {kind.__module__}.{kind.__qualname__}, which "
                 "cannot be stored; make it a number, a text, a tensor, or a list or dict of these"
             )
         number: int | None = None
@@ -57,12 +58,12 @@ class Flat:
             or local.is_quantized
             or type(local) not in (torch.Tensor, torch.nn.Parameter)
         ):
-            raise UsageError(f"oobleck.checkpoint.save: {path} is a {type(local).__name__} that is not dense and plain")
+            raise UsageError(f"{place} is a {type(local).__name__} that is not dense and plain")
         if local.is_meta:
-            raise UsageError(f"oobleck.checkpoint.save: {path} is on the meta device, so it has no values to save")
+            raise UsageError(f"{place} is on the meta device, so it has no values to save")
         name = DTYPE_NAMES.get(local.dtype)
         if name is None:
-            raise UsageError(f"oobleck.checkpoint.save: {path} is of {local.dtype}, which cannot be stored")
+            raise UsageError(f"{place} is of {local.dtype}, which cannot be stored")
         entry = f"{len(self.tensors)}:{path}"
         self.tensors[entry] = local
         return [entry, name, list(value.shape), number]
@@ -75,12 +76,17 @@ def flatten(state: object) -> Flat:
     return flat
 
 
+def _named(path: str) -> str:
+    return f"oobleck.checkpoint.save: {shown_place(path)}"
+
+
 def _sharding_of(tensor: DTensor, path: str) -> Sharding:
+    place = _named(path)
     mesh = tensor.device_mesh
     num_ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if mesh.mesh.flatten().tolist() != list(range(num_ranks)):
         raise UsageError(
-            f"oobleck.checkpoint.save: {path} is sharded over a mesh that has not all ranks in their order, as a part "
+            f"{place} is sharded over a mesh that has not all ranks in their order, as a part "
             "of a larger mesh: such shards cannot be saved"
         )
     cut = []
@@ -94,7 +100,7 @@ def _sharding_of(tensor: DTensor, path: str) -> Sharding:
         elif type(placement) is Replicate:
             cut.append(-1)
         else:
-            raise UsageError(f"oobleck.checkpoint.save: {path} is placed as {placement}; it can be Shard or Replicate")
+            raise UsageError(f"{place} is placed as {placement}; it can be Shard or Replicate")
     names = tuple(mesh.mesh_dim_names or ())
     late = tuple(are_late) if any(are_late) else ()
     return Sharding(device=mesh.device_type, mesh=tuple(mesh.mesh.shape), names=names, cut=tuple(cut), is_late=late)

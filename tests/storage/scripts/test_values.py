@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 
 import pytest
 from hypothesis import given
@@ -58,17 +58,45 @@ def test_a_mapping_comes_back_as_a_dict_and_a_leaf_as_the_caller_reads_it() -> N
     assert from_tree(tree, lambda said: said) == {"a": ["a", [1, 2]]}
 
 
-def test_what_is_nested_too_deep_is_refused() -> None:
-    deep: list[object] = []
+def test_a_counter_stays_one() -> None:
+    tree = json.loads(json.dumps(to_tree({"milestones": Counter({30: 1, 80: 2})}, refused)))
+    back = from_tree(tree, lambda said: said)
+    assert repr(back) == repr({"milestones": Counter({30: 1, 80: 2})})
+
+
+class Zeros(dict[str, int]):
+    def __missing__(self, key: str) -> int:
+        return 0
+
+
+class Counts(Counter[str]):
+    pass
+
+
+@pytest.mark.parametrize("value", [defaultdict(list), Zeros(), Counts()])
+def test_a_dict_with_defaults_is_refused(value: object) -> None:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    with pytest.raises(UsageError, match=rf"^a\.b is a {kind}, which would come back as a dict, .*; save dict\(…\)"):
+        to_tree({"a": {"b": value}}, refused)
+    with pytest.raises(UsageError, match=f"^the state is a {kind}, "):
+        to_tree(value, refused)
+
+
+def test_what_is_nested_too_deep_is_refused_with_a_short_place() -> None:
+    deep: dict[str, object] = {}
     for _ in range(200):
-        deep = [deep]
-    with pytest.raises(UsageError, match="nested more than 100 deep"):
-        to_tree(deep, refused)
+        deep = {"a": deep}
+    cycle: list[object] = []
+    cycle.append(cycle)
+    for value, place in ((deep, "a.a.a"), (cycle, "0.0.0")):
+        with pytest.raises(UsageError, match=rf"^{place}.*….*: nested more than 100 deep$") as caught:
+            to_tree(value, refused)
+        assert len(str(caught.value)) < 120
 
 
 @pytest.mark.parametrize(
     "tree",
-    [{"tuple": 1}, {"dict": [[1]]}, {"dict": [[[], 1]]}, {"other": 1}, {"int": "1"}, {"int": 5}, {}],
+    [{"tuple": 1}, {"dict": [[1]]}, {"dict": [[[], 1]]}, {"counter": [1]}, {"other": 1}, {"int": "1"}, {"int": 5}, {}],
 )
 def test_a_damaged_tree_is_refused(tree: TreeNode) -> None:
     with pytest.raises(CorruptCheckpoint):
