@@ -102,7 +102,7 @@ def test_a_run_is_removed_by_its_name_unless_it_lives_or_may_live(
     died = (masterless.path / "lock").read_text()
     assert main(["rm", "b", *base]) == 2
     assert "its nodes may still train: `oobleck resume b`" in capsys.readouterr().err
-    assert (masterless.path / "lock").read_text() == died, "others are told of the master, and not of this command"
+    assert (masterless.path / "lock").read_text() == died, "it names the master, and not this command"
     assert main(["rm", "b", "--force", *base]) == 0
     assert not masterless.path.exists()
     with held.lock():
