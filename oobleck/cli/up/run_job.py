@@ -337,9 +337,10 @@ def _lost_run(replayed: ReplayedRun, known: Sequence[NodeSpec]) -> str:
         f"the run before this one has committed step {replayed.furthest_step:,}, and none of its agents answers: what "
         "is newer than its newest state that nodes find is trained again"
     )
+    if not others:
+        return text
     limit_s = replayed.job.control.orphan_timeout_s
-    apart = f"; {', '.join(sorted(others))} may train on without a master, for {limit_s:g} s at most"
-    return text + apart * bool(others)
+    return f"{text}; {', '.join(sorted(others))} may train on without a master, for {limit_s:g} s at most"
 
 
 def _check_virtual(run: Run, replayed: ReplayedRun, asked: Sequence[NodeSpec]) -> None:

@@ -92,7 +92,7 @@ class SavedSteps:
             are = f"step {before.step}, which was saved, is"
         why = f", because {before.why_lost}" if before.why_lost else ""
         goes_on = f"continues after step {step}" if step else "begins with step 1"
-        turn.note("warning", f"{are} lost and computed again: generation {before.generation} {goes_on}{why}")
+        turn.note("warning", f"{are} computed again: generation {before.generation} {goes_on}{why}")
 
     def tell_last(self, turn: Turn) -> None:
         """Record the steps that are not recorded yet: the run ends."""

@@ -840,7 +840,7 @@ def test_steps_that_were_saved_and_are_computed_again_are_said_once_and_counted(
     assert warned_of_lost_steps(world) == []
     save(world, "c", 8, generation=3, from_step=7, num_ranks=1, world_size=2)
     said = (
-        "steps 8 to 18, which were saved, are lost and computed again: generation 3 continues after step 7, because "
+        "steps 8 to 18, which were saved, are computed again: generation 3 continues after step 7, because "
         "the state of step 18 was on lost nodes alone"
     )
     assert warned_of_lost_steps(world) == [said]
@@ -867,7 +867,7 @@ def test_one_step_that_is_lost_with_a_part_of_its_state_is_named():
     run_again(world, 2, "a", "b")
     save(world, "a", 1, generation=2, from_step=0, num_ranks=1, world_size=4)
     said = (
-        "step 1, which was saved, is lost and computed again: generation 2 begins with step 1, because parts of the "
+        "step 1, which was saved, is computed again: generation 2 begins with step 1, because parts of the "
         "state of step 1 were on lost nodes alone"
     )
     assert warned_of_lost_steps(world) == [said]
@@ -901,7 +901,7 @@ def test_another_master_knows_from_the_journal_what_its_first_generation_has_los
     run_again(world, 3, "c")
     save(world, "c", 8, generation=3, from_step=7, num_ranks=2, world_size=2)
     assert warned_of_lost_steps(world) == [
-        "steps 8 to 18, which were saved, are lost and computed again: generation 3 continues after step 7"
+        "steps 8 to 18, which were saved, are computed again: generation 3 continues after step 7"
     ]
 
 
